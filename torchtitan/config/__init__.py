@@ -1,0 +1,49 @@
+import torch
+
+# Stands before the imports below: other modules import it while this package is loading.
+TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+from torchtitan.config.job_config import (  # noqa: E402
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Debug,
+    FaultTolerance,
+    Job,
+    JobConfig,
+    LRScheduler,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallelism,
+    Profiling,
+    Quantize,
+    Training,
+    Validation,
+)
+from torchtitan.config.manager import ConfigManager  # noqa: E402
+
+__all__ = [
+    "JobConfig",
+    "ConfigManager",
+    "TORCH_DTYPE_MAP",
+    "Job",
+    "Model",
+    "Optimizer",
+    "LRScheduler",
+    "Metrics",
+    "Checkpoint",
+    "ActivationCheckpoint",
+    "FaultTolerance",
+    "Quantize",
+    "Parallelism",
+    "Comm",
+    "Profiling",
+    "Training",
+    "Validation",
+    "Debug",
+]
