@@ -1,0 +1,37 @@
+"""The package's one logger.
+
+It is named, not the root logger: a program that embeds the engine keeps its own logging set-up
+and sees these records through ordinary propagation. Only our own `main()` calls `init_logger`.
+"""
+
+import logging
+import os
+import sys
+
+logger: logging.Logger = logging.getLogger("torchtitan")
+
+_logged: set[str] = set()
+
+
+def init_logger() -> None:
+    """Print the package's records from INFO up on stdout, each line marked with [titan].
+
+    Safe to call again: there is always exactly one handler, bound to today's sys.stdout.
+    """
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(
+        logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
+    )
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    # A library that puts a handler on the root logger would print each line a second time.
+    logger.propagate = False
+    # Kineto writes INFO lines of its own to stderr unless told before the profiler loads.
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+
+
+def warn_once(logger: logging.Logger, msg: str) -> None:
+    """Log `msg` as a warning the first time this process hands it in."""
+    if msg not in _logged:
+        _logged.add(msg)
+        logger.warning(msg)

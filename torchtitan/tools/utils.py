@@ -1,0 +1,206 @@
+"""Small helpers: which device, how fast it is, when Python collects garbage."""
+
+import gc
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchtitan.tools.logging import logger
+
+# None means "ask at use". It exists so that a test or a client can pin a device type here;
+# probing at import would start the CUDA driver for everybody who only wants a config.
+device_type: str | None = None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "device_module":
+        return get_device_info()[1]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def get_device_info() -> tuple[str, ModuleType]:
+    """Return the device type to train on and its torch module, e.g. ("cpu", torch.cpu)."""
+    if device_type is not None:
+        return device_type, torch.get_device_module(device_type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # No collective backend serves Apple's GPU, so a Mac trains on its CPU.
+    if accelerator is None or accelerator.type == "mps":
+        return "cpu", torch.cpu
+    return accelerator.type, torch.get_device_module(accelerator.type)
+
+
+def get_device_type() -> str:
+    """Return "cuda", "xpu", ... for the accelerator of this machine, "cpu" without one."""
+    return get_device_info()[0]
+
+
+def has_cuda_capability(major: int, minor: int) -> bool:
+    """True if the current CUDA (or ROCm) device is at least of this compute capability."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (major, minor)
+
+
+def has_rocm_capability(major: int, minor: int) -> bool:
+    """True if this is a ROCm build of torch on a device of at least this capability."""
+    return torch.version.hip is not None and has_cuda_capability(major, minor)
+
+
+class GarbageCollection:
+    """Collect Python garbage on chosen steps, at the same moment on every rank.
+
+    Automatic collection strikes ranks at different times, and the slowest one holds up every
+    collective. It is off from construction until `close()`, which puts back what was there:
+    a host process that outlives the engine needs its own collector again.
+    """
+
+    def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
+        if gc_freq <= 0:
+            raise ValueError(f"training.gc_freq must be a positive number of steps, got {gc_freq}")
+        self.gc_freq = gc_freq
+        self.debug = debug
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        self.collect("first collection, automatic collection is off from here on")
+        self._stop_watching_cycles = _watch_tensor_cycles() if debug and _rank() == 0 else None
+
+    def run(self, step_count: int) -> None:
+        """Collect if this step is due; every step, and all generations, in debug mode."""
+        if self.debug:
+            self.collect("every step, as training.gc_debug asks", generation=2)
+        elif step_count > 1 and step_count % self.gc_freq == 0:
+            self.collect("periodic")
+
+    def close(self) -> None:
+        """Turn automatic collection on again if it was on before. May be called twice."""
+        if self._was_enabled:
+            gc.enable()
+        if self._stop_watching_cycles is not None:
+            self._stop_watching_cycles()
+            self._stop_watching_cycles = None
+
+    @staticmethod
+    def collect(reason: str, generation: int = 1) -> None:
+        """Collect up to `generation` now and log how long it took."""
+        start = time.monotonic()
+        gc.collect(generation)
+        logger.info("[GC] %s: %.2f seconds", reason, time.monotonic() - start)
+
+
+def _watch_tensor_cycles() -> Callable[[], None] | None:
+    """Have torch warn of reference cycles that hold CUDA tensors; returns the way to stop it."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.utils.viz._cycles import warn_tensor_cycles
+
+    return warn_tensor_cycles()
+
+
+# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry whose
+# words all occur in the device's name counts, so the longer names come first.
+_PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("A100",), 312e12),
+    (("H100", "NVL"), 835e12),
+    (("H100", "PCIe"), 756e12),
+    (("H100",), 989e12),
+    (("H200",), 989e12),
+    (("H20",), 148e12),
+    (("B200",), 2.25e15),
+    (("MI355X",), 2500e12),
+    (("MI300X",), 1300e12),
+    (("MI325X",), 1300e12),
+    (("MI250X",), 191.5e12),
+    (("l40s",), 362e12),
+    (("L40S",), 362e12),
+)
+
+
+def get_peak_flops(device_name: str) -> float | None:
+    """Return the device's dense bf16 peak in FLOP/s, or None where we don't know it.
+
+    No guess is made: a utilisation worked out from another device's peak misleads.
+    """
+    if "Data Center GPU Max 1550" in device_name:
+        # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
+        return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
+    for words, peak in _PEAK_FLOPS:
+        if all(word in device_name for word in words):
+            return peak
+    return None
+
+
+@dataclass(frozen=True)
+class Color:
+    """ANSI escape codes."""
+
+    black = "\033[30m"
+    red = "\033[31m"
+    green = "\033[32m"
+    yellow = "\033[33m"
+    blue = "\033[34m"
+    magenta = "\033[35m"
+    cyan = "\033[36m"
+    white = "\033[37m"
+    reset = "\033[39m"
+    orange = "\033[38;2;180;60;0m"
+    turquoise = "\033[38;2;54;234;195m"
+
+
+@dataclass(frozen=True)
+class NoColor:
+    """The names of `Color`, all empty."""
+
+    black = ""
+    red = ""
+    green = ""
+    yellow = ""
+    blue = ""
+    magenta = ""
+    cyan = ""
+    white = ""
+    reset = ""
+    orange = ""
+    turquoise = ""
+
+
+def check_if_feature_in_pytorch(
+    feature_name: str, pull_request: str, min_nightly_version: str | None = None
+) -> None:
+    """Warn if the installed torch may lack a feature that came with `pull_request`."""
+    if "git" in torch.__version__:
+        logger.warning(
+            "This torch was built from source: make sure that it contains %s for %s.",
+            pull_request,
+            feature_name,
+        )
+    elif min_nightly_version is not None and torch.__version__ < min_nightly_version:
+        logger.warning(
+            "%s needs torch %s or newer (%s), this is %s.",
+            feature_name,
+            min_nightly_version,
+            pull_request,
+            torch.__version__,
+        )
+
+
+@contextmanager
+def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Make `dtype` torch's default inside the block."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _round_up(x: int, y: int) -> int:
+    """Return the smallest multiple of y that is not below x."""
+    return (x + y - 1) // y * y
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
