@@ -1,0 +1,44 @@
+# Sourced by the other scripts: makes sure `$PYTHON` has this project and what it needs.
+#
+#   prepare_python EXTRAS     EXTRAS as in pyproject.toml, e.g. "" or "dev"
+#
+# PYTHON=/path/python   use this interpreter to create the virtual environment
+# VENV=folder           where it goes (default .venv); VENV=none uses $PYTHON as it is
+# The install is skipped when nothing it depends on has changed, so a second run starts at once.
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
+    [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "Python 3.11 or newer is needed and none was found; set PYTHON=/path/to/python" >&2
+  return 1
+}
+
+prepare_python() {
+  local extras="$1" root venv stamp wanted
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  venv="${VENV:-$root/.venv}"
+  if [ "$venv" = none ]; then
+    PYTHON="$(find_python)" || return 1
+    return
+  fi
+  stamp="$venv/.installed-${extras:-runtime}"
+  wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    if [ ! -x "$venv/bin/python" ]; then
+      PYTHON="$(find_python)" || return 1
+      echo "creating a virtual environment in $venv" >&2
+      "$PYTHON" -m venv "$venv" || return 1
+    fi
+    echo "installing (once; a few minutes)" >&2
+    "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" \
+      --editable "$root${extras:+[$extras]}" || return 1
+    echo "$wanted" >"$stamp"
+  fi
+  PYTHON="$venv/bin/python"
+}
