@@ -1,10 +1,276 @@
+"""Reads a job's config: built-in defaults, under a TOML file, under command line flags."""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import tyro
+
+from torchtitan.config.checks import ConfigError
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml_values import section_from_table
+from torchtitan.tools.logging import logger
+
+
+class TomlSyntaxError(tomllib.TOMLDecodeError):
+    """A TOML file that cannot be parsed; the message names the file and the line."""
+
+    def __init__(self, path: str, line: int, reason: str) -> None:
+        # Past TOMLDecodeError's own constructor, whose arguments differ between Python versions.
+        ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
 
 class ConfigManager:
+    """Parses a command line, and the TOML file it names, into a `JobConfig`.
+
+    config_cls: the dataclass to fill; a job can extend it with `job.custom_config_module`.
+    """
+
     def __init__(self, config_cls: type[JobConfig] = JobConfig) -> None:
         self.config_cls = config_cls
-        self.config = config_cls()
+        self.config: JobConfig = config_cls()
+        self.register_tyro_rules(custom_registry)
 
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
-        raise NotImplementedError("the config manager is being written")
+        """Return the config that `args` (default: this process's arguments) describes.
+
+        Flags win over the TOML file, which wins over the defaults. Each call starts afresh.
+        Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file; a mistake in the
+        flags is printed, and raises SystemExit(2).
+        """
+        args = sys.argv[1:] if args is None else args
+        toml_values = self._maybe_load_toml(args)
+        config_cls = self._maybe_add_custom_config(args, toml_values)
+        base = self._dict_to_dataclass(config_cls, toml_values) if toml_values else config_cls()
+        self.config = _parse_flags(config_cls, args, base)
+        self._validate_config()
+        return self.config
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
+        path = _flag_value(args, "job", "config_file")
+        if path is None:
+            return None
+        try:
+            with open(path, "rb") as toml_file:
+                content = toml_file.read()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"job.config_file names a TOML file that has to exist, got {path!r} "
+                f"(looked in {os.getcwd()}); correct the path"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"job.config_file names a TOML file that has to be readable, got {path!r}: "
+                f"{error.strerror}"
+            ) from error
+        return _parse_toml(path, content)
+
+    def _maybe_add_custom_config(
+        self, args: list[str], toml_values: dict[str, Any] | None
+    ) -> type[JobConfig]:
+        module_name = _custom_config_module(args, toml_values or {})
+        if not module_name:
+            return self.config_cls
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ConfigError(
+                f"job.custom_config_module names a module to import, got {module_name!r}: {error}; "
+                f"give its dotted name and start where Python can find it"
+            ) from error
+        custom_cls = getattr(module, "JobConfig", None)
+        if not dataclasses.is_dataclass(custom_cls):
+            raise ConfigError(
+                f"job.custom_config_module names a module with a dataclass JobConfig, "
+                f"got {module_name!r}, which has none; define it there"
+            )
+        return self._merge_configs(self.config_cls, custom_cls)
+
+    @staticmethod
+    def _merge_configs(base: type, custom: type) -> type:
+        """A new dataclass with the fields of both; where both have one, `custom` decides.
+
+        Sections that both have are merged field by field in the same way.
+        """
+        base_types = get_type_hints(base, include_extras=True)
+        custom_types = get_type_hints(custom, include_extras=True)
+        custom_fields = {f.name: f for f in dataclasses.fields(custom)}
+
+        merged: list[tuple[str, Any, Any]] = []
+        for field in dataclasses.fields(base):
+            name = field.name
+            both = [base_types[name], custom_types.get(name)]
+            if all(dataclasses.is_dataclass(kind) for kind in both):
+                section = ConfigManager._merge_configs(*both)
+                merged.append((name, section, dataclasses.field(default_factory=section)))
+            elif name in custom_fields:
+                merged.append(_field_copy(custom_fields[name], custom_types[name]))
+            else:
+                merged.append(_field_copy(field, base_types[name]))
+
+        base_names = {f.name for f in dataclasses.fields(base)}
+        merged += [
+            _field_copy(field, custom_types[name])
+            for name, field in custom_fields.items()
+            if name not in base_names
+        ]
+        return dataclasses.make_dataclass(f"Merged{base.__name__}", merged, bases=(base,))
+
+    def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
+        if not dataclasses.is_dataclass(cls):
+            return data
+        return section_from_table(cls, data)
+
+    def _validate_config(self) -> None:
+        """Carry old key names over to the new ones, and refuse old tokenizer files."""
+        job, model = self.config.job, self.config.model
+        if self.config.experimental.custom_args_module:
+            logger.warning(
+                "experimental.custom_args_module is deprecated, use job.custom_config_module"
+            )
+            job.custom_config_module = (
+                job.custom_config_module or self.config.experimental.custom_args_module
+            )
+        if model.tokenizer_path:
+            logger.warning("model.tokenizer_path is deprecated, use model.hf_assets_path")
+            model.hf_assets_path = model.tokenizer_path
+        if os.path.exists(model.hf_assets_path) and model.hf_assets_path.endswith(
+            "tokenizer.model"
+        ):
+            raise ConfigError(
+                f"model.hf_assets_path must be a folder with Hugging Face tokenizer files, got "
+                f"the file {model.hf_assets_path!r}; fetch the folder with "
+                f"scripts/download_hf_assets.py --assets tokenizer"
+            )
+
+    @staticmethod
+    def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
+        """Let a `list[str]` flag take one argument with commas: `--model.converters a,b`."""
+
+        @registry.primitive_rule
+        def comma_separated(
+            type_info: tyro.constructors.PrimitiveTypeInfo,
+        ) -> tyro.constructors.PrimitiveConstructorSpec | None:
+            if type_info.type != list[str]:
+                return None
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="A,B,C,...",
+                instance_from_str=lambda arguments: arguments[0].split(","),
+                is_instance=lambda value: (
+                    isinstance(value, list) and all(isinstance(item, str) for item in value)
+                ),
+                str_from_instance=lambda value: [",".join(value)],
+            )
+
+
+custom_registry = tyro.constructors.ConstructorRegistry()
+
+
+def parse_args_or_exit(
+    args: list[str] | None = None, config_cls: type[JobConfig] = JobConfig
+) -> JobConfig:
+    """`ConfigManager.parse_args` for a `main()`: a mistake becomes one message and exit code 2."""
+    with exit_on_config_error():
+        return ConfigManager(config_cls).parse_args(args)
+
+
+@contextlib.contextmanager
+def exit_on_config_error() -> Iterator[None]:
+    """Turn what a config mistake raises into one message on rank 0's stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        if _is_first_process():
+            print(f"config error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _is_first_process() -> bool:
+    # Asked of the environment: config errors come before there is a process group.
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) -> JobConfig:
+    try:
+        return tyro.cli(
+            config_cls,
+            args=args,
+            default=base,
+            registry=custom_registry,
+            console_outputs=_is_first_process(),
+        )
+    except AssertionError as error:
+        # A section's own rule, broken by a flag.
+        raise ConfigError(str(error)) from error
+
+
+def _parse_toml(path: str, content: bytes) -> dict[str, Any]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at_line = re.search(r"at line (\d+)", str(error))
+        line = int(at_line[1]) if at_line else text.count("\n") + 1
+        raise TomlSyntaxError(path, line, str(error)) from error
+
+
+def _custom_config_module(args: list[str], toml_values: dict[str, Any]) -> str | None:
+    """Name of the module that extends the config; the deprecated key counts last."""
+    for section, key in (("job", "custom_config_module"), ("experimental", "custom_args_module")):
+        name = _flag_value(args, section, key)
+        table = toml_values.get(section)
+        if name is None and isinstance(table, dict):
+            name = table.get(key)
+        # Anything but text is reported when the whole table is checked.
+        if name and isinstance(name, str):
+            return name
+    return None
+
+
+def _flag_value(args: list[str], section: str, key: str) -> str | None:
+    """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
+    flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
+    for position, argument in enumerate(args):
+        flag, equals, value = argument.partition("=")
+        if flag not in flags:
+            continue
+        if equals:
+            return value
+        # A flag without a value is left for the parser to complain about.
+        return args[position + 1] if position + 1 < len(args) else None
+    return None
+
+
+def _field_copy(field: dataclasses.Field, kind: Any) -> tuple[str, Any, Any]:
+    default, factory = field.default, field.default_factory
+    if default is dataclasses.MISSING and factory is dataclasses.MISSING:
+        if not dataclasses.is_dataclass(kind):
+            raise ConfigError(
+                f"every key of a custom config needs a default value, got {field.name!r} without; "
+                f"give it one"
+            )
+        factory = kind
+    copy = dataclasses.field(default=default, default_factory=factory, metadata=field.metadata)
+    return field.name, kind, copy
+
+
+if __name__ == "__main__":
+    config = parse_args_or_exit()
+    try:
+        from rich import print as pretty_print
+    except ImportError:
+        logger.warning("rich is not installed, so the config is printed plainly: pip install rich")
+        logger.info(config)
+    else:
+        pretty_print(config)
