@@ -1,0 +1,276 @@
+"""The degrees of parallelism and the device meshes that follow from them.
+
+One world of ranks is cut in three ways, outermost axis first:
+
+    dataloading   pp, batch, cp, tp               who reads which data
+    dense         pp, dp_replicate, fsdp, tp      where ordinary parameters live
+    sparse        pp, dp_replicate, efsdp, ep, etp   where expert parameters live
+
+with batch = dp_replicate * dp_shard, fsdp = dp_shard * cp, efsdp = fsdp * tp / (ep * etp).
+The loss is reduced over `loss`, which is batch and cp flattened into one axis.
+"""
+
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import get_device_type
+
+__all__ = ["ParallelDims"]
+
+# None means "ask at use". It exists so that a test or a client can pin the meshes' device type.
+device_type: str | None = None
+
+_AXES_OF_CUT: dict[str, tuple[str, ...]] = {
+    "dataloading": ("pp", "batch", "cp", "tp"),
+    "dense": ("pp", "dp_replicate", "fsdp", "tp"),
+    "sparse": ("pp", "dp_replicate", "efsdp", "ep", "etp"),
+}
+
+
+@dataclass
+class ParallelDims:
+    """Degrees of parallelism of a world of `world_size` ranks; meshes are built when asked for.
+
+    dp_shard = -1 takes the ranks that the other degrees leave. Expert parallelism (ep, etp)
+    reuses ranks of fsdp and tp, so it is no factor of the world size.
+
+    Raises AssertionError (this is what clients of the interface catch) for degrees below 1,
+    degrees that don't multiply to the world size, and etp that is neither tp nor 1.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    world_size: int
+
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _global_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _world_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._validate()
+
+    def _validate(self) -> None:
+        for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp"):
+            degree = getattr(self, name)
+            assert degree >= 1, f"parallel degree {name} must be at least 1, got {degree}"
+        assert self.dp_shard == -1 or self.dp_shard >= 1, (
+            f"parallel degree dp_shard must be at least 1, or -1 for the ranks that are left, "
+            f"got {self.dp_shard}"
+        )
+        others = self.dp_replicate * self.cp * self.tp * self.pp
+        if self.dp_shard == -1:
+            self.dp_shard = self.world_size // others
+        assert self.dp_shard >= 1 and others * self.dp_shard == self.world_size, (
+            f"parallel degrees must multiply to the world size {self.world_size}, got "
+            f"dp_replicate({self.dp_replicate}) * dp_shard({self.dp_shard}) * cp({self.cp}) "
+            f"* tp({self.tp}) * pp({self.pp}) = {others * self.dp_shard}"
+        )
+        if self.ep > 1:
+            assert self.etp in (1, self.tp), (
+                f"expert tensor parallel degree must be 1 or the tensor parallel degree "
+                f"({self.tp}), got {self.etp}"
+            )
+
+    def build_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of all ranks, after building every other mesh from it.
+
+        Enters collectives: all ranks must call it. Raises ValueError if the experts' ranks
+        cannot be cut out of the ranks that share dense parameters.
+        """
+        sizes = self._axis_sizes()
+        world_mesh = init_device_mesh(
+            device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
+        )
+        cuts = {cut: self._cut(world_mesh, axes, sizes) for cut, axes in _AXES_OF_CUT.items()}
+        loss_mesh = cuts["dataloading"]["batch", "cp"]._flatten("loss_mesh")
+
+        self._world_mesh = world_mesh
+        self._global_meshes = {
+            "dataloading": cuts["dataloading"],
+            "loss": loss_mesh,
+            "dense": cuts["dense"],
+            "sparse": cuts["sparse"],
+        }
+        self._meshes = {
+            "pp": cuts["dataloading"]["pp"],
+            "batch": cuts["dataloading"]["batch"],
+            "loss": loss_mesh,
+            "dp_replicate": cuts["dense"]["dp_replicate"],
+            "fsdp": cuts["dense"]["fsdp"],
+            "cp": cuts["dataloading"]["cp"],
+            "tp": cuts["dataloading"]["tp"],
+            "ep": cuts["sparse"]["ep"],
+            "efsdp": cuts["sparse"]["efsdp"],
+            "etp": cuts["sparse"]["etp"],
+        }
+        for name, mesh in self._meshes.items():
+            assert mesh.size() == sizes[name], f"{name}: {mesh.size()} != {sizes[name]}"
+        active = {n: m.size() for n, m in self.get_all_one_dimensional_meshes().items()}
+        logger.info("%s, active mesh axes: %s", self, active or "none (one rank)")
+        return world_mesh
+
+    def _axis_sizes(self) -> dict[str, int]:
+        fsdp = self.dp_shard * self.cp
+        experts = self.ep * self.etp
+        if fsdp * self.tp % experts:
+            raise ValueError(
+                f"expert parallelism needs dp_shard * cp * tp to be a multiple of ep * etp, got "
+                f"{self.dp_shard} * {self.cp} * {self.tp} = {fsdp * self.tp} and "
+                f"{self.ep} * {self.etp} = {experts}; change "
+                f"parallelism.expert_parallel_degree to a divisor of {fsdp * self.tp // self.etp}"
+            )
+        batch = self.dp_replicate * self.dp_shard
+        return {
+            "pp": self.pp,
+            "batch": batch,
+            "loss": batch * self.cp,
+            "dp_replicate": self.dp_replicate,
+            "fsdp": fsdp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+            "efsdp": fsdp * self.tp // experts,
+            "etp": self.etp,
+        }
+
+    def _cut(
+        self, world_mesh: DeviceMesh, axes: tuple[str, ...], sizes: dict[str, int]
+    ) -> DeviceMesh:
+        # An axis that nobody communicates on gets torch's fake backend, to spare a communicator.
+        unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
+        return world_mesh._unflatten(
+            0, tuple(sizes[name] for name in axes), axes, backend_override=unused
+        )
+
+    def _axis_exists(self, name: str, size: int) -> bool:
+        # Experts have meshes of their own as soon as ep is on, and none (the dense ones serve
+        # them) while it is off, whatever size efsdp comes out at.
+        return self.ep > 1 if name == "efsdp" else size > 1
+
+    def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
+        """The mesh of one axis, or of several given outermost first; None if one of them is off.
+
+        Raises ValueError for an unknown axis, and for axes that no cut of the world has together.
+        """
+        if not self._meshes:
+            self.build_mesh()
+        names = [dims] if isinstance(dims, str) else list(dims)
+        for name in names:
+            if name not in self._meshes:
+                raise ValueError(f"Invalid mesh dim: {name!r}; valid are {list(self._meshes)}")
+        if not all(self._axis_exists(name, self._meshes[name].size()) for name in names):
+            return None
+        return self._mesh_of(names)
+
+    def _mesh_of(self, names: list[str]) -> DeviceMesh:
+        if len(names) == 1:
+            return self._meshes[names[0]]
+        for cut, axes in _AXES_OF_CUT.items():
+            if set(names) <= set(axes):
+                in_order = tuple(axis for axis in axes if axis in names)
+                if tuple(names) != in_order:
+                    raise ValueError(f"mesh dims go outermost first: {in_order}, got {names}")
+                return self._global_meshes[cut][in_order]
+        raise ValueError(
+            f"Invalid mesh name combinations: {names} are not axes of one cut of the world; "
+            f"the cuts are {_AXES_OF_CUT}"
+        )
+
+    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+        """As `get_optional_mesh`, but an axis that is off raises ValueError."""
+        mesh = self.get_optional_mesh(dims)
+        if mesh is None:
+            raise ValueError(
+                f"there is no mesh for {dims!r}: one of these parallelisms is off (degree 1). "
+                f"Degrees: {self}"
+            )
+        return mesh
+
+    def get_fsdp_mesh(self) -> DeviceMesh:
+        """The mesh to shard ordinary parameters on: fsdp, below dp_replicate if that is on.
+
+        Unlike `get_mesh` it also gives an fsdp axis of size 1, on which FSDP runs without
+        communication: wanted by expert parallelism without data parallelism, and by clients
+        that handle every model as an FSDP one.
+        """
+        if not self._meshes:
+            self.build_mesh()
+        return self._mesh_of(["dp_replicate", "fsdp"] if self.dp_replicate_enabled else ["fsdp"])
+
+    def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
+        """Every axis of more than one rank, by name."""
+        if not self._meshes:
+            self.build_mesh()
+        return {n: m for n, m in self._meshes.items() if m.ndim == 1 and m.size() > 1}
+
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of all ranks."""
+        if self._world_mesh is None:
+            self.build_mesh()
+        return self._world_mesh
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.dp_replicate > 1 or self.dp_shard > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self.dp_shard > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp > 1
+
+    @property
+    def dp_cp_enabled(self) -> bool:
+        return self.dp_enabled or self.cp_enabled
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return self.dp_shard_enabled or self.cp_enabled
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.ep > 1
+
+    @property
+    def etp_enabled(self) -> bool:
+        return self.etp > 1
+
+    @property
+    def fsdp_gradient_divide_factor(self) -> int:
+        """Ranks whose gradients are reduced together."""
+        return self.dp_replicate * self.dp_shard * self.cp
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def seq_len_divisor(self) -> int:
+        """Sequence lengths must be multiples of this.
+
+        tp shards the sequence of activations; cp cuts it into two chunks per rank.
+        """
+        return self.tp * (self.cp * 2)
