@@ -1,0 +1,42 @@
+"""Layout changes the speed and nothing else: whole training runs on 1, 2 and 4 gloo ranks."""
+
+import pytest
+
+from tests.distributed.training_runs import (
+    ACCUMULATION_LAYOUTS,
+    DATA_PARALLEL_LAYOUTS,
+    ONE_PROCESS,
+    max_relative_difference,
+    run_layout,
+)
+
+STEPS = 20
+# fp32: the order of summation differs between layouts, which AdamW carries over 20 steps.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def one_process_run(tmp_path_factory):
+    return run_layout(ONE_PROCESS, str(tmp_path_factory.mktemp("one")), STEPS)
+
+
+@pytest.mark.parametrize(
+    "layout", DATA_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS, ids=lambda layout: layout.name
+)
+def test_layout_gives_the_losses_and_gradient_norms_of_one_process(
+    layout, one_process_run, tmp_path
+):
+    run = run_layout(layout, str(tmp_path), STEPS)
+    assert run["step0_hash"] == one_process_run["step0_hash"]
+    assert max_relative_difference(run["loss"], one_process_run["loss"]) < TOLERANCE
+    assert max_relative_difference(run["grad_norm"], one_process_run["grad_norm"]) < TOLERANCE
+
+
+def test_losses_of_the_unbroken_run_fall(one_process_run):
+    assert one_process_run["loss"][-1] < one_process_run["loss"][0]
+
+
+def test_same_run_twice_is_bitwise_equal(one_process_run, tmp_path):
+    again = run_layout(ONE_PROCESS, str(tmp_path), STEPS)
+    assert again["loss"] == one_process_run["loss"]
+    assert again["grad_norm"] == one_process_run["grad_norm"]

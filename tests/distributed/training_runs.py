@@ -1,0 +1,183 @@
+"""Real training runs on gloo ranks over the same global batches, for tests and benchmarks.
+
+Rows are dealt to ranks and microbatches so that every layout sees the same set of rows in
+each step: only the layout differs between two runs.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.testing.gloo import run_ranks
+
+GLOBAL_BATCH_SIZE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How `world_size` ranks and accumulation steps share one global batch."""
+
+    name: str
+    world_size: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    accumulation_steps: int = 1
+
+    @property
+    def local_batch_size(self) -> int:
+        return GLOBAL_BATCH_SIZE // (self.dp_replicate * self.dp_shard * self.accumulation_steps)
+
+    def overrides(self) -> list[str]:
+        return [
+            f"--parallelism.data_parallel_replicate_degree={self.dp_replicate}",
+            f"--parallelism.data_parallel_shard_degree={self.dp_shard}",
+            f"--training.local_batch_size={self.local_batch_size}",
+            f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
+        ]
+
+
+ONE_PROCESS = Layout("1 process")
+DATA_PARALLEL_LAYOUTS = [
+    Layout("FSDP 2", 2, dp_shard=2),
+    Layout("DDP 2", 2, dp_replicate=2),
+    Layout("FSDP 4", 4, dp_shard=4),
+    Layout("HSDP 2x2", 4, dp_replicate=2, dp_shard=2),
+]
+ACCUMULATION_LAYOUTS = [
+    Layout("accumulation 2", accumulation_steps=2),
+    Layout("accumulation 4", accumulation_steps=4),
+    Layout("FSDP 2, accumulation 2", 2, dp_shard=2, accumulation_steps=2),
+]
+
+
+class DealtRows(BaseDataLoader):
+    """Random rows; each data-parallel rank gets its share of every global batch.
+
+    Labels are ignored at random, and more in some rows than in others, so that ranks and
+    microbatches hold unequal numbers of valid tokens.
+    """
+
+    def __init__(self, dp_rank: int, dp_size: int, local_batch_size: int, seq_len: int):
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.local_batch_size, self.seq_len = local_batch_size, seq_len
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            first = (self.num_batches * self.dp_size + self.dp_rank) * self.local_batch_size
+            self.num_batches += 1
+            rows = [self._row(first + i) for i in range(self.local_batch_size)]
+            tokens = torch.stack([tokens for tokens, _ in rows])
+            yield {"input": tokens[:, :-1]}, torch.stack([labels for _, labels in rows])
+
+    def _row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 2048, (self.seq_len + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        share_ignored = 0.1 + 0.2 * (index % 4)
+        labels[torch.rand(self.seq_len, generator=generator) < share_ignored] = IGNORE_INDEX
+        return tokens, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_batches = state_dict["num_batches"]
+
+
+def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows:
+    training = job_config.training
+    return DealtRows(dp_rank, dp_world_size, training.local_batch_size, training.seq_len)
+
+
+def make_trainer(dump_folder: str, overrides: list[str]):
+    """A trainer of the debug model on dealt rows, in fp32, that logs every step."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols import train_spec as train_spec_module
+    from torchtitan.train import Trainer
+
+    name = "llama3_on_dealt_rows"
+    if name not in train_spec_module._extra_train_specs:
+        spec = train_spec_module.get_train_spec("llama3")
+        train_spec_module.register_train_spec(
+            name,
+            dataclasses.replace(
+                spec,
+                build_dataloader_fn=build_dealt_rows,
+                build_tokenizer_fn=None,
+            ),
+        )
+    config = ConfigManager().parse_args(
+        [
+            f"--model.name={name}",
+            f"--job.dump_folder={dump_folder}",
+            "--training.seq_len=32",
+            "--training.mixed_precision_param=float32",
+            "--activation_checkpoint.mode=none",
+            "--lr_scheduler.warmup_steps=5",
+            "--optimizer.lr=1e-3",
+            "--debug.seed=7",
+            "--metrics.log_freq=1",
+            *overrides,
+        ]
+    )
+    return Trainer(config)
+
+
+def full_tensors(trainer) -> dict[str, torch.Tensor]:
+    """Every parameter, gathered. All ranks have to call this."""
+    return {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        for part in trainer.model_parts
+        for name, p in part.named_parameters()
+    }
+
+
+def weights_hash(trainer) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(full_tensors(trainer).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def train_on_this_rank(dump_folder: str, overrides: list[str]) -> dict[str, Any]:
+    """Train to `training.steps`; returns step-0 hash, losses and grad norms of each step."""
+    trainer = make_trainer(dump_folder, overrides)
+    record: dict[str, Any] = {"step0_hash": weights_hash(trainer), "loss": [], "grad_norm": []}
+
+    def note(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):
+        record["loss"].append(global_avg_loss)
+        record["grad_norm"].append(grad_norm)
+
+    trainer.metrics_processor.log = note
+    trainer.train()
+    trainer.close()
+    record["ntokens_seen"] = trainer.ntokens_seen
+    return record
+
+
+def run_layout(
+    layout: Layout, dump_folder: str, steps: int, extra: list[str] | None = None
+) -> dict[str, Any]:
+    """Rank 0's record of a run in this layout."""
+    overrides = [*layout.overrides(), f"--training.steps={steps}", *(extra or [])]
+    records = run_ranks(
+        train_on_this_rank,
+        layout.world_size,
+        dump_folder,
+        overrides,
+        init_process_group=False,
+        timeout_seconds=300,
+    )
+    return records[0]
+
+
+def max_relative_difference(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))

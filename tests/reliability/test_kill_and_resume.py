@@ -1,0 +1,99 @@
+"""A run that is killed and started again continues as if nothing had happened, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STEPS = 20
+OVERRIDES = [
+    "--model.name=llama3",
+    "--model.flavor=debugmodel",
+    "--training.dataset=python_docs",
+    f"--training.steps={STEPS}",
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--lr_scheduler.warmup_steps=5",
+    "--debug.seed=3",
+    "--metrics.log_freq=1",
+    "--metrics.enable_jsonl",
+    "--checkpoint.enable",
+    "--checkpoint.interval=10",
+    "--checkpoint.no_last_save_model_only",
+]
+TIMEOUT_SECONDS = 120
+
+
+def start(dump_folder: Path, extra: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torchtitan.train", *OVERRIDES, f"--job.dump_folder={dump_folder}"]
+        + extra,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_to_the_end(dump_folder: Path, extra: list[str]) -> None:
+    process = start(dump_folder, extra)
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, errors
+
+
+def logged_steps(dump_folder: Path) -> list[dict]:
+    path = dump_folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # what follows the last newline isn't whole yet
+    return [json.loads(line) for line in lines]
+
+
+def losses(dump_folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each step; of a repeated step, the last."""
+    return {
+        row["step"]: (row["loss_metrics/global_avg_loss"], row["grad_norm"])
+        for row in logged_steps(dump_folder)
+    }
+
+
+def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
+    process = start(dump_folder, extra)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        saved = (dump_folder / "checkpoint" / "step-10" / ".metadata").exists()
+        if saved and any(row["step"] >= step for row in logged_steps(dump_folder)):
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["--checkpoint.async_mode=async"],
+        ["--training.dataloader.num_workers=2"],
+    ],
+    ids=["sync", "async", "two data workers"],
+)
+def test_killed_run_resumes_with_bitwise_equal_losses(extra, tmp_path):
+    run_to_the_end(tmp_path / "unbroken", extra)
+    kill_after_step(tmp_path / "killed", extra, step=12)
+    before = losses(tmp_path / "killed")
+    assert max(before) < STEPS
+    run_to_the_end(tmp_path / "killed", extra)
+
+    resumed = losses(tmp_path / "killed")
+    first_after = [row["step"] for row in logged_steps(tmp_path / "killed")][len(before)]
+    assert first_after == 11, "resumed from the checkpoint of step 10"
+    assert resumed == losses(tmp_path / "unbroken")

@@ -1,0 +1,33 @@
+"""From a config to the train spec it names, checked before a device or a process is touched."""
+
+import importlib
+import os
+
+import torch
+
+import torchtitan.protocols.train_spec as train_spec_module
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError, check_against_spec, check_job_config
+
+
+def resolve_job(job_config: JobConfig) -> "train_spec_module.TrainSpec":
+    """Return the train spec of `model.name`; raises ConfigError if the job cannot run."""
+    if job_config.experimental.custom_import:
+        importlib.import_module(job_config.experimental.custom_import)
+    # Looked up through the module: embedders replace `get_train_spec` there.
+    try:
+        train_spec = train_spec_module.get_train_spec(job_config.model.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    world_size = _world_size(job_config)
+    check_job_config(job_config, world_size)
+    check_against_spec(job_config, train_spec, world_size)
+    return train_spec
+
+
+def _world_size(job_config: JobConfig) -> int | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    if job_config.comm.mode != "default":
+        return None  # simulated: NGPU gives it when the fake group is made
+    return int(os.environ.get("WORLD_SIZE", 1))

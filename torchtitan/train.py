@@ -1,0 +1,91 @@
+"""Train from the command line.
+
+    torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file job.toml
+    python -m torchtitan.train --job.config_file job.toml            # one process
+
+Config mistakes and --help answer before anything heavy is imported: `Trainer` is loaded from
+`torchtitan.trainer` when it is first asked for.
+"""
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torchtitan
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks import ConfigError
+from torchtitan.config.manager import exit_on_config_error
+from torchtitan.job import resolve_job
+from torchtitan.tools.logging import init_logger, logger
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["Trainer", "main"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        from torchtitan.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main(trainer_class: "type[Trainer] | None" = None) -> None:
+    """Read the command line and train.
+
+    Exit code 2: the config cannot run; 1: data or files are not what the config says.
+    """
+    init_logger()
+    logger.info("torchtitan version: %s", torchtitan.__version__)
+    with exit_on_config_error():
+        config = ConfigManager().parse_args()
+        resolve_job(config)
+    try:
+        _run(config, trainer_class)
+    except ConfigError as error:
+        _exit_with_message(error, 2)
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        _exit_with_message(error, 1)
+
+
+def _run(config: JobConfig, trainer_class: "type[Trainer] | None") -> None:
+    import torch
+
+    if trainer_class is None:
+        from torchtitan.trainer import Trainer as trainer_class
+    trainer = None
+    try:
+        trainer = trainer_class(config)
+        if config.comm.mode == "local_tensor":
+            logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
+        elif config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            logger.info("seed checkpoint created")
+        else:
+            trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _exit_with_message(error: Exception, exit_code: int) -> None:
+    """Say on stderr what to mend, and where it was found; the whole trace is for bugs."""
+    if os.environ.get("TORCHTITAN_TRACEBACK"):
+        raise error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    print(
+        f"error: {error}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
+        "the stack)",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The trainer: a `TrainingEngine` with a tokenizer, data, metrics, validation and a loop."""
+
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.engine import Batch, TrainingEngine
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+
+
+class Trainer(TrainingEngine):
+    """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
+
+    A train spec whose `build_dataloader_fn` is None gives a trainer that cannot `train()` by
+    itself; its caller feeds batches to `forward_backward_step` and `optim_step`.
+    """
+
+    def __init__(self, job_config: JobConfig):
+        super().__init__(job_config)
+        self._build_metrics()
+        self._build_validator()
+        self._log_summary()
+
+    # ---- construction ----
+
+    def build_data(self) -> None:
+        spec, config = self.train_spec, self.job_config
+        if spec.build_tokenizer_fn is not None:
+            self.tokenizer = spec.build_tokenizer_fn(config)
+            check_tokenizer_fits(self.tokenizer, spec.model_args[config.model.flavor])
+        if spec.build_dataloader_fn is not None:
+            self.dataloader = spec.build_dataloader_fn(
+                dp_world_size=self.dp_size,
+                dp_rank=self.dp_rank,
+                tokenizer=self.tokenizer,
+                job_config=config,
+            )
+
+    def _build_metrics(self) -> None:
+        from torchtitan.components.metrics import build_metrics_processor
+
+        build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
+        self.metrics_processor = build(self.job_config, self.parallel_dims, self.model_args)
+        self.metrics_processor.num_flops_per_token = self.num_flops_per_token
+        self.metrics_processor.optimizers = self.optimizers
+        self.metrics_processor.lr_schedulers = self.lr_schedulers
+        self.metrics_processor.model_parts = self.model_parts
+
+    def _build_validator(self) -> None:
+        self.validator = None
+        if not self.job_config.validation.enable:
+            return
+        if self.train_spec.build_validator_fn is None:
+            raise ConfigError(
+                f"validation.enable is set, but model {self.job_config.model.name!r} has no "
+                "build_validator_fn; turn validation off or give its train spec one"
+            )
+        self.validator = self.train_spec.build_validator_fn(
+            job_config=self.job_config,
+            dp_world_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            tokenizer=self.tokenizer,
+            parallel_dims=self.parallel_dims,
+            loss_fn=self.loss_fn,
+            validation_context=self.train_context,
+            maybe_enable_amp=self.maybe_enable_amp,
+            metrics_processor=self.metrics_processor,
+            pp_schedule=None,
+            pp_has_first_stage=None,
+            pp_has_last_stage=None,
+        )
+
+    def _log_summary(self) -> None:
+        training = self.job_config.training
+        logger.info(
+            "trainer ready: local batch %d, global batch %d, %d accumulation step(s), sequence "
+            "length %d, %d steps (%d warm-up)",
+            training.local_batch_size,
+            self.global_batch_size,
+            self.gradient_accumulation_steps,
+            training.seq_len,
+            training.steps,
+            self.job_config.lr_scheduler.warmup_steps,
+        )
+
+    # ---- data ----
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[Batch, torch.Tensor]]
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield batches on the CPU, counting tokens and the time spent waiting for them.
+
+        Raises DataloaderExhaustedError where the data end.
+        """
+        iterator = iter(data_iterable)
+        while True:
+            started = time.perf_counter()
+            try:
+                input_dict, labels = next(iterator)
+            except StopIteration as error:
+                raise DataloaderExhaustedError("the dataloader has no further batch") from error
+            self.ntokens_seen += labels.numel()
+            self.metrics_processor.ntokens_since_last_log += labels.numel()
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
+            yield input_dict, labels
+
+    def _next_microbatches(
+        self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]
+    ) -> tuple[list[tuple[Batch, torch.Tensor]], int, float]:
+        """Fetch one step's microbatches; return them, own and global valid token counts.
+
+        The counts are summed over ranks together with a flag of those that ran out of data,
+        so that all ranks stop at the same step: raises DataloaderExhaustedError on every rank.
+        """
+        microbatches: list[tuple[Batch, torch.Tensor]] = []
+        local_valid_tokens, ran_out = 0, 0
+        try:
+            for _ in range(self.gradient_accumulation_steps):
+                input_dict, labels = next(data_iterator)
+                local_valid_tokens += int((labels != IGNORE_INDEX).sum())
+                microbatches.append((input_dict, labels))
+        except (DataloaderExhaustedError, StopIteration):
+            ran_out = 1
+        counts = torch.tensor([local_valid_tokens, ran_out], device=self.device)
+        if self.dp_group is not None:
+            torch.distributed.all_reduce(counts, group=self.dp_group)
+        global_valid_tokens, num_ran_out = counts.tolist()
+        if num_ran_out:
+            raise DataloaderExhaustedError(
+                f"{num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
+            )
+        return microbatches, local_valid_tokens, global_valid_tokens
+
+    # ---- one step ----
+
+    def train_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> None:
+        """Fetch, forward, backward, update and log one step of the global batch."""
+        microbatches, local_valid_tokens, global_valid_tokens = self._next_microbatches(
+            data_iterator
+        )
+        losses = []
+        for input_dict, labels in microbatches:
+            loss = self.forward_backward_step(
+                input_dict=input_dict,
+                labels=labels,
+                global_valid_tokens=max(global_valid_tokens, 1),
+            )
+            losses.append(loss)
+        result = self.optim_step()
+        if self.metrics_processor.should_log(self.step):
+            self._log_step(
+                torch.stack(losses).sum(),
+                local_valid_tokens,
+                global_valid_tokens,
+                result.grad_norm.item(),
+                result.lr,
+            )
+
+    def _log_step(
+        self,
+        loss: torch.Tensor,
+        local_valid_tokens: int,
+        global_valid_tokens: int,
+        grad_norm: float,
+        lr: float,
+    ) -> None:
+        """loss: this rank's token losses summed and divided by the global token count."""
+        # A rank may hold no valid token at all; its mean is then 0, not NaN.
+        local_avg_loss = loss * global_valid_tokens / max(local_valid_tokens, 1)
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+        self.metrics_processor.log(
+            self.step,
+            dist_utils.dist_sum(loss, loss_mesh),
+            dist_utils.dist_max(local_avg_loss, loss_mesh),
+            grad_norm,
+            extra_metrics={
+                "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, self._batch_mesh),
+                "lr": lr,
+            },
+        )
+
+    # ---- the loop ----
+
+    def should_continue_training(self) -> bool:
+        return self.step < self.job_config.training.steps
+
+    def train(self) -> None:
+        """Load the newest checkpoint, if any, and train to `training.steps`."""
+        if self.dataloader is None:
+            raise ValueError(
+                "this trainer has no dataloader (its train spec's build_dataloader_fn is None): "
+                "feed batches yourself with forward_backward_step(input_dict=..., labels=..., "
+                "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
+            )
+        config = self.job_config
+        self.checkpointer.load(step=config.checkpoint.load_step)
+        logger.info("training starts at step %d", self.step + 1)
+        self.gc_handler = utils.GarbageCollection(
+            gc_freq=config.training.gc_freq, debug=config.training.gc_debug
+        )
+        profiling = dict(global_step=self.step, base_folder=config.job.dump_folder)
+        try:
+            with (
+                maybe_enable_profiling(config.profiling, **profiling) as profiler,
+                maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
+            ):
+                self._loop([tool for tool in (profiler, snapshot) if tool is not None])
+        finally:
+            self.gc_handler.close()
+        logger.info("training completed")
+
+    def _loop(self, profilers: list[Any]) -> None:
+        config = self.job_config
+        data_iterator = self.batch_generator(self.dataloader)
+        first_step = self.step + 1
+        while self.should_continue_training():
+            self.step += 1
+            self.gc_handler.run(self.step)
+            try:
+                self.train_step(data_iterator)
+            except DataloaderExhaustedError as error:
+                self._end_early(str(error))
+                break
+            self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
+            if self.validator is not None and self.validator.should_validate(self.step):
+                self.validator.validate(self.model_parts, self.step)
+            for profiler in profilers:
+                profiler.step()
+            if self.step == first_step:
+                # The first step compiles and connects; from here on a hang is a hang.
+                dist_utils.set_pg_timeouts(
+                    timeout=timedelta(seconds=config.comm.train_timeout_seconds),
+                    parallel_dims=self.parallel_dims,
+                )
+
+    def _end_early(self, reason: str) -> None:
+        """The data ended before `training.steps`: keep what was learned."""
+        self.step -= 1
+        logger.warning(
+            "the data ended after step %d of %d (%s); saving and stopping",
+            self.step,
+            self.job_config.training.steps,
+            reason,
+        )
+        if self.step > 0:
+            self.checkpointer.save(self.step, last_step=True)
+
+    def close(self) -> None:
+        super().close()
+        if getattr(self, "metrics_processor", None):
+            self.metrics_processor.close()
