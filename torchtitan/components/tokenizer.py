@@ -1,0 +1,269 @@
+"""Text to token ids and back, from the files that Hugging Face models ship.
+
+Of the three ways a model folder can hold a tokenizer, the first that is there is used:
+
+1. `tokenizer.json`: everything in one file.
+2. `vocab.json` or `vocab.txt`, with `merges.txt`: byte-level BPE.
+3. `vocab.json` or `vocab.txt` alone: one id per whitespace-separated word.
+
+Special tokens come from `tokenizer_config.json` where that file exists.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.config import JobConfig
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+# Keys of tokenizer_config.json that name one special token each.
+SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class BaseTokenizer(ABC):
+    """What the data pipeline and the models ask of a tokenizer.
+
+    `eos_id` ends a document; None for a tokenizer that has no such token.
+    """
+
+    def __init__(self) -> None:
+        self.eos_id: int | None = None
+
+    @abstractmethod
+    def encode(self, *args, **kwargs) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, *args, **kwargs) -> str: ...
+
+    @abstractmethod
+    def get_vocab_size(self) -> int: ...
+
+
+class HuggingFaceTokenizer(BaseTokenizer):
+    """A tokenizer read from a folder of Hugging Face files.
+
+    `tokenizer` is the `tokenizers.Tokenizer` underneath. A begin- or end-of-text id is added by
+    `encode` when asked for, unless the files' own post-processor adds it already
+    (`hf_adds_bos`, `hf_adds_eos`), so it never comes twice. What `encode` does when not asked
+    (`default_add_bos`, `default_add_eos`) is `add_bos_token` / `add_eos_token` of
+    tokenizer_config.json, else False.
+
+    Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
+    file is there and cannot be read.
+    """
+
+    def __init__(self, tokenizer_path: str) -> None:
+        super().__init__()
+        self.tokenizer_path = tokenizer_path
+        folder = _existing_folder(tokenizer_path)
+        self.tokenizer: Tokenizer = _load_backend(folder)
+        self.config: dict | None = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+
+        self.bos_token: str | None = None
+        self.eos_token: str | None = None
+        self.bos_id: int | None = None
+        self._add_special_tokens(self.config or {})
+        self._detect_defaults(self.config or {})
+
+    def _add_special_tokens(self, config: dict) -> None:
+        config_path = Path(self.tokenizer_path) / "tokenizer_config.json"
+        tokens = _declared_tokens(config, config_path)
+        # Runs keep the order, which decides new ids. `add_special_tokens` would mark every token
+        # special, also one that the file says is not.
+        for is_special, run in groupby(tokens, key=lambda token: token.special):
+            add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
+            add(list(run))
+        # One string may serve as both, so each is looked up by itself.
+        self.bos_token = _token_text(config.get("bos_token"), "bos_token", config_path)
+        self.eos_token = _token_text(config.get("eos_token"), "eos_token", config_path)
+        if self.bos_token is not None:
+            self.bos_id = self.tokenizer.token_to_id(self.bos_token)
+        if self.eos_token is not None:
+            self.eos_id = self.tokenizer.token_to_id(self.eos_token)
+
+    def _detect_defaults(self, config: dict) -> None:
+        ids_of_nothing = self.tokenizer.encode("").ids
+        self.hf_adds_bos = self.bos_id is not None and self.bos_id in ids_of_nothing
+        self.hf_adds_eos = self.eos_id is not None and self.eos_id in ids_of_nothing
+        self.default_add_bos = bool(config.get("add_bos_token", False))
+        self.default_add_eos = bool(config.get("add_eos_token", False))
+
+    def encode(
+        self, text: str = "", *, add_bos: bool | None = None, add_eos: bool | None = None
+    ) -> list[int]:
+        """Token ids of `text`; None for `add_bos` or `add_eos` means this tokenizer's default."""
+        add_bos = self.default_add_bos if add_bos is None else add_bos
+        add_eos = self.default_add_eos if add_eos is None else add_eos
+
+        token_ids = self.tokenizer.encode(text).ids
+        if add_bos and not self.hf_adds_bos and self.bos_id is not None:
+            token_ids.insert(0, self.bos_id)
+        if add_eos and not self.hf_adds_eos and self.eos_id is not None:
+            token_ids.append(self.eos_id)
+        return token_ids
+
+    def decode(self, token_ids: list[int], **options) -> str:
+        """Text of `token_ids`; the options are those of `tokenizers.Tokenizer.decode`."""
+        return self.tokenizer.decode(token_ids, **options)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.get_vocab_size()
+
+    def get_vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self.tokenizer.get_vocab_size()
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.tokenizer.id_to_token(token_id)
+
+
+def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
+    """The tokenizer in `model.hf_assets_path`."""
+    return HuggingFaceTokenizer(job_config.model.hf_assets_path)
+
+
+def _existing_folder(tokenizer_path: str) -> Path:
+    folder = Path(tokenizer_path)
+    if folder.is_dir():
+        return folder
+    hint = "set model.hf_assets_path to a folder that holds tokenizer.json"
+    if "assets/tokenizer" in tokenizer_path:
+        hint += (
+            "; this path is from before a model's files moved to assets/hf/<model name>, "
+            "where scripts/download_hf_assets.py puts them"
+        )
+    raise FileNotFoundError(f"tokenizer folder {tokenizer_path!r} does not exist: {hint}")
+
+
+def _load_backend(folder: Path) -> "Tokenizer":
+    """The tokenizer in `folder`, before the config's special tokens are added."""
+    from tokenizers import Tokenizer
+
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        try:
+            return Tokenizer.from_file(str(whole))
+        except Exception as error:  # the library raises bare Exception for any bad content
+            raise ValueError(
+                f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
+            ) from error
+
+    vocab = _read_vocab(folder)
+    merges = folder / "merges.txt"
+    if vocab is None:
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(
+            f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json or vocab.txt "
+            f"(with merges.txt for BPE); files there: {', '.join(found) or 'none'}"
+        )
+    return _byte_level_bpe(vocab, merges) if merges.is_file() else _word_level(vocab)
+
+
+def _read_vocab(folder: Path) -> dict[str, int] | None:
+    vocab = _read_json(folder / "vocab.json", missing_ok=True)
+    if vocab is not None:
+        return vocab
+    listing = folder / "vocab.txt"
+    if not listing.is_file():
+        return None
+    lines = listing.read_text(encoding="utf-8").splitlines()
+    # A blank line keeps its number: ids after it must not move.
+    return {line.strip(): number for number, line in enumerate(lines) if line.strip()}
+
+
+def _byte_level_bpe(vocab: dict[str, int], merges_path: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    lines = merges_path.read_text(encoding="utf-8").splitlines()
+    pairs = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
+    try:
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # a bare Exception again, for a merge of unknown tokens
+        raise ValueError(f"{merges_path} does not fit the vocabulary beside it: {error}") from error
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return backend
+
+
+def _word_level(vocab: dict[str, int]) -> "Tokenizer":
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
+
+
+def _read_json(path: Path, missing_ok: bool = False) -> dict | None:
+    """The JSON object in `path`; None if the file may be missing and is."""
+    if missing_ok and not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
+    """Every token that tokenizer_config.json declares, named ones first."""
+    named = [(key, config.get(key)) for key in SPECIAL_TOKEN_KEYS]
+    by_id = config.get("added_tokens_decoder") or {}
+    numbered = [
+        (f"added_tokens_decoder[{token_id}]", entry)
+        for token_id, entry in by_id.items()
+        if isinstance(entry, dict) and "content" in entry
+    ]
+    return [
+        _added_token(entry, _token_text(entry, key, config_path))
+        for key, entry in named + numbered
+        if entry is not None
+    ]
+
+
+def _added_token(entry: Any, text: str) -> "AddedToken":
+    from tokenizers import AddedToken
+
+    if isinstance(entry, str):
+        return AddedToken(text, special=True)
+    return AddedToken(
+        text,
+        single_word=entry.get("single_word", False),
+        lstrip=entry.get("lstrip", False),
+        rstrip=entry.get("rstrip", False),
+        normalized=entry.get("normalized", True),
+        special=entry.get("special", True),
+    )
+
+
+def _token_text(entry: Any, key: str, config_path: Path) -> str | None:
+    """The string of a token that the config gives as a string or as a dict."""
+    if isinstance(entry, dict):
+        entry = entry.get("content", entry)
+    if entry is None or isinstance(entry, str):
+        return entry
+    raise ValueError(
+        f"{config_path}: {key} must be a string or an object with a string 'content', got {entry!r}"
+    )
