@@ -1,10 +1,16 @@
 """Rules a config has to obey, one function per rule.
 
-Each rule only reads the config and raises `ConfigError` naming the key, the rule, the value it
-got and what to change.
+Each rule only reads the config, and raises `ConfigError` with the rule, the key, the value it
+got and what to change. None of them touches a device, a process group or data.
 """
 
-from typing import Any
+import dataclasses
+import difflib
+import glob
+import math
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan.config.job_config import JobConfig
 
@@ -13,11 +19,41 @@ class ConfigError(ValueError):
     """The config cannot work as it stands; the message says what to change."""
 
 
-def check_job_config(job_config: JobConfig, world_size: int | None = None) -> None:
+def check_job_config(
+    job_config: JobConfig,
+    world_size: int | None = None,
+    known_converters: Collection[str] | None = None,
+) -> None:
     """Raise ConfigError at the first rule the config breaks, as far as it alone can tell.
 
     world_size: number of processes in the job; None leaves out the rules that depend on it.
+    known_converters: names of the registered model converters; None leaves them unchecked.
     """
+    check_choices(job_config)
+    check_smallest_values(job_config)
+    check_fractions(job_config)
+    check_decay_betas(job_config)
+    check_max_norm(job_config)
+    check_keep_latest_k(job_config)
+    check_checkpoint_formats(job_config)
+    check_initial_load_path(job_config)
+    check_load_step(job_config)
+    check_activation_checkpoint(job_config)
+    check_compile_components(job_config)
+    check_async_tensor_parallel(job_config)
+    check_early_step_in_backward(job_config)
+    check_fault_tolerance_is_off(job_config)
+    check_dump_folder(job_config)
+    check_dataset_paths(job_config)
+    if known_converters is not None:
+        check_converters(job_config, known_converters)
+
+    check_degrees(job_config)
+    check_expert_tensor_parallel_degree(job_config)
+    if world_size is not None:
+        check_degrees_match_world_size(job_config, world_size)
+        check_global_batch_size(job_config, world_size)
+        check_seed_checkpoint(job_config, world_size)
 
 
 def check_against_spec(
@@ -26,4 +62,503 @@ def check_against_spec(
     """Raise ConfigError at the first rule the config breaks for the model it names.
 
     train_spec: the `TrainSpec` that belongs to `job_config.model.name`.
+    world_size: as in `check_job_config`.
     """
+    check_flavor(job_config, train_spec)
+    check_attention(job_config, train_spec)
+    check_heads(job_config, train_spec)
+    check_hf_assets(job_config, train_spec)
+    check_hf_conversion(job_config, train_spec)
+    check_optimizer_name(job_config, train_spec)
+    check_degrees_are_available(job_config)
+
+
+# --- Values by themselves ---------------------------------------------------------------------
+
+
+def check_choices(job_config: JobConfig) -> None:
+    """A config built in Python did not pass the type checks that TOML and flags do."""
+    for key, value, annotation in _settings(job_config):
+        choices = _choices(annotation)
+        if choices and value not in choices:
+            names = ", ".join(repr(choice) for choice in choices)
+            raise ConfigError(
+                f"{key} must be one of {names}, got {value!r}{_guess(value, choices)}"
+            )
+
+
+_SMALLEST_VALUES: dict[str, int] = {
+    "training.seq_len": 1,
+    "training.steps": 1,
+    "training.local_batch_size": 1,
+    "training.gc_freq": 1,
+    "training.dataloader.num_workers": 0,
+    "validation.seq_len": 1,
+    "validation.local_batch_size": 1,
+    "validation.freq": 1,
+    "validation.dataloader.num_workers": 0,
+    "metrics.log_freq": 1,
+    "checkpoint.interval": 1,
+    "checkpoint.load_step": -1,
+    "profiling.profile_freq": 1,
+    "profiling.profiler_active": 1,
+    "profiling.profiler_warmup": 0,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.total_steps": 1,
+    "comm.init_timeout_seconds": 1,
+    "comm.train_timeout_seconds": 1,
+    "comm.trace_buf_size": 0,
+}
+
+
+def check_smallest_values(job_config: JobConfig) -> None:
+    for key, smallest in _SMALLEST_VALUES.items():
+        value = _value(job_config, key)
+        # Written so that nan, which compares false with everything, fails too.
+        if value is not None and not smallest <= value < math.inf:
+            raise ConfigError(
+                f"{key} must be a finite number of at least {smallest}, got {value}; "
+                f"the default is {_value(JobConfig(), key)}"
+            )
+
+
+def check_fractions(job_config: JobConfig) -> None:
+    for key in (
+        "lr_scheduler.decay_ratio",
+        "lr_scheduler.min_lr_factor",
+        "activation_checkpoint.memory_budget",
+    ):
+        value = _value(job_config, key)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(
+                f"{key} is a fraction, from 0 to 1, got {value}; choose one in between"
+            )
+
+
+def check_decay_betas(job_config: JobConfig) -> None:
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        value = _value(job_config, key)
+        if not 0 <= value < 1:
+            raise ConfigError(
+                f"{key} must be at least 0 and below 1, got {value}; "
+                f"the default is {_value(JobConfig(), key)}"
+            )
+
+
+def check_max_norm(job_config: JobConfig) -> None:
+    max_norm = job_config.training.max_norm
+    if not max_norm > 0:
+        raise ConfigError(
+            f"training.max_norm must be above 0, got {max_norm}; use inf to clip nothing"
+        )
+
+
+# --- Checkpoints ------------------------------------------------------------------------------
+
+
+def check_keep_latest_k(job_config: JobConfig) -> None:
+    keep = job_config.checkpoint.keep_latest_k
+    if keep < 0 or keep == 1:
+        raise ConfigError(
+            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, as the only checkpoint "
+            f"would be deleted while its successor is still being written, got {keep}; "
+            f"use 2 to keep as few as possible"
+        )
+
+
+def check_checkpoint_formats(job_config: JobConfig) -> None:
+    """Hugging Face files hold a model's weights and nothing else."""
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable:
+        return
+    for key, needed in (
+        ("initial_load_in_hf", "initial_load_model_only"),
+        ("initial_load_in_hf_quantized", "initial_load_in_hf"),
+        ("last_save_in_hf", "last_save_model_only"),
+    ):
+        if getattr(checkpoint, key) and not getattr(checkpoint, needed):
+            raise ConfigError(
+                f"checkpoint.{key} = True needs checkpoint.{needed} = True, got False; "
+                f"set it, or turn checkpoint.{key} off"
+            )
+
+
+def check_initial_load_path(job_config: JobConfig) -> None:
+    checkpoint = job_config.checkpoint
+    path = checkpoint.initial_load_path
+    if not checkpoint.enable or not path or os.path.isdir(_checkpoint_folder(job_config)):
+        return
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
+            f"give the step folder itself, such as .../checkpoint/step-1000"
+        )
+
+
+def check_load_step(job_config: JobConfig) -> None:
+    checkpoint = job_config.checkpoint
+    folder = _checkpoint_folder(job_config)
+    starts_elsewhere = not os.path.isdir(folder) and (
+        checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+    )
+    if not checkpoint.enable or checkpoint.load_step == -1 or starts_elsewhere:
+        return
+    if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
+        found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        raise ConfigError(
+            f"checkpoint.load_step must be a step saved in {folder!r}, got "
+            f"{checkpoint.load_step}; there is {', '.join(found) or 'nothing'}, "
+            f"and -1 takes the newest or starts afresh"
+        )
+
+
+def check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
+    if not job_config.checkpoint.create_seed_checkpoint:
+        return
+    if not job_config.checkpoint.enable:
+        raise ConfigError(
+            "checkpoint.create_seed_checkpoint needs checkpoint.enable = True, got False; set it"
+        )
+    if world_size != 1:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; "
+            f"start it with --nproc-per-node 1 (NGPU=1)"
+        )
+
+
+# --- Features that need, or exclude, one another ----------------------------------------------
+
+
+def check_activation_checkpoint(job_config: JobConfig) -> None:
+    ac = job_config.activation_checkpoint
+    option = ac.selective_ac_option
+    if ac.mode == "selective" and option != "op" and not (option.isascii() and option.isdigit()):
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n in quotes "
+            f"(every n-th layer), got {option!r}; the default is '2'"
+        )
+    if ac.mode == "memory_budget" and not _compiles_model(job_config):
+        raise ConfigError(
+            f"activation_checkpoint.mode = 'memory_budget' is carried out by the compiler, got "
+            f"{_compile_settings(job_config)}; set compile.enable = true with 'model' among its "
+            f"components, or mode = 'selective'"
+        )
+
+
+def check_compile_components(job_config: JobConfig) -> None:
+    for name in job_config.compile.components:
+        if name not in ("model", "loss"):
+            raise ConfigError(
+                f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"
+            )
+
+
+def check_async_tensor_parallel(job_config: JobConfig) -> None:
+    if job_config.parallelism.enable_async_tensor_parallel and not _compiles_model(job_config):
+        raise ConfigError(
+            f"parallelism.enable_async_tensor_parallel is carried out by the compiler, got "
+            f"{_compile_settings(job_config)}; set compile.enable = true with 'model' among its "
+            f"components, or turn it off"
+        )
+
+
+def check_early_step_in_backward(job_config: JobConfig) -> None:
+    if not job_config.optimizer.early_step_in_backward:
+        return
+    for degree in ("pipeline_parallel_degree", "expert_parallel_degree"):
+        value = getattr(job_config.parallelism, degree)
+        if value > 1:
+            raise ConfigError(
+                f"optimizer.early_step_in_backward does not work with parallelism.{degree} above "
+                f"1, got {value}; turn one of the two off"
+            )
+
+
+def check_fault_tolerance_is_off(job_config: JobConfig) -> None:
+    if job_config.fault_tolerance.enable:
+        raise ConfigError(
+            "fault_tolerance.enable = True is not available in this version; set it to false"
+        )
+
+
+def check_converters(job_config: JobConfig, known: Collection[str]) -> None:
+    for name in job_config.model.converters:
+        if name not in known:
+            raise ConfigError(
+                f"model.converters holds names of registered converters ({', '.join(known)}), got "
+                f"{name!r}{_guess(name, known)}; correct it, or register it in the module that "
+                f"experimental.custom_import names"
+            )
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+
+def check_dump_folder(job_config: JobConfig) -> None:
+    folder = job_config.job.dump_folder
+    existing = os.path.abspath(folder)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ConfigError(
+            f"job.dump_folder must be a folder, or a place for one, got {folder!r}, but "
+            f"{existing!r} is a file; choose another"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"job.dump_folder must be writable, got {folder!r}, but {existing!r} is not; "
+            f"choose another"
+        )
+
+
+def check_dataset_paths(job_config: JobConfig) -> None:
+    check_dataset_path("training.dataset_path", job_config.training.dataset_path)
+    if job_config.validation.enable:
+        check_dataset_path("validation.dataset_path", job_config.validation.dataset_path)
+
+
+def check_dataset_path(key: str, path: str | None) -> None:
+    if path and _looks_local(path) and not glob.glob(path) and not os.path.exists(path):
+        raise ConfigError(
+            f"{key} must be an existing file or folder, or the name of a dataset on the hub, got "
+            f"{path!r} (looked in {os.getcwd()}); correct the path"
+        )
+
+
+# --- Processes and batches --------------------------------------------------------------------
+
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+
+
+def check_degrees(job_config: JobConfig) -> None:
+    parallelism = job_config.parallelism
+    for name in (*_DEGREES, "expert_parallel_degree", "expert_tensor_parallel_degree"):
+        degree = getattr(parallelism, name)
+        if name == "data_parallel_shard_degree" and degree == -1:
+            continue
+        if degree < 1:
+            remedy = "-1 takes all ranks that are left" if "shard" in name else "1 turns it off"
+            raise ConfigError(f"parallelism.{name} must be at least 1, got {degree}; {remedy}")
+
+
+def check_degrees_match_world_size(job_config: JobConfig, world_size: int) -> None:
+    degrees = {name: getattr(job_config.parallelism, name) for name in _DEGREES}
+    degrees["data_parallel_shard_degree"] = _shard_degree(job_config, world_size)
+    product = math.prod(degrees.values())
+    if product == world_size:
+        return
+
+    listed = ", ".join(f"{name} = {degree}" for name, degree in degrees.items())
+    others = product // degrees["data_parallel_shard_degree"]
+    remedy = f"start {product} processes"
+    if world_size % others == 0:
+        remedy += f", or set data_parallel_shard_degree = {world_size // others} (or -1)"
+    raise ConfigError(
+        f"the parallelism degrees must multiply to the number of processes, got {world_size} "
+        f"processes and a product of {product}: {listed}; {remedy}"
+    )
+
+
+def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
+    parallelism = job_config.parallelism
+    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
+    if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
+        raise ConfigError(
+            f"parallelism.expert_tensor_parallel_degree must be 1 or equal "
+            f"tensor_parallel_degree, got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
+        )
+
+
+def check_global_batch_size(job_config: JobConfig, world_size: int) -> None:
+    training = job_config.training
+    global_batch = training.global_batch_size
+    if global_batch < 0:
+        return
+    replicas = job_config.parallelism.data_parallel_replicate_degree
+    dp = replicas * _shard_degree(job_config, world_size)
+    unit = training.local_batch_size * dp
+    if global_batch == 0 or global_batch % unit:
+        nearest = max(1, round(global_batch / unit)) * unit
+        raise ConfigError(
+            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
+            f"ranks, got {global_batch} with {training.local_batch_size} * {dp}; "
+            f"the nearest that fits is {nearest}"
+        )
+
+
+# --- The config and the model it names --------------------------------------------------------
+
+
+def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
+    flavor, known = job_config.model.flavor, list(train_spec.model_args)
+    if flavor not in known:
+        raise ConfigError(
+            f"model.flavor must be a flavor of {job_config.model.name!r} ({', '.join(known)}), "
+            f"got {flavor!r}{_guess(flavor, known)}"
+        )
+
+
+def check_attention(job_config: JobConfig, train_spec: Any) -> None:
+    model, model_args = job_config.model, train_spec.model_args[job_config.model.flavor]
+    attn_type = model.attn_type or getattr(model_args, "attn_type", "sdpa")
+    mask_type = model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
+    if attn_type == "sdpa" and mask_type != "causal":
+        raise ConfigError(
+            f"model.attn_type = 'sdpa' cannot keep documents apart, got "
+            f"model.attn_mask_type = {mask_type!r} with flavor {model.flavor!r}; set "
+            f"model.attn_type to 'flex' or 'varlen', or model.attn_mask_type to 'causal'"
+        )
+
+
+def check_heads(job_config: JobConfig, train_spec: Any) -> None:
+    tp = job_config.parallelism.tensor_parallel_degree
+    model_args = train_spec.model_args[job_config.model.flavor]
+    for name in ("n_heads", "n_kv_heads"):
+        heads = getattr(model_args, name, None)
+        if heads and heads % tp:
+            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree must divide {name} of flavor "
+                f"{job_config.model.flavor!r}, got {tp} with {heads} heads; what fits is {fits}"
+            )
+
+
+def check_hf_assets(job_config: JobConfig, train_spec: Any) -> None:
+    """The folder with the tokenizer, and with the weights to start from, has to be there."""
+    path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    starts_from_it = (
+        checkpoint.enable and checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
+    )
+    starts_from_it = starts_from_it and not os.path.isdir(_checkpoint_folder(job_config))
+    if (train_spec.build_tokenizer_fn is None and not starts_from_it) or os.path.isdir(path):
+        return
+    raise ConfigError(
+        f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
+        f"got {path!r} (looked in {os.getcwd()}); correct the path, or fetch them with "
+        f"scripts/download_hf_assets.py"
+    )
+
+
+def check_hf_conversion(job_config: JobConfig, train_spec: Any) -> None:
+    if not job_config.checkpoint.enable or train_spec.state_dict_adapter is not None:
+        return
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(job_config.checkpoint, key):
+            raise ConfigError(
+                f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
+                f"format, got {job_config.model.name!r}, which cannot; turn it off"
+            )
+
+
+def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
+    # A spec that brings its own builder decides by itself which names there are.
+    builder = getattr(train_spec.build_optimizers_fn, "__module__", "")
+    name, known = job_config.optimizer.name, ("Adam", "AdamW")
+    if builder == "torchtitan.components.optimizer" and name not in known:
+        raise ConfigError(
+            f"optimizer.name must be one of {', '.join(known)}, got {name!r}{_guess(name, known)}"
+        )
+
+
+def check_degrees_are_available(job_config: JobConfig) -> None:
+    for name in ("tensor", "pipeline", "context", "expert"):
+        key = f"{name}_parallel_degree"
+        degree = getattr(job_config.parallelism, key)
+        if degree > 1:
+            raise ConfigError(
+                f"parallelism.{key} above 1 is not available yet in this version, got {degree}; "
+                f"set it to 1 and use the data_parallel degrees"
+            )
+
+
+def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
+    """Every token has to have a row in the model's embedding. A larger model is fine."""
+    tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
+    if rows is not None and tokens > rows:
+        raise ConfigError(
+            f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
+            f"{tokens} tokens and vocab_size {rows}; take the tokenizer that belongs to "
+            f"model.flavor, or a flavor with a larger vocabulary"
+        )
+
+
+# --- Helpers ----------------------------------------------------------------------------------
+
+
+def _value(job_config: JobConfig, key: str) -> Any:
+    value: Any = job_config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every (dotted key, value, annotation) of a config section and the sections inside it."""
+    hints = get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{key}.")
+        else:
+            yield key, value, hints[field.name]
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values that `Literal[...]`, or `Literal[...] | None`, admits; () for other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    if len(members) == 1 and get_origin(members[0]) is Literal:
+        return (*get_args(members[0]), None)
+    return ()
+
+
+def _guess(name: Any, known: Collection[Any]) -> str:
+    """', did you mean ...?', or nothing where no known name is close."""
+    names = [other for other in known if isinstance(other, str)]
+    # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
+    by_ending = [other for other in names if other.rsplit(".", 1)[-1] == name]
+    close = by_ending or difflib.get_close_matches(str(name), names, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _checkpoint_folder(job_config: JobConfig) -> str:
+    return os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder)
+
+
+def _compiles_model(job_config: JobConfig) -> bool:
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def _compile_settings(job_config: JobConfig) -> str:
+    settings = job_config.compile
+    return f"compile.enable = {settings.enable} with components {settings.components}"
+
+
+def _shard_degree(job_config: JobConfig, world_size: int) -> int:
+    """The shard degree, with -1 replaced by the ranks that the other degrees leave (at least 1)."""
+    parallelism = job_config.parallelism
+    if parallelism.data_parallel_shard_degree != -1:
+        return parallelism.data_parallel_shard_degree
+    others = (getattr(parallelism, name) for name in _DEGREES if "shard" not in name)
+    return max(1, world_size // math.prod(others))
+
+
+def _looks_local(path: str) -> bool:
+    """Whether `path` means a place on this machine, and not a hub dataset like owner/name."""
+    if "://" in path:
+        return False
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
+        # A hub name has at most one slash; a bare word may be an old hub name or a file.
+        return "/" in path or "." in path
+    owner, name = path.split("/")
+    return os.path.isdir(owner) or name.endswith((".json", ".jsonl", ".txt", ".parquet"))

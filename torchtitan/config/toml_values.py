@@ -60,7 +60,9 @@ def _typed(value: Any, annotation: Any, section: str, field: dataclasses.Field) 
     try:
         return convert(value, annotation)
     except TypeError as error:
-        default = "" if field.default is dataclasses.MISSING else f"; the default is {field.default!r}"
+        default = (
+            "" if field.default is dataclasses.MISSING else f"; the default is {field.default!r}"
+        )
         where = f"[{section}] {field.name}" if section else field.name
         raise ConfigError(f"{where} = {value!r}: {error}{default}") from None
 
