@@ -84,6 +84,9 @@ class ParallelDims:
         Enters collectives: all ranks must call it. Raises ValueError if the experts' ranks
         cannot be cut out of the ranks that share dense parameters.
         """
+        # Registers the fake backend of unused axes; torch keeps it among its testing helpers.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
         sizes = self._axis_sizes()
         world_mesh = init_device_mesh(
             device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
