@@ -199,11 +199,13 @@ def _is_first_process() -> bool:
 
 def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) -> JobConfig:
     try:
-        # tyro.cli(registry=...) is newer than the oldest tyro we support.
-        with custom_registry:
-            return tyro.cli(
-                config_cls, args=args, default=base, console_outputs=_is_first_process()
-            )
+        return tyro.cli(
+            config_cls,
+            args=args,
+            default=base,
+            registry=custom_registry,
+            console_outputs=_is_first_process(),
+        )
     except AssertionError as error:
         # A section's own rule, broken by a flag.
         raise ConfigError(str(error)) from error
