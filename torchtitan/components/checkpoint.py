@@ -1,0 +1,863 @@
+"""Saving and loading a run: model, optimizer, schedulers, data position and step.
+
+Everything is written and read by torch's distributed checkpoint (DCP), so that a run may
+continue on another number of ranks. `checkpoint_folder.py` says when a step folder is whole.
+Model entries stand at the top level of a checkpoint under their parameter names; the other
+components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
+"""
+
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan.components.checkpoint_folder import (
+    DCP_METADATA,
+    HF_INDEX,
+    Contents,
+    HashingWriter,
+    StepFolder,
+    all_ranks,
+    contents_of,
+    find_damage,
+    finish_writing,
+    from_rank_zero,
+    hash_over_ranks,
+    list_steps,
+    mark_unfinished,
+    start_writing,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+if TYPE_CHECKING:
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.ft import FTManager
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config.job_config import Checkpoint
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+LR_SCHEDULER = "lr_scheduler"
+DATALOADER = "dataloader"
+TRAIN_STATE = "train_state"
+
+_CONSOLIDATION_THREADS = 5
+_KEYS_SHOWN = 5
+
+# Name of an entry -> its shape, or None when it is not a tensor.
+Shapes = dict[str, tuple[int, ...] | None]
+
+
+class AsyncMode(str, Enum):
+    """How long training waits for a save (see `checkpoint.async_mode`)."""
+
+    DISABLED = "disabled"
+    ASYNC = "async"
+    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
+
+
+class Terminate:
+    """Put into the purge queue to end its thread."""
+
+
+class SaveDone:
+    """Says that a save in another process has ended."""
+
+
+def purge_thread(purge_queue: queue.Queue) -> None:
+    """Remove each folder that comes out of the queue, until a `Terminate` does."""
+    while not isinstance(path := purge_queue.get(), Terminate):
+        logger.info(f"Removing old checkpoint {path}")
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class ModelWrapper(Stateful):
+    """The parameters and persistent buffers of all model parts, as one state dict.
+
+    `state_dict()` hands out a cached dict whose tensors are the live parameters, not copies.
+    Call `refresh()` when parameters may have been replaced or moved since.
+    """
+
+    def __init__(self, model: nn.Module | list[nn.Module]) -> None:
+        self.model = [model] if isinstance(model, nn.Module) else model
+        self.refresh()
+
+    def _get_state_dict(self) -> dict[str, Any]:
+        return {
+            name: tensor
+            for part in self.model
+            for name, tensor in get_model_state_dict(part).items()
+        }
+
+    def refresh(self) -> None:
+        self.cache_state_dict = self._get_state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.cache_state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Entries that a part does not have are passed over: they belong to another part."""
+        for part in self.model:
+            set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
+        self.refresh()
+
+
+class _Source(NamedTuple):
+    """Which checkpoint is to be loaded, and what of it."""
+
+    path: str
+    model_only: bool
+    from_hf: bool = False
+    from_quantized: bool = False
+
+
+class _AllPositions(Stateful):
+    """Reads the data position of every rank that saved one, for a loader that divides them
+    anew; DCP reads only the entries that it is shown beforehand."""
+
+    def __init__(self, dataloader: Stateful, saved_keys: Iterable[str]) -> None:
+        self.dataloader = dataloader
+        self.placeholders = dict.fromkeys(saved_keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.placeholders
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.dataloader.load_state_dict(state_dict)
+
+
+class CheckpointManager:
+    """Saves and loads the states of a run, as the `[checkpoint]` section says.
+
+    `states` is updated in place with the model, optimizer, schedulers and dataloader. Entries
+    need not be `Stateful`. `folder`, `interval`, `keep_latest_k`, `load_only` and `sd_adapter`
+    may be set at run time. `model_description` is how error messages call the model.
+    """
+
+    def __init__(
+        self,
+        dataloader: "BaseDataLoader | None",
+        model_parts: list[nn.Module],
+        optimizers: "OptimizersContainer",
+        lr_schedulers: "LRSchedulersContainer",
+        states: dict[str, Any],
+        checkpoint_config: "Checkpoint",
+        sd_adapter: "BaseStateDictAdapter | None",
+        base_folder: str = "",
+        ft_manager: "FTManager | None" = None,
+    ) -> None:
+        _check_config(checkpoint_config, sd_adapter)
+        if ft_manager is not None and ft_manager.enabled:
+            raise NotImplementedError(
+                "Checkpoints under torchft are not available; set fault_tolerance.enable = false"
+            )
+        self.purge_thread: threading.Thread | None = None
+        self.save_future: Future | None = None
+        self.stager: Any = None
+        self.staging = False
+        self.enable = checkpoint_config.enable
+        self.load_only = checkpoint_config.load_only
+        self.ft_manager = None
+        self.enable_ft_dataloader_checkpoints = False
+        self.states = states
+        self.states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        self.async_mode = AsyncMode(checkpoint_config.async_mode.lower())
+        self.enable_staging = self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        if not self.enable:
+            return
+
+        self.folder = os.path.join(base_folder, checkpoint_config.folder)
+        self.sd_adapter = sd_adapter
+        self.model_description = " + ".join(type(part).__name__ for part in model_parts)
+        self.initial_load_path = checkpoint_config.initial_load_path
+        self.initial_load_model_only = checkpoint_config.initial_load_model_only
+        self.initial_load_in_hf = checkpoint_config.initial_load_in_hf
+        self.initial_load_in_hf_quantized = checkpoint_config.initial_load_in_hf_quantized
+        self.last_save_model_only = checkpoint_config.last_save_model_only
+        self.last_save_in_hf = checkpoint_config.last_save_in_hf
+        self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
+        self.exclude_from_loading = checkpoint_config.exclude_from_loading
+        self.interval = checkpoint_config.interval
+        self.enable_first_step_checkpoint = checkpoint_config.enable_first_step_checkpoint
+        self.verify_on_load = checkpoint_config.verify_on_load
+
+        self.staging_future: Future | None = None
+        self._saving_to: str | None = None  # the folder an asynchronous save is writing
+        # Saves in the background must not share a group with the training's own collectives.
+        is_async = self.async_mode != AsyncMode.DISABLED
+        self.pg = dist.new_group(backend="gloo") if is_async and dist.is_initialized() else None
+
+        self.keep_latest_k = checkpoint_config.keep_latest_k
+        if self.keep_latest_k > 0:
+            self._start_purge_thread()
+        logger.info(f"Checkpointing is on, in {self.folder}")
+
+    def __del__(self) -> None:
+        # Daemon threads are frozen while the interpreter ends; joining one would never return.
+        if not sys.is_finalizing():
+            self.close()
+
+    def close(self) -> None:
+        """Wait for a running save, and end the helper threads. May be called twice.
+
+        Raises RuntimeError if that save failed.
+        """
+        if not getattr(self, "enable", False):
+            return
+        try:
+            if self._async_wait():
+                self._purge_stale_checkpoints()
+        finally:
+            if self.purge_thread is not None and self.purge_thread.is_alive():
+                self.purge_queue.put(Terminate())
+                self.purge_thread.join()
+            if self.stager is not None:
+                self.stager.close()
+                self.stager = None
+
+    # Saving
+
+    @torch.no_grad()
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save if this step is due. Collective.
+
+        Due are the last step, every `interval` steps, and step 1 when
+        `enable_first_step_checkpoint`. Raises RuntimeError if this save, or an asynchronous one
+        before it, fails; older checkpoints are then untouched.
+        """
+        if not self._should_save(curr_step, last_step):
+            return
+        self._async_wait()
+        start = time.monotonic()
+        self._refresh_model()
+        if last_step:
+            self._save_last_step(curr_step)
+        elif self.async_mode == AsyncMode.DISABLED:
+            states = self._flattened_model_states_sd()
+            path = self._create_checkpoint_id(curr_step)
+            self.dcp_save(states, path, AsyncMode.DISABLED, enable_garbage_collection=True)
+        else:
+            self._save_async(curr_step)
+        logger.info(f"Training waited {time.monotonic() - start:.2f} s for step {curr_step}'s save")
+        self._purge_stale_checkpoints()
+
+    def maybe_wait_for_staging(self) -> None:
+        """Call before the optimizer changes the weights: a pinned save may still be copying."""
+        if self.enable_staging and self.staging:
+            self.staging_future.result()
+            self.staging = False
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
+        with _one_error(f"The checkpoint {checkpoint_id} could not be written"):
+            if to_hf:
+                save_to_hf(state_dict, self._require_adapter(), checkpoint_id)
+                return None
+            writer = HashingWriter(checkpoint_id)
+            if async_mode == AsyncMode.DISABLED:
+                dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
+                result = None
+            else:
+                pinned: dict[str, Any] = {}
+                if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+                    pinned = {
+                        "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                        "async_stager": self.stager,
+                    }
+                result = dcp.async_save(
+                    state_dict,
+                    storage_writer=writer,
+                    checkpoint_id=checkpoint_id,
+                    process_group=self.pg,
+                    **pinned,
+                )
+        if enable_garbage_collection:
+            GarbageCollection.collect("after saving a checkpoint")
+        return result
+
+    def _should_save(self, curr_step: int, last_step: bool) -> bool:
+        if not self.enable or self.load_only:
+            return False
+        is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
+        return last_step or is_wanted_first_step or curr_step % self.interval == 0
+
+    def _save_last_step(self, curr_step: int) -> None:
+        """Synchronous whatever the mode: the process is about to end."""
+        states = self._flattened_model_states_sd()
+        if self.last_save_model_only:
+            states = {
+                name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in self.states[MODEL].state_dict().items()
+            }
+        path = self._create_checkpoint_id(curr_step)
+        self.dcp_save(
+            states,
+            path,
+            AsyncMode.DISABLED,
+            enable_garbage_collection=True,
+            to_hf=self.last_save_in_hf,
+        )
+
+    def _save_async(self, curr_step: int) -> None:
+        GarbageCollection.collect("before saving a checkpoint")
+        if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
+            self._make_stager()
+        path = self._create_checkpoint_id(curr_step)
+        states = self._flattened_model_states_sd()
+        result = self.dcp_save(states, path, self.async_mode, enable_garbage_collection=True)
+        self._saving_to = path
+        if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            assert isinstance(result, AsyncSaveResponse)
+            self.save_future = result.upload_completion
+            self.staging_future = result.staging_completion
+            self.staging = True
+        else:
+            self.save_future = result
+
+    def _make_stager(self) -> None:
+        try:
+            self.stager = DefaultStager(StagingOptions(True, True, True, True))
+        except AssertionError as error:  # torch says so when there is no accelerator
+            logger.warning(
+                "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
+                f'here ({error}); saving as with "async"'
+            )
+            self.async_mode = AsyncMode.ASYNC
+            self.enable_staging = False
+
+    def _async_wait(self) -> bool:
+        """Wait for the asynchronous save that is running; False if there is none."""
+        if self.save_future is None:
+            return False
+        future, path = self.save_future, self._saving_to
+        self.save_future = self._saving_to = None
+        with _one_error(f"The asynchronous save to {path} failed"):
+            future.result()
+        return True
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Have all but the newest `keep_latest_k` finished step folders removed.
+
+        A folder that is being written neither counts nor goes; an interrupted one goes once a
+        newer step is finished.
+        """
+        if not (self.keep_latest_k > 0 and _rank() == 0):
+            return
+        folders = list_steps(self.folder)
+        finished = [f for f in folders if f.contents != Contents.UNFINISHED]
+        if not finished:
+            return
+        stale = finished[: -self.keep_latest_k] + [
+            f
+            for f in folders
+            if f.contents == Contents.UNFINISHED
+            and f.step < finished[-1].step
+            and f.path != self._saving_to
+        ]
+        if stale and (self.purge_thread is None or not self.purge_thread.is_alive()):
+            self._start_purge_thread()  # keep_latest_k was 0 at first
+        for folder in stale:
+            mark_unfinished(folder.path)  # half removed, it must not look whole
+            self.purge_queue.put(folder.path)
+
+    def _start_purge_thread(self) -> None:
+        self.purge_queue: queue.Queue = queue.Queue()
+        self.purge_thread = threading.Thread(
+            target=purge_thread, args=(self.purge_queue,), daemon=True
+        )
+        self.purge_thread.start()
+
+    # Loading
+
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Load a checkpoint, and return whether there was one. Collective.
+
+        step: the step to load, from this run's own folder; -1 is the newest one that is whole,
+        or without any the initial checkpoint, if one is configured.
+        Raises FileNotFoundError or ValueError when what was asked for is not there, is damaged,
+        or belongs to another model.
+        """
+        if not self.enable:
+            return False
+        self._async_wait()
+        source = self._own_source(step) or self._initial_source()
+        if source is None:
+            return False
+        logger.info(f"Loading the checkpoint {source.path}")
+        start = time.monotonic()
+        self._refresh_model()
+        states = self._states_to_load(source.model_only)
+        if not source.from_hf:
+            states = self._fit_to_checkpoint(states, source)
+        self.dcp_load(
+            states,
+            checkpoint_id=source.path,
+            from_hf=source.from_hf,
+            from_quantized=source.from_quantized,
+        )
+        GarbageCollection.collect("after loading a checkpoint")
+        logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
+        return True
+
+    @torch.no_grad()
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Read `checkpoint_id` into `state_dict` and the model."""
+        if from_hf:
+            adapter = self._require_adapter()
+            loaded = load_from_hf(
+                state_dict, adapter, checkpoint_id, from_quantized, self.model_description
+            )
+            self.states[MODEL].load_state_dict(loaded)
+            return
+        with _one_error(f"The checkpoint {checkpoint_id} could not be read"):
+            dcp.load(state_dict, checkpoint_id=checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _own_source(self, step: int) -> _Source | None:
+        """The checkpoint of this run to load; None if it has none and none was named."""
+        folders = from_rank_zero(lambda: list_steps(self.folder))
+        if step != -1:
+            chosen = self._named_step(step, folders)
+        else:
+            chosen = self._newest_whole_step(folders)
+            if chosen is None:
+                return None
+        if self.initial_load_path or self.initial_load_in_hf:
+            logger.warning(
+                f"{chosen.path} continues this run; checkpoint.initial_load_path and "
+                "initial_load_in_hf are ignored. Use another checkpoint.folder to start anew"
+            )
+        from_hf = chosen.contents == Contents.HF
+        if from_hf:
+            logger.warning(
+                f"{chosen.path} holds weights only, in Hugging Face format: the optimizer, "
+                "step and data position start from zero"
+            )
+        return _Source(chosen.path, model_only=from_hf or chosen.step == 0, from_hf=from_hf)
+
+    def _named_step(self, step: int, folders: list[StepFolder]) -> StepFolder:
+        for folder in folders:
+            if folder.step == step:
+                self._check_undamaged(folder.path)
+                return folder
+        there = ", ".join(str(f.step) for f in folders) or "none"
+        raise FileNotFoundError(
+            f"There is no checkpoint of step {step} in {self.folder} (steps there: {there}). "
+            "Set checkpoint.load_step to one of them, or to -1 for the newest"
+        )
+
+    def _newest_whole_step(self, folders: list[StepFolder]) -> StepFolder | None:
+        passed_over = []
+        for folder in reversed(folders):
+            if folder.contents == Contents.UNFINISHED:
+                logger.warning(f"Passing over {folder.path}: its save was interrupted")
+            elif folder.contents != Contents.UNKNOWN:
+                damage = find_damage(folder.path) if self.verify_on_load else None
+                if damage is None:
+                    return folder
+                logger.warning(f"Passing over {folder.path}: it is damaged, {damage}")
+                passed_over.append(folder.path)
+        if passed_over:
+            raise ValueError(
+                f"Every checkpoint in {self.folder} is damaged ({', '.join(passed_over)}). Move "
+                "the folder away to start anew, or set checkpoint.verify_on_load = false"
+            )
+        return None
+
+    def _initial_source(self) -> _Source | None:
+        """Where a run without checkpoints of its own starts from, if that is configured."""
+        path = self.initial_load_path
+        key = "checkpoint.initial_load_path"
+        if not path and self.initial_load_in_hf:
+            path, key = self._require_adapter().hf_assets_path, "model.hf_assets_path"
+            if not path:
+                raise ValueError(
+                    "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
+                    "model.hf_assets_path, a folder with safetensors files; neither is set"
+                )
+        if not path:
+            return None
+        if not from_rank_zero(lambda: os.path.isdir(path)):
+            raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
+        self._check_undamaged(path)
+        return _Source(
+            path,
+            self.initial_load_model_only,
+            self.initial_load_in_hf,
+            self.initial_load_in_hf_quantized,
+        )
+
+    def _check_undamaged(self, path: str) -> None:
+        """For a checkpoint that was asked for by name: no other can take its place."""
+        if from_rank_zero(lambda: contents_of(path)) == Contents.UNFINISHED:
+            raise ValueError(f"The checkpoint {path} is incomplete: its save was interrupted")
+        if self.verify_on_load and (damage := find_damage(path)):
+            raise ValueError(
+                f"The checkpoint {path} is damaged: {damage}. Load another one, or set "
+                "checkpoint.verify_on_load = false to read it nevertheless"
+            )
+
+    def _fit_to_checkpoint(self, states: dict[str, Any], source: _Source) -> dict[str, Any]:
+        """The states to hand to DCP for this checkpoint, after comparing the two.
+
+        Raises ValueError, the same on every rank, when the checkpoint lacks something or is
+        one of another model.
+        """
+        saved = from_rank_zero(lambda: _saved_shapes_in(source.path))
+        if saved is None:
+            return states
+        model_names = self.states[MODEL].state_dict().keys()
+        others = {name: state for name, state in states.items() if name not in model_names}
+        own_keys = {name: _flat_keys(name, state) for name, state in others.items()}
+        saved_others = {key for key in saved if key.split(".")[0] in self._other_components()}
+
+        if model_names <= states.keys():
+            _check_same_model(
+                shapes_of({name: states[name] for name in model_names}),
+                {key: shape for key, shape in saved.items() if key not in saved_others},
+                source.path,
+                self.model_description,
+            )
+        if others and not saved_others:
+            logger.warning(
+                f"{source.path} holds weights only: the optimizer, step and data position start "
+                "from zero. To continue from an earlier full one, name it in checkpoint.load_step"
+            )
+            return {name: states[name] for name in model_names if name in states}
+
+        if DATALOADER in others:
+            positions = {k.partition(".")[2] for k in saved if k.startswith(DATALOADER + ".")}
+            if positions and positions != {k.partition(".")[2] for k in own_keys[DATALOADER]}:
+                states = states | {DATALOADER: _AllPositions(others[DATALOADER], positions)}
+                own_keys[DATALOADER] = set()
+        for name, keys in own_keys.items():
+            _check_no_key_missing(name, keys - saved.keys(), source.path)
+        return states
+
+    def _other_components(self) -> set[str]:
+        return {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *self.states} - {MODEL}
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        if model_only:
+            return self.states[MODEL].state_dict()
+        for name in self.exclude_from_loading:
+            if name not in self.states:
+                raise ValueError(
+                    f"checkpoint.exclude_from_loading: unknown name {name!r}, "
+                    f"the names are {', '.join(self.states)}"
+                )
+        # An absent dataloader has nothing to restore.
+        kept = {
+            name: state
+            for name, state in self.states.items()
+            if name not in self.exclude_from_loading and state is not None
+        }
+        return self._flattened_model_states_sd(kept)
+
+    # Shared
+
+    def _refresh_model(self) -> None:
+        """After an evaluation FSDP may hold gathered weights, and a client may have moved them;
+        both would make a state dict of the wrong tensors."""
+        from torchtitan.distributed.fsdp import reshard_model
+
+        for part in self.states[MODEL].model:
+            reshard_model(part)
+        self.states[MODEL].refresh()
+
+    def _flattened_model_states_sd(
+        self, state_dict: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The states with the model's entries at the top level, under their own names."""
+        states = dict(self.states if state_dict is None else state_dict)
+        model = states.pop(MODEL, None)
+        return states if model is None else states | model.state_dict()
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        return os.path.join(folder or self.folder, f"step-{step}")
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is finished, -1 if there is none."""
+        complete = (Contents.DCP, Contents.HF)
+        steps = [f.step for f in list_steps(folder or self.folder) if f.contents in complete]
+        return max(steps, default=-1)
+
+    def _require_adapter(self) -> "BaseStateDictAdapter":
+        if self.sd_adapter is None:
+            raise ValueError(
+                f"Checkpoints of {self.model_description} cannot be read or written in Hugging "
+                "Face format: its TrainSpec has no state_dict_adapter"
+            )
+        return self.sd_adapter
+
+
+# Hugging Face format
+
+
+def load_from_hf(
+    state_dict: dict[str, Any],
+    adapter: "BaseStateDictAdapter",
+    path: str,
+    from_quantized: bool = False,
+    model_description: str = "the model",
+) -> dict[str, Any]:
+    """The weights in the safetensors files under `path`, under our names. Collective.
+
+    state_dict: the model's own entries; they tell which tensors are wanted.
+    Raises ValueError if the two sides do not match.
+    """
+    wanted = adapter.to_hf(state_dict)
+    reader = adapter.get_hf_storage_reader(path, from_quantized)
+    if not from_quantized:  # quantized files have other shapes, and scales beside the weights
+        saved = from_rank_zero(lambda: _saved_shapes(reader))
+        if not saved:
+            raise ValueError(f"There are no safetensors files in {path}")
+        ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
+        relevant = {name: shape for name, shape in saved.items() if name not in ignored}
+        _check_same_model(shapes_of(wanted), relevant, path, model_description)
+    with _one_error(f"The safetensors files in {path} could not be read"):
+        dcp.load(wanted, storage_reader=reader)
+    loaded = adapter.from_hf(wanted)
+    if kept := sorted(state_dict.keys() - loaded.keys()):
+        logger.warning(f"Not in {path}, left as they are: {_shorten(kept)}")
+    return loaded
+
+
+def save_to_hf(state_dict: dict[str, Any], adapter: "BaseStateDictAdapter", folder: str) -> None:
+    """Write the model to safetensors files with an index. Collective.
+
+    The shards are those of `hf_assets_path` where the adapter knows them, else one file. Every
+    rank first writes its own part to `<folder>/sharded`.
+    """
+    state_dict = adapter.to_hf(state_dict)
+    from_rank_zero(lambda: start_writing(folder))
+    if adapter.fqn_to_index_mapping:
+        sharded = os.path.join(folder, "sharded")
+        file_index = _file_index(state_dict, adapter.fqn_to_index_mapping)
+        writer = HuggingFaceStorageWriter(
+            path=sharded,
+            save_distributed=True,
+            fqn_to_index_mapping=file_index,
+            enable_consolidation=False,
+        )
+        dcp.save(state_dict, storage_writer=writer, checkpoint_id=None)
+        _consolidate(sharded, folder, file_index)
+    else:
+        writer = HuggingFaceStorageWriter(
+            path=folder, save_distributed=True, enable_consolidation=True
+        )
+        dcp.save(state_dict, storage_writer=writer, checkpoint_id=None)
+    names = from_rank_zero(lambda: _hf_files(folder))
+    hashes = hash_over_ranks(folder, names)
+    from_rank_zero(lambda: finish_writing(folder, hashes))
+    logger.info(f"Wrote {len(names)} Hugging Face files to {folder}")
+
+
+def _hf_files(folder: str) -> list[str]:
+    return [n for n in os.listdir(folder) if n.endswith(".safetensors") or n == HF_INDEX]
+
+
+def _file_index(state_dict: dict[str, Any], known: dict[str, int]) -> dict[str, int]:
+    """HF name -> number of its shard, for exactly the tensors that any rank has."""
+    names = sorted({name for part in all_ranks(list(state_dict)) for name in part})
+    if unknown := [name for name in names if name not in known]:
+        # Not an error: it would come at the end of the training and cost its result.
+        logger.warning(
+            f"The index under model.hf_assets_path does not list {_shorten(unknown)}; "
+            "writing them into the last file"
+        )
+    last = max(known.values())
+    return {name: known.get(name, last) for name in names}
+
+
+def _consolidate(sharded: str, folder: str, file_index: dict[str, int]) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+        consolidate_safetensors_files_on_every_rank,
+    )
+
+    # Without a process group the function for every rank would leave the index file out.
+    consolidate = (
+        consolidate_safetensors_files_on_every_rank
+        if dist.is_initialized()
+        else consolidate_safetensors_files
+    )
+    consolidate(
+        input_dir=sharded,
+        output_dir=folder,
+        fqn_to_index_mapping=file_index,
+        num_threads=_CONSOLIDATION_THREADS,
+    )
+
+
+# What a checkpoint holds, and what the model wants
+
+
+def shapes_of(state_dict: dict[str, Any]) -> Shapes:
+    return {
+        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in state_dict.items()
+    }
+
+
+def _saved_shapes(reader: StorageReader) -> Shapes:
+    entries = reader.read_metadata().state_dict_metadata
+    return {
+        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in entries.items()
+    }
+
+
+def _saved_shapes_in(path: str) -> Shapes | None:
+    """None if the folder has no DCP metadata to tell."""
+    metadata = os.path.join(path, DCP_METADATA)
+    if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
+        return None
+    return _saved_shapes(dcp.FileSystemReader(path))
+
+
+def _flat_keys(name: str, state: Any) -> set[str]:
+    """The keys under which DCP stores one component."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    content = state.state_dict() if isinstance(state, Stateful) else state
+    return set(flatten_state_dict({name: content})[0])
+
+
+def _check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:
+    """Compare what all ranks want together with what is saved. Collective."""
+    wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
+    other_shape = [
+        f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
+        for name in sorted(wanted.keys() & saved.keys())
+        if wanted[name] != saved[name]
+    ]
+    differences = {
+        "not in the checkpoint": sorted(wanted.keys() - saved.keys()),
+        "not in the model": sorted(saved.keys() - wanted.keys()),
+        "of another shape": other_shape,
+    }
+    found = [f"{what}: {_shorten(keys)}" for what, keys in differences.items() if keys]
+    if found:
+        raise ValueError(
+            f"The checkpoint {path} is not one of {model_description}, the model that the config "
+            f"asks for ({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
+            "or load another checkpoint"
+        )
+
+
+def _check_no_key_missing(component: str, missing: set[str], path: str) -> None:
+    """Collective."""
+    missing = set().union(*all_ranks(missing))
+    if missing:
+        raise ValueError(
+            f"The checkpoint {path} lacks entries of {component}: {_shorten(sorted(missing))}. "
+            f"Add {component} to checkpoint.exclude_from_loading to load without it"
+        )
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _KEYS_SHOWN} more" if len(names) > _KEYS_SHOWN else ""
+    return ", ".join(names[:_KEYS_SHOWN]) + more
+
+
+# Small helpers
+
+
+def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None") -> None:
+    """Raises ValueError for settings that contradict each other."""
+    if not config.enable:
+        return
+    if config.keep_latest_k == 1:
+        raise ValueError(
+            "checkpoint.keep_latest_k must be 0 (keep all) or at least 2, got 1: while the only "
+            "checkpoint is replaced there would be none to go back to"
+        )
+    modes = [mode.value for mode in AsyncMode]
+    if config.async_mode.lower() not in modes:
+        raise ValueError(
+            f"checkpoint.async_mode must be one of {', '.join(modes)}, got {config.async_mode!r}"
+        )
+    if config.initial_load_in_hf and not config.initial_load_model_only:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf loads weights only; set initial_load_model_only = true"
+        )
+    if config.initial_load_in_hf_quantized and not config.initial_load_in_hf:
+        raise ValueError("checkpoint.initial_load_in_hf_quantized needs initial_load_in_hf = true")
+    if config.last_save_in_hf and not config.last_save_model_only:
+        raise ValueError("checkpoint.last_save_in_hf needs last_save_model_only = true")
+    if config.last_save_in_hf and sd_adapter is None:
+        raise ValueError(
+            "checkpoint.last_save_in_hf needs a model whose TrainSpec has a state_dict_adapter"
+        )
+
+
+def _rank() -> int:
+    try:
+        return dist.get_rank()
+    except ValueError:  # a single process without process group
+        return 0
+
+
+@contextmanager
+def _one_error(what: str) -> Generator[None, None, None]:
+    """Turn DCP's exception, a BaseException that quotes every rank's stack, into one sentence."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
+        ranks = ", ".join(map(str, sorted(error.failures)))
+        raise RuntimeError(f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}") from error

@@ -1,0 +1,237 @@
+"""A step folder on disk: when it counts as whole, and what its files must hash to.
+
+A folder is written in this order, so that a process killed anywhere leaves one that is seen to
+be unfinished:
+
+1. the marker `.incomplete` is created (by rank 0, before any other file),
+2. every rank writes its files and hashes them,
+3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
+4. the marker is removed.
+
+Folders without marker and hashes, such as older tools write, are taken as whole when they hold
+`.metadata` or safetensors files; they cannot be verified.
+
+Functions said to be collective must be called by every rank, and give every rank one answer.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchtitan.tools.logging import logger
+
+UNFINISHED_MARKER = ".incomplete"
+HASHES_FILE = ".sha256sums"
+DCP_METADATA = ".metadata"
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE_FILE = "model.safetensors"
+GIB = 1024**3
+
+T = TypeVar("T")
+
+
+class Contents(Enum):
+    """What a step folder holds."""
+
+    UNFINISHED = "unfinished"
+    DCP = "dcp"
+    HF = "hf"
+    UNKNOWN = "unknown"
+
+
+class StepFolder(NamedTuple):
+    step: int
+    path: str
+    contents: Contents
+
+
+def contents_of(folder: str) -> Contents:
+    """What `folder` holds; the marker decides before anything else does."""
+
+    def has(name: str) -> bool:
+        return os.path.isfile(os.path.join(folder, name))
+
+    if has(UNFINISHED_MARKER):
+        return Contents.UNFINISHED
+    if has(DCP_METADATA):
+        return Contents.DCP
+    if has(HF_INDEX) or has(HF_SINGLE_FILE):
+        return Contents.HF
+    return Contents.UNKNOWN
+
+
+def list_steps(folder: str) -> list[StepFolder]:
+    """The `step-<N>` folders under `folder`, oldest step first. Other names are left alone."""
+    if not os.path.isdir(folder):
+        return []
+    found = []
+    for entry in os.scandir(folder):
+        match = re.fullmatch(r"step-(\d+)", entry.name)
+        if match and entry.is_dir():
+            found.append(StepFolder(int(match.group(1)), entry.path, contents_of(entry.path)))
+    return sorted(found)
+
+
+def mark_unfinished(folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    _write_synced(os.path.join(folder, UNFINISHED_MARKER), "")
+
+
+def start_writing(folder: str) -> None:
+    """Create or empty `folder` and mark it unfinished. Removes only what a checkpoint consists
+    of: an older `.metadata` beside new files would be loaded in their place."""
+    mark_unfinished(folder)
+    patterns = (DCP_METADATA, HASHES_FILE, HF_INDEX, "*.distcp", "*.safetensors")
+    for pattern in patterns:
+        for path in Path(folder).glob(pattern):
+            path.unlink()
+    shutil.rmtree(os.path.join(folder, "sharded"), ignore_errors=True)
+
+
+def finish_writing(folder: str, hashes: dict[str, str]) -> None:
+    """Record the hashes (file name -> SHA-256), then take the marker away: `folder` is whole."""
+    lines = [f"# {len(hashes)} files"]
+    lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
+    _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
+    os.unlink(os.path.join(folder, UNFINISHED_MARKER))
+
+
+def hash_file(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
+    """Hash the named files of `folder`, each by one of the ranks. Collective."""
+    mine = {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
+    return {name: digest for part in all_ranks(mine) for name, digest in part.items()}
+
+
+def find_damage(folder: str) -> str | None:
+    """What is wrong with the files of `folder`, or None. Collective: each rank reads its share.
+
+    A folder without recorded hashes passes.
+    """
+    try:
+        expected = from_rank_zero(lambda: _read_hashes(folder))
+    except ValueError as error:
+        return str(error)
+    problems = [_problem_with(folder, name, expected[name]) for name in _own_share(list(expected))]
+    return next((p for part in all_ranks(problems) for p in part if p), None)
+
+
+def from_rank_zero(ask: Callable[[], T]) -> T:
+    """What `ask()` returns or raises on rank 0, on every rank. Collective.
+
+    Ranks may see a network file system differently for a while; rank 0's view decides.
+    """
+    if not dist.is_initialized():
+        return ask()
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = ask()
+        except Exception as error:  # raised below, on every rank
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def all_ranks(value: T) -> list[T]:
+    """The `value` of every rank, in rank order. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class _RankWrites(NamedTuple):
+    """What one rank tells the coordinator when its files are written."""
+
+    results: list[WriteResult]
+    hashes: dict[str, str]
+
+
+class HashingWriter(FileSystemWriter):
+    """DCP's file writer, which also marks, hashes and unmarks the folder.
+
+    All of it happens within DCP's own steps (and on its own collectives), so it is the same for
+    a save in the caller's thread, in a background thread and in a background process.
+    """
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # The other ranks write only after they got a plan from the coordinator, who is here.
+        self._started = time.monotonic()
+        if is_coordinator:
+            start_writing(str(self.path))
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        hashes = {name: hash_file(os.path.join(self.path, name)) for name in names}
+        written: Future[Any] = Future()
+        written.set_result(_RankWrites(results, hashes))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Called on the coordinator once every rank has written."""
+        super().finish(metadata, [rank.results for rank in results])
+        hashes = {name: digest for rank in results for name, digest in rank.hashes.items()}
+        hashes[DCP_METADATA] = hash_file(os.path.join(self.path, DCP_METADATA))
+        finish_writing(str(self.path), hashes)
+        size = sum(os.path.getsize(os.path.join(self.path, name)) for name in hashes)
+        logger.info(
+            f"Checkpoint {self.path} is complete: {size / GIB:.3f} GiB from {len(results)} "
+            f"rank(s) in {time.monotonic() - self._started:.2f} s"
+        )
+
+
+def _own_share(names: list[str]) -> list[str]:
+    if not dist.is_initialized():
+        return names
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
+
+
+def _read_hashes(folder: str) -> dict[str, str]:
+    """File name -> SHA-256; empty without a hash file. Raises ValueError if it is cut short."""
+    path = os.path.join(folder, HASHES_FILE)
+    if not os.path.isfile(path):
+        return {}
+    header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
+    hashes = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if header != f"# {len(hashes)} files":
+        raise ValueError(f"{HASHES_FILE} is damaged")
+    return hashes
+
+
+def _problem_with(folder: str, name: str, expected: str) -> str | None:
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return f"{name} is missing"
+    if hash_file(path) != expected:
+        return f"{name} does not have the content that was written (SHA-256 differs)"
+    return None
+
+
+def _write_synced(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

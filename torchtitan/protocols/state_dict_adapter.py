@@ -1,0 +1,104 @@
+"""Translating a model's state dict to the names and layouts of Hugging Face, and back."""
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    from torchtitan.protocols.model import BaseModelArgs
+
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+class BaseStateDictAdapter(ABC):
+    """What a checkpoint manager needs of a model family to read and write Hugging Face files.
+
+    fqn_to_index_mapping: HF tensor name -> number (from 1) of the shard that holds it; None
+        writes one file.
+    hf_assets_path: folder with the model's Hugging Face files, or None.
+    """
+
+    fqn_to_index_mapping: dict[str, int] | None
+    hf_assets_path: str | None
+
+    @abstractmethod
+    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None: ...
+
+    @abstractmethod
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """HF name -> tensor. Tensors may be views of the given ones, or copies."""
+
+    @abstractmethod
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of `to_hf`."""
+
+    @abstractmethod
+    def get_hf_storage_reader(
+        self, path: str, from_quantized: bool = False
+    ) -> "HuggingFaceStorageReader":
+        """A DCP reader of the safetensors files in `path`."""
+
+    def ignores_hf_key(self, hf_key: str) -> bool:
+        """True if a tensor of this name may stand in the files though the model has no use for
+        it. Any other tensor without a counterpart fails the load."""
+        return False
+
+
+class StateDictAdapter(BaseStateDictAdapter):
+    """An adapter that reads the shard numbers from the index file under `hf_assets_path`.
+
+    A subclass with a table `from_hf_map` (HF name with `{}` for each number -> our name, or
+    None to drop it) gets the dropped names ignored on loading.
+    """
+
+    from_hf_map: dict[str, str | None]
+
+    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
+        self.model_args = model_args
+        self.hf_assets_path = hf_assets_path
+        self.fqn_to_index_mapping = _read_shard_numbers(hf_assets_path)
+
+    def get_hf_storage_reader(
+        self, path: str, from_quantized: bool = False
+    ) -> "HuggingFaceStorageReader":
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        if from_quantized:
+            logger.warning(
+                "checkpoint.initial_load_in_hf_quantized has no effect for this model family: "
+                "its weights are read as they are stored"
+            )
+        return HuggingFaceStorageReader(path)
+
+    def ignores_hf_key(self, hf_key: str) -> bool:
+        table = getattr(self, "from_hf_map", {})
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "{}", hf_key)
+        return name in table and table[name] is None
+
+
+def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
+    if hf_assets_path is None:
+        return None
+    path = os.path.join(hf_assets_path, _INDEX_FILE)
+    try:
+        with open(path) as file:
+            weight_map = json.load(file)["weight_map"]
+    except FileNotFoundError:
+        logger.warning(f"There is no {path}: a Hugging Face export is written as one file")
+        return None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a safetensors index: {error!r}") from error
+    return {name: _first_number(shard, path) for name, shard in weight_map.items()}
+
+
+def _first_number(file_name: str, index_path: str) -> int:
+    match = re.search(r"\d+", file_name)
+    if match is None:
+        raise ValueError(f"{index_path}: expected a number in the shard's name, got {file_name!r}")
+    return int(match.group())
