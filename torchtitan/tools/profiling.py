@@ -99,7 +99,7 @@ def maybe_enable_memory_snapshot(
 
 
 class MemorySnapshot:
-    """Writes the allocator's history every `freq` steps, a pickle that pytorch.org/memory_viz reads.
+    """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
 
     `memory` is a device's memory module, such as torch.cuda.memory.
     """

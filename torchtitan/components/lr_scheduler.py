@@ -1,0 +1,126 @@
+"""Learning-rate schedule: warm up, stay, decay."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import LRScheduler as LRSchedulerConfig
+from torchtitan.tools.logging import logger
+
+__all__ = ["LRSchedulersContainer", "build_lr_schedulers"]
+
+
+class LRSchedulersContainer(Stateful):
+    """One scheduler per optimizer, all following the same schedule.
+
+    That is why one state serves them all, whatever the number of model parts it is loaded into.
+    """
+
+    schedulers: list[LambdaLR]
+
+    def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
+        assert len(optimizers) > 0, "there must be at least one optimizer to schedule"
+        self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
+
+    def __iter__(self) -> Iterator[LambdaLR]:
+        return iter(self.schedulers)
+
+    def __len__(self) -> int:
+        return len(self.schedulers)
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler in self.schedulers:
+            # A scheduler keeps the objects it is given.
+            scheduler.load_state_dict(copy.deepcopy(state_dict))
+
+
+def build_lr_schedulers(
+    optimizers: OptimizersContainer,
+    lr_scheduler_config: LRSchedulerConfig,
+    training_steps: int,
+) -> LRSchedulersContainer:
+    """Return schedulers for a run of `training_steps` steps.
+
+    Warm-up counts from 1: with W warm-up steps the first step has 1/W of the peak and step W
+    the whole. The decay aims at the step after the last, so the last one is still above the
+    floor. So no step has learning rate 0. `lr_scheduler.step_offset` is added to the count; -1
+    gives the schedule of frameworks whose first step has factor 0/W.
+    """
+    total_steps = training_steps
+    if lr_scheduler_config.total_steps is not None:
+        total_steps = lr_scheduler_config.total_steps
+    warmup_steps = _warmup_steps(lr_scheduler_config, total_steps)
+    decay_steps = _decay_steps(lr_scheduler_config, total_steps, warmup_steps)
+    decay_start = total_steps + 1 - decay_steps
+    decay_type = lr_scheduler_config.decay_type
+    floor = lr_scheduler_config.min_lr_factor
+    step_offset = getattr(lr_scheduler_config, "step_offset", 0)
+
+    def factor(epoch: int) -> float:
+        """Factor on the peak learning rate; `epoch` counts the steps already done."""
+        epoch += step_offset
+        if epoch < warmup_steps:
+            return max(0.0, (epoch + 1) / warmup_steps)
+        if epoch < decay_start or decay_steps == 0:
+            return 1.0
+        # Whoever trains on past the schedule's end stays at the floor.
+        progress = min(1.0, (epoch + 1 - decay_start) / decay_steps)
+        return floor + (1 - floor) * _decay_curve(decay_type, progress)
+
+    return LRSchedulersContainer(optimizers, factor)
+
+
+def _warmup_steps(config: LRSchedulerConfig, total_steps: int) -> int:
+    warmup_steps = int(config.warmup_steps)
+    if warmup_steps > total_steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps is %d, but the schedule has only %d steps: "
+            "warming up over all of them",
+            warmup_steps,
+            total_steps,
+        )
+        return total_steps
+    return warmup_steps
+
+
+def _decay_steps(config: LRSchedulerConfig, total_steps: int, warmup_steps: int) -> int:
+    room = total_steps - warmup_steps
+    if config.decay_ratio is None:
+        return room
+    decay_steps = round(total_steps * config.decay_ratio)
+    if decay_steps > room:
+        logger.warning(
+            "lr_scheduler.decay_ratio asks for %d decay steps, but %d warm-up steps leave room "
+            "for %d of %d: decaying over those",
+            decay_steps,
+            warmup_steps,
+            room,
+            total_steps,
+        )
+        return room
+    return decay_steps
+
+
+def _decay_curve(decay_type: str, progress: float) -> float:
+    """Fall from 1 to 0 while `progress` goes from 0 to 1."""
+    if decay_type == "linear":
+        return 1 - progress
+    if decay_type == "sqrt":
+        return 1 - math.sqrt(progress)
+    if decay_type == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    raise ValueError(
+        f"lr_scheduler.decay_type must be 'linear', 'sqrt' or 'cosine', got {decay_type!r}"
+    )
