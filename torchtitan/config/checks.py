@@ -9,6 +9,7 @@ import difflib
 import glob
 import math
 import os
+import tempfile
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,11 +24,12 @@ def check_job_config(
     job_config: JobConfig,
     world_size: int | None = None,
     known_converters: Collection[str] | None = None,
+    known_datasets: Collection[str] | None = None,
 ) -> None:
     """Raise ConfigError at the first rule the config breaks, as far as it alone can tell.
 
     world_size: number of processes in the job; None leaves out the rules that depend on it.
-    known_converters: names of the registered model converters; None leaves them unchecked.
+    known_converters, known_datasets: the registered names; None leaves the names unchecked.
     """
     check_choices(job_config)
     check_smallest_values(job_config)
@@ -47,6 +49,8 @@ def check_job_config(
     check_dataset_paths(job_config)
     if known_converters is not None:
         check_converters(job_config, known_converters)
+    if known_datasets is not None:
+        check_datasets(job_config, known_datasets)
 
     check_degrees(job_config)
     check_expert_tensor_parallel_degree(job_config)
@@ -294,6 +298,19 @@ def check_converters(job_config: JobConfig, known: Collection[str]) -> None:
             )
 
 
+def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
+    named = {"training.dataset": job_config.training.dataset}
+    if job_config.validation.enable:
+        named["validation.dataset"] = job_config.validation.dataset
+    for key, name in named.items():
+        if name.lower() not in known:
+            raise ConfigError(
+                f"{key} must be a registered dataset ({', '.join(known)}), got "
+                f"{name!r}{_guess(name, known)}; correct it, or register it in the module that "
+                f"experimental.custom_import names"
+            )
+
+
 # --- Files ------------------------------------------------------------------------------------
 
 
@@ -307,11 +324,15 @@ def check_dump_folder(job_config: JobConfig) -> None:
             f"job.dump_folder must be a folder, or a place for one, got {folder!r}, but "
             f"{existing!r} is a file; choose another"
         )
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        # os.access believes that root may write everywhere.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-"):
+            pass
+    except OSError as error:
         raise ConfigError(
-            f"job.dump_folder must be writable, got {folder!r}, but {existing!r} is not; "
-            f"choose another"
-        )
+            f"job.dump_folder must be writable, got {folder!r}, but {existing!r} is not "
+            f"({error.strerror}); choose another"
+        ) from None
 
 
 def check_dataset_paths(job_config: JobConfig) -> None:
