@@ -47,8 +47,15 @@ def main() -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from tokenizers import trainers
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     from torchtitan.hf_datasets.python_docs import PythonDocs
 

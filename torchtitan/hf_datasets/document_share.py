@@ -1,0 +1,58 @@
+"""Which documents each reader takes, and how the work is dealt anew to another number of readers.
+
+Documents are numbered without end: number n is document n % N of pass n // N over N documents.
+A reader is one data worker of one data-parallel rank. Reader s of S takes `base + s`,
+`base + s + S`, `base + s + 2 * S`, ...; readers of long documents fall behind the others.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DocumentShare:
+    """One reader's documents and how far it got.
+
+    reader, num_readers: s and S above.
+    base: number at which the readers' strides begin.
+    num_taken: documents taken from the stride.
+    pending: numbers below `base` that earlier readers left, ascending; these are taken first.
+    """
+
+    reader: int
+    num_readers: int
+    base: int = 0
+    num_taken: int = 0
+    pending: deque[int] = field(default_factory=deque)
+
+    @property
+    def next_in_stride(self) -> int:
+        return self.base + self.reader + self.num_taken * self.num_readers
+
+    def peek(self) -> int:
+        """Number of the document to take next."""
+        return self.pending[0] if self.pending else self.next_in_stride
+
+    def advance(self) -> None:
+        """Count the document that `peek` names as taken."""
+        if self.pending:
+            self.pending.popleft()
+        else:
+            self.num_taken += 1
+
+    def not_taken_below(self, limit: int) -> list[int]:
+        return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]
+
+
+def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
+    """Shares of `num_readers` new readers that together hold what all old readers have left.
+
+    No document is lost and none comes twice. The strides begin anew where the old reader that
+    got furthest would have gone on; what the slower ones left below is dealt out one by one.
+    """
+    base = max(share.next_in_stride for share in shares)
+    left = sorted(number for share in shares for number in share.not_taken_below(base))
+    return [
+        DocumentShare(reader, num_readers, base, pending=deque(left[reader::num_readers]))
+        for reader in range(num_readers)
+    ]

@@ -1,0 +1,153 @@
+"""Samples of a dataset in a resumable order, each given to one reader alone.
+
+Two kinds of dataset, one interface: iterate for samples, `state_dict` at any time, `restart`.
+`start(reader, num_readers)` comes first, in the process that will iterate.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.hf_datasets.document_share import DocumentShare, deal_again
+from torchtitan.tools.logging import logger
+
+
+class IndexedDocuments:
+    """Samples of a dataset with `len()` and `[i]`, which any number of readers can share.
+
+    Resuming takes constant time, and what some readers left can be dealt to other ones.
+    """
+
+    can_reshard = True
+
+    def __init__(self, data: Any, name: str, infinite: bool) -> None:
+        if len(data) == 0:
+            raise ValueError(f"dataset {name!r} holds no documents")
+        self._data = data
+        self._name = name
+        self._infinite = infinite
+        self._inherited: list[dict[str, Any]] = []
+        self._share: DocumentShare | None = None
+
+    def start(self, reader: int, num_readers: int) -> None:
+        if self._share is not None:
+            return
+        if self._inherited:
+            shares = [self._share_from(state) for state in self._inherited]
+            self._share = deal_again(shares, num_readers)[reader]
+        else:
+            self._share = DocumentShare(reader, num_readers)
+
+    def restart(self) -> None:
+        """Begin again with the first document."""
+        self._share = DocumentShare(self._share.reader, self._share.num_readers)
+
+    def __iter__(self) -> Iterator[Any]:
+        share, num_documents = self._share, len(self._data)
+        while self._infinite or share.peek() < num_documents:
+            number = share.peek()
+            # The second pass is worth a line in the log, the thousandth is not.
+            if number >= num_documents and number - share.num_readers < num_documents:
+                logger.warning(f"Dataset {self._name} is being read again from the beginning")
+            sample = self._data[number % num_documents]
+            share.advance()
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        share = self._share
+        return {
+            "sample_idx": share.num_taken,
+            "base": share.base,
+            "pending": list(share.pending),
+            "reader": share.reader,
+            "num_readers": share.num_readers,
+            "num_documents": len(self._data),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._share = self._share_from(state)
+
+    def inherit(self, states: list[dict[str, Any]]) -> None:
+        """Go on where the readers with these states left, whatever their number was."""
+        self._share = None
+        self._inherited = states
+
+    def _share_from(self, state: dict[str, Any]) -> DocumentShare:
+        if state.get("num_documents") != len(self._data):
+            raise ValueError(
+                f"the checkpoint's data position is one in {state.get('num_documents')} documents "
+                f"but dataset {self._name!r} holds {len(self._data)}: resume with the same data, "
+                f"or begin this data anew with checkpoint.exclude_from_loading = ['dataloader']"
+            )
+        return DocumentShare(
+            state["reader"],
+            state["num_readers"],
+            state["base"],
+            state["sample_idx"],
+            deque(state["pending"]),
+        )
+
+
+class StreamedDocuments:
+    """Samples of a `datasets.IterableDataset`, split over ranks and data workers by `datasets`.
+
+    The position is the stream's own, so it serves the same ranks and workers only.
+    """
+
+    can_reshard = False
+
+    def __init__(
+        self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
+    ) -> None:
+        from datasets import IterableDataset
+        from datasets.distributed import split_dataset_by_node
+
+        if not isinstance(data, IterableDataset):
+            raise ValueError(
+                f"the loader of dataset {name!r} must return something with len() and [i], or a "
+                f"datasets.IterableDataset, got {type(data).__name__}"
+            )
+        self._data = split_dataset_by_node(data, dp_rank, dp_world_size)
+        self._name = name
+        self._infinite = infinite
+        self._loaded: dict[str, Any] | None = None
+
+    def start(self, reader: int, num_readers: int) -> None:
+        # The stream's epoch lives in memory that forked workers share; each needs its own.
+        self._data = copy.deepcopy(self._data)
+
+    def restart(self) -> None:
+        self._loaded = None
+        self._data.load_state_dict(None)
+        self._data.set_epoch(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            is_whole_pass = self._loaded is None
+            num_samples = 0
+            for sample in self._data:
+                self._loaded = None  # from now on the stream itself knows the position
+                num_samples += 1
+                yield sample
+            if is_whole_pass and num_samples == 0:
+                raise ValueError(
+                    f"dataset {self._name!r} gave this rank's data worker no documents: the stream "
+                    f"may have fewer parts than there are ranks times data workers; lower "
+                    f"training.dataloader.num_workers"
+                )
+            if not self._infinite:
+                return
+            logger.warning(f"Dataset {self._name} is being read again from the beginning")
+            self._loaded = None
+            self._data.set_epoch(self._data.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Until it is iterated, a stream reports its beginning, not the position it was given.
+        return {"data": self._loaded or self._data.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # A stream ignores a position that was saved in another epoch than the one it is in.
+        self._data.set_epoch(state["data"]["epoch"])
+        self._data.load_state_dict(state["data"])
+        self._loaded = state["data"]

@@ -1,0 +1,242 @@
+"""Documents in files of this machine, by number.
+
+JSON lines and plain text are read in place: opening them takes one pass over a JSON-lines file to
+note where its lines begin and none over a text file, and any document is then one seek away, so a
+run resumes at once however far it got. Parquet and compressed JSON go through the `datasets`
+library, which converts them once into a memory-mapped cache.
+"""
+
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+# A longer text file becomes several documents of about this size.
+TEXT_DOCUMENT_BYTES = 64 * 1024
+
+
+class JsonLinesDocuments:
+    """Documents of JSON-lines files: one object with a string under "text" per line.
+
+    Blank lines are skipped. A line that is anything else raises ValueError with file and line
+    number when its document is read.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._line_starts = [_starts_of_lines(path) for path in paths]
+        self._ends = list(accumulate(len(starts) for starts in self._line_starts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file_index, line_index = _locate(index, self._ends)
+        path, start = self._paths[file_index], self._line_starts[file_index][line_index]
+        with open(path, "rb") as file:
+            file.seek(start)
+            line = file.readline()
+        return _parse_line(line, path, start)
+
+
+class TextDocuments:
+    """Documents of plain text files in UTF-8: a short file is one document.
+
+    A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
+    size. The places are found when asked for, so the size of a file does not matter.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = [path for path in paths if path.stat().st_size > 0]
+        self._ends = list(accumulate(_num_text_documents(path) for path in self._paths))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        file_index, part = _locate(index, self._ends)
+        path = self._paths[file_index]
+        with open(path, "rb") as file:
+            start, end = _cut(file, part), _cut(file, part + 1)
+            file.seek(start)
+            content = file.read(end - start)
+        try:
+            return {"text": content.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
+                f"convert the file to UTF-8"
+            ) from error
+
+
+class JsonArrayDocuments:
+    """Documents of one `.json` file that holds a list of objects with a string under "text"."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._samples = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _checked_sample(self._samples[index], f"{self._path}, entry {index + 1}")
+
+
+def load_local_documents(path: str) -> Any:
+    """Indexable documents of a file, or of all files of one kind in a folder and below it.
+
+    Raises FileNotFoundError if there is nothing at `path`, ValueError if it holds no data files,
+    files of several kinds, or a kind that is not known.
+    """
+    root = Path(path)
+    if root.is_dir():
+        paths = sorted(file for file in root.rglob("*") if _kind_of(file) and file.is_file())
+    elif root.is_file():
+        paths = [root]
+    else:
+        raise FileNotFoundError(missing_path_message(path))
+
+    kinds = {_kind_of(file) for file in paths}
+    if len(kinds) != 1 or None in kinds:
+        found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "none of them"
+        raise ValueError(
+            f"training.dataset_path must be a data file or a folder with files of one kind "
+            f"({', '.join(_OPENERS)}), got {path!r} with {found}"
+        )
+    return _OPENERS[kinds.pop()](paths)
+
+
+def missing_path_message(path: str) -> str:
+    return (
+        f"training.dataset_path (or the dataset's own path): there is no file or folder "
+        f"{path!r}, seen from {os.getcwd()!r}; correct the path or run from the folder it is "
+        f"relative to"
+    )
+
+
+def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
+    if len(paths) == 1 and _first_character(paths[0]) == b"[":
+        return JsonArrayDocuments(paths[0])
+    return JsonLinesDocuments(paths)
+
+
+def _open_with_datasets(builder: str) -> Callable[[list[Path]], Any]:
+    def open_paths(paths: list[Path]) -> Any:
+        from datasets import load_dataset
+
+        return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+
+    return open_paths
+
+
+# Kind of file -> how to open all files of that kind.
+_OPENERS: dict[str, Callable[[list[Path]], Any]] = {
+    "JSON lines": _open_json,
+    "text": TextDocuments,
+    "parquet": _open_with_datasets("parquet"),
+    "compressed JSON lines": _open_with_datasets("json"),
+}
+_KINDS = {
+    ".jsonl": "JSON lines",
+    ".json": "JSON lines",
+    ".txt": "text",
+    ".md": "text",
+    ".parquet": "parquet",
+}
+_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+
+
+def _kind_of(path: Path) -> str | None:
+    """What a file holds, by the end of its name; None if that is not known."""
+    if path.suffix in _COMPRESSIONS and Path(path.stem).suffix in (".jsonl", ".json"):
+        return "compressed JSON lines"
+    return _KINDS.get(path.suffix)
+
+
+def _locate(index: int, ends: list[int]) -> tuple[int, int]:
+    """(file, document within it) of a document's number; ends: running totals per file."""
+    if not 0 <= index < (ends[-1] if ends else 0):
+        raise IndexError(index)
+    file_index = bisect_right(ends, index)
+    return file_index, index - (ends[file_index - 1] if file_index else 0)
+
+
+def _starts_of_lines(path: Path) -> "array[int]":
+    """Byte offsets of the lines that are not blank."""
+    starts = array("Q")
+    position = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.isspace():
+                starts.append(position)
+            position += len(line)
+    return starts
+
+
+def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
+    try:
+        sample = json.loads(line)
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(
+            f"{path}, line {_line_number(path, start)}: not valid JSON ({error}); every line "
+            f'must be one object like {{"text": "..."}}'
+        ) from error
+    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
+        return sample
+    return _checked_sample(sample, f"{path}, line {_line_number(path, start)}")
+
+
+def _checked_sample(sample: Any, where: str) -> dict[str, Any]:
+    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
+        return sample
+    got = f"the keys {sorted(sample)}" if isinstance(sample, dict) else type(sample).__name__
+    raise ValueError(f"{where}: need an object with a string under 'text', got {got}")
+
+
+def _line_number(path: Path, start: int) -> int:
+    """1-based number of the line that begins at byte `start`; reads the file up to there."""
+    number = 1
+    with open(path, "rb") as file:
+        while file.tell() < start:
+            file.readline()
+            number += 1
+    return number
+
+
+def _first_character(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1024).lstrip()[:1]
+
+
+def _num_text_documents(path: Path) -> int:
+    return -(-path.stat().st_size // TEXT_DOCUMENT_BYTES)
+
+
+def _cut(file: Any, part: int) -> int:
+    """Byte offset at which part number `part` of a text file begins.
+
+    The first line end at or after the nominal place; without one within a part's length, the
+    first place that does not split a UTF-8 character.
+    """
+    nominal = part * TEXT_DOCUMENT_BYTES
+    if part == 0:
+        return 0
+    file.seek(nominal - 1)
+    window = file.read(TEXT_DOCUMENT_BYTES)
+    line_end = window.find(b"\n")
+    if line_end >= 0:
+        return nominal + line_end
+    if len(window) < TEXT_DOCUMENT_BYTES:  # the last line of the file
+        return nominal - 1 + len(window)
+    shift = 1
+    while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:  # continuation bytes
+        shift += 1
+    return nominal - 1 + shift

@@ -1,0 +1,313 @@
+"""Text datasets as packed token sequences: the registry, the packing, the loaders."""
+
+import difflib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.document_sources import IndexedDocuments, StreamedDocuments
+from torchtitan.hf_datasets.local_files import (
+    JsonLinesDocuments,
+    load_local_documents,
+    missing_path_message,
+)
+from torchtitan.hf_datasets.python_docs import PythonDocs
+from torchtitan.tools.logging import logger
+
+# After so many documents in a row without a single token, nothing will come.
+MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
+
+
+# ---- the registry ----
+
+
+def _load_c4(path: str, split: str) -> Any:
+    if os.path.isfile(path):
+        return load_local_documents(path)
+    from datasets import load_dataset
+
+    return load_dataset(path, name="en", split=split, streaming=True)
+
+
+def _load_c4_test(path: str) -> Any:
+    if os.path.isfile(path):
+        return load_local_documents(path)
+    if not os.path.isdir(path):
+        raise FileNotFoundError(missing_path_message(path))
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(path, split="train")
+    except Exception:
+        _raise_for_broken_line(path)
+        raise
+
+
+def _raise_for_broken_line(folder: str) -> None:
+    """Read the folder's JSON-lines files ourselves, whose error names the file and the line."""
+    documents = load_local_documents(folder)
+    if isinstance(documents, JsonLinesDocuments):
+        for index in range(len(documents)):
+            documents[index]
+
+
+def _load_python_docs(path: str, split: str) -> Any:
+    return load_local_documents(path) if path else PythonDocs(split)
+
+
+def _load_local(path: str) -> Any:
+    if not path:
+        raise ValueError(
+            "training.dataset = 'local' needs training.dataset_path, a .jsonl, .json, .txt or "
+            ".parquet file or a folder of such files"
+        )
+    return load_local_documents(path)
+
+
+def _text_of(sample: Any) -> str:
+    if "text" not in sample:
+        raise ValueError(
+            f"a document needs the column 'text', got {sorted(sample)}; for another column, "
+            f"register the dataset with a sample_processor of its own"
+        )
+    return sample["text"]
+
+
+# Read when a dataset is built, so entries may be added and removed at any time before.
+DATASETS: dict[str, DatasetConfig] = {
+    "c4": DatasetConfig("allenai/c4", lambda path: _load_c4(path, "train"), _text_of),
+    "c4_test": DatasetConfig("tests/assets/c4_test", _load_c4_test, _text_of),
+    "c4_validation": DatasetConfig(
+        "allenai/c4", lambda path: _load_c4(path, "validation"), _text_of
+    ),
+    "local": DatasetConfig("", _load_local, _text_of),
+    "python_docs": DatasetConfig("", lambda path: _load_python_docs(path, "train"), _text_of),
+    "python_docs_validation": DatasetConfig(
+        "", lambda path: _load_python_docs(path, "validation"), _text_of
+    ),
+}
+
+
+def _validate_dataset(
+    dataset_name: str, dataset_path: str | None = None
+) -> tuple[str, Callable, Callable]:
+    """(path, loader, sample_processor) of a registered dataset; ValueError for any other."""
+    if dataset_name not in DATASETS:
+        close = difflib.get_close_matches(dataset_name, DATASETS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(
+            f"unknown dataset {dataset_name!r}{hint}; registered are {', '.join(DATASETS)}"
+        )
+    config = DATASETS[dataset_name]
+    return dataset_path or config.path, config.loader, config.sample_processor
+
+
+# ---- packing ----
+
+
+class HuggingFaceTextDataset(IterableDataset, Stateful):
+    """Sequences of `seq_len` tokens, cut from the documents of a dataset set end to end.
+
+    Yields `({"input": x[:-1]}, x[1:])` of LongTensors [seq_len]; x are the next seq_len + 1
+    tokens, and the following sequence begins after them. Every document is encoded with its
+    begin- and end-of-text ids. Nothing is padded and no label is ignored.
+
+    Ranks and data workers share the documents; no two read the same one within a pass.
+    infinite: start over at the end of the data. Otherwise the tokens after the last whole
+    sequence are dropped, and iterating again starts over.
+
+    Raises ValueError if the data hold no documents or, when finite, no whole sequence.
+    """
+
+    def __init__(
+        self,
+        dataset_name: str,
+        dataset_path: str | None,
+        tokenizer: BaseTokenizer,
+        seq_len: int = 2048,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        infinite: bool = False,
+    ) -> None:
+        self.dataset_name = dataset_name.lower()
+        self.seq_len = seq_len
+        self.infinite = infinite
+        self._tokenizer = tokenizer
+        self._dp_rank = dp_rank
+        self._dp_world_size = dp_world_size
+
+        path, loader, self._text_processor = _validate_dataset(self.dataset_name, dataset_path)
+        logger.info(f"Preparing dataset {self.dataset_name}" + (f" from {path}" if path else ""))
+        self._data = loader(path)
+        if hasattr(self._data, "__len__"):
+            self._source = IndexedDocuments(self._data, self.dataset_name, infinite)
+        else:
+            self._source = StreamedDocuments(
+                self._data, self.dataset_name, infinite, dp_rank, dp_world_size
+            )
+
+        # Tokens before `_num_used` are in sequences already; they go once per document, because
+        # moving the rest to the front for every sequence is quadratic in the document's length.
+        self._token_buffer: list[int] = []
+        self._num_used = 0
+        self._inherited_buffers: list[list[int]] = []
+        self._is_resumed = False
+        self._is_started = False
+        self._ran_out = False
+
+    @property
+    def can_reshard(self) -> bool:
+        """Whether `inherit` works: the dataset is indexable, not a stream."""
+        return self._source.can_reshard
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        self._start()
+        if self._ran_out:
+            self._restart()
+        num_sequences = 0
+        for sequence in self._sequences():
+            num_sequences += 1
+            yield {"input": sequence[:-1]}, sequence[1:]
+        if num_sequences == 0 and not self._is_resumed:
+            raise ValueError(self._too_small_message())
+        logger.warning(f"Dataset {self.dataset_name} has run out of data")
+        self._ran_out = True
+
+    def _sequences(self) -> Iterator[torch.Tensor]:
+        """Token sequences [seq_len + 1]."""
+        yield from self._whole_sequences()  # of a document that a resumed run was in
+        num_empty = 0
+        for sample in self._source:
+            tokens = self._encode(sample)
+            num_empty = 0 if tokens else num_empty + 1
+            if num_empty >= MAX_EMPTY_DOCUMENTS_IN_A_ROW:
+                raise ValueError(
+                    f"dataset {self.dataset_name!r}: {num_empty} documents in a row gave no tokens"
+                )
+            self._token_buffer.extend(tokens)
+            yield from self._whole_sequences()
+
+    def _whole_sequences(self) -> Iterator[torch.Tensor]:
+        length = self.seq_len + 1
+        while len(self._token_buffer) - self._num_used >= length:
+            begin = self._num_used
+            self._num_used += length
+            yield torch.tensor(self._token_buffer[begin : self._num_used], dtype=torch.long)
+        del self._token_buffer[: self._num_used]
+        self._num_used = 0
+
+    def _encode(self, sample: Any) -> list[int]:
+        text = self._text_processor(sample)
+        if not isinstance(text, str):
+            raise ValueError(
+                f"dataset {self.dataset_name!r}: a document's text must be a string, "
+                f"got {type(text).__name__}"
+            )
+        return self._tokenizer.encode(text, add_bos=True, add_eos=True)
+
+    def _reader(self) -> tuple[int, int]:
+        """(number of this reader, number of readers) over all ranks and their data workers."""
+        worker = get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return self._dp_rank * num_workers + worker_id, self._dp_world_size * num_workers
+
+    def _start(self) -> None:
+        """Settle which documents are ours; only the process that iterates knows its worker."""
+        if self._is_started:
+            return
+        reader, num_readers = self._reader()
+        self._source.start(reader, num_readers)
+        for buffer in self._inherited_buffers[reader::num_readers]:
+            self._token_buffer.extend(buffer)
+        self._inherited_buffers = []
+        self._is_started = True
+
+    def _restart(self) -> None:
+        self._source.restart()
+        self._token_buffer, self._num_used = [], 0
+        self._is_resumed = self._ran_out = False
+
+    def _too_small_message(self) -> str:
+        reader, num_readers = self._reader()
+        return (
+            f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
+            f"(ranks times data workers) got {len(self._token_buffer)} tokens, and one sequence "
+            f"takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller seq_len, or fewer "
+            f"ranks or data workers"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this reader; a copy, independent of what is read next."""
+        self._start()
+        return {"token_buffer": self._token_buffer[self._num_used :], **self._source.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on exactly where a reader with the same number, of as many readers, stopped."""
+        self._start()
+        self._source.load_state_dict(state_dict)
+        self._token_buffer, self._num_used = list(state_dict["token_buffer"]), 0
+        self._is_resumed, self._ran_out = True, False
+
+    def inherit(self, states: list[dict[str, Any]]) -> None:
+        """Go on where a different number of readers stopped.
+
+        states: those of all old readers, in order. What they had not used yet, documents and
+        tokens, is dealt out to the new readers; nothing is lost and nothing comes twice.
+        To be called before iterating, in the process that holds the dataloader.
+        """
+        self._source.inherit(states)
+        self._inherited_buffers = [list(state["token_buffer"]) for state in states]
+        self._token_buffer, self._num_used = [], 0
+        self._is_started = self._ran_out = False
+        self._is_resumed = True
+
+
+# ---- loaders ----
+
+
+def build_text_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    job_config: JobConfig,
+    infinite: bool = True,
+) -> ParallelAwareDataloader:
+    """Batches of the dataset in `[training]`."""
+    return _build(job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
+
+
+def build_text_validation_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    job_config: JobConfig,
+    infinite: bool = False,
+) -> ParallelAwareDataloader:
+    """Batches of the dataset in `[validation]`."""
+    return _build(job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
+
+
+def _build(
+    section: Any, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, infinite: bool
+) -> ParallelAwareDataloader:
+    """section: `job_config.training` or `job_config.validation`, whose keys are the same here."""
+    dataset = HuggingFaceTextDataset(
+        dataset_name=section.dataset,
+        dataset_path=section.dataset_path,
+        tokenizer=tokenizer,
+        seq_len=section.seq_len,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        infinite=infinite,
+    )
+    loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
+    return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)
