@@ -1,0 +1,264 @@
+"""Loss on held-out text, between training steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import get_device_type
+
+ValidationContext: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+class BaseValidator:
+    def __init__(self, job_config: JobConfig) -> None:
+        self.job_config = job_config
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Evaluate the model as it is after `step` training steps."""
+        raise NotImplementedError(f"{type(self).__name__} must define validate")
+
+    def should_validate(self, step: int) -> bool:
+        """True after the first step and every `validation.freq` steps."""
+        return step == 1 or step % self.job_config.validation.freq == 0
+
+
+class Validator(BaseValidator):
+    """Reports the mean loss per token over the validation batches of all ranks.
+
+    The mean is taken once over all tokens, not over batch means, so that every token weighs
+    the same however batches and ranks are cut.
+    """
+
+    validation_dataloader: BaseDataLoader
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor,
+        pp_schedule: Any | None = None,
+        pp_has_first_stage: bool | None = None,
+        pp_has_last_stage: bool | None = None,
+    ) -> None:
+        # Here, because `datasets` is slow to import and not every run validates.
+        from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
+
+        super().__init__(job_config)
+        self.tokenizer = tokenizer
+        self.parallel_dims = parallel_dims
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.pp_schedule = pp_schedule
+        self.pp_has_first_stage = pp_has_first_stage
+        self.pp_has_last_stage = pp_has_last_stage
+        self.validation_dataloader = build_text_validation_dataloader(
+            job_config=job_config,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+            infinite=job_config.validation.steps != -1,
+        )
+
+    def post_dataloading_process(
+        self,
+        input_dict: dict[str, Any],
+        labels: torch.Tensor,
+        model_parts: list[nn.Module],
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], dict[str, Any]]:
+        """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
+
+        Extra inputs are the batch's other entries; extra keywords hold the attention masks of
+        models that want them. Meant to be overridden.
+        """
+        if self.parallel_dims.cp_enabled:
+            raise NotImplementedError(
+                "validation under context parallelism is not available yet; "
+                "set validation.enable = false"
+            )
+        inputs = input_dict["input"]
+        extra_inputs = {key: value for key, value in input_dict.items() if key != "input"}
+        extra_kwargs: dict[str, Any] = {}
+        model_args = getattr(model_parts[0], "model_args", None)
+        if getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen"):
+            extra_kwargs["attention_masks"] = model_parts[0].get_attention_masks(
+                input_batch=inputs, tokenizer=self.tokenizer, extra_inputs=extra_inputs
+            )
+        return inputs, labels, extra_inputs, extra_kwargs
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Log the mean loss over `validation.steps` batches per rank, or over all data if -1.
+
+        Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
+        """
+        if self.parallel_dims.pp_enabled:
+            raise NotImplementedError(
+                "validation under pipeline parallelism is not available yet; "
+                "set validation.enable = false"
+            )
+        with _evaluation_mode(model_parts), _measured_apart(self.metrics_processor):
+            losses, token_counts = [], []
+            for input_dict, labels in self._batches():
+                loss, num_tokens = self._forward(model_parts, input_dict, labels)
+                losses.append(loss)
+                token_counts.append(num_tokens)
+            loss = self._mean_over_ranks(losses, token_counts)
+            if loss is None:
+                logger.warning(
+                    "validation.dataset %r has no token to validate on, nothing is reported",
+                    self.job_config.validation.dataset,
+                )
+                return
+            self.metrics_processor.log_validation(loss=loss, step=step)
+
+    def _batches(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """Yield as many batches on every rank, as the model's collectives require.
+
+        A rank that runs out of data before the others repeats its last batch with no label in it.
+        """
+        batches = iter(self.validation_dataloader)
+        input_dict, labels = self._empty_batch()
+        max_batches = self.job_config.validation.steps
+        num_batches = 0
+        while num_batches != max_batches:
+            batch = next(batches, None)
+            if not self._any_rank(batch is not None):
+                return
+            if batch is None:
+                labels = torch.full_like(labels, IGNORE_INDEX)
+            else:
+                input_dict, labels = batch
+                self.metrics_processor.ntokens_since_last_log += labels.numel()
+            yield input_dict, labels
+            num_batches += 1
+
+    def _forward(
+        self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's summed loss and number of valid labels, two scalars."""
+        device_type = get_device_type()
+        input_dict = {
+            key: value.to(device_type) if isinstance(value, torch.Tensor) else value
+            for key, value in input_dict.items()
+        }
+        inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
+            input_dict, labels.to(device_type), model_parts
+        )
+        assert len(model_parts) == 1, "without pipeline parallelism the model is one part"
+        with self.validation_context(), self.maybe_enable_amp:
+            pred = model_parts[0](inputs, **extra_inputs, **extra_kwargs)
+            loss = self.loss_fn(pred, labels)
+        # Labels are counted as they were fed in, so that the sum over the ranks that share a
+        # sequence counts each one once.
+        return loss, (labels != IGNORE_INDEX).sum()
+
+    def _mean_over_ranks(
+        self, losses: list[torch.Tensor], token_counts: list[torch.Tensor]
+    ) -> float | None:
+        """Total loss over total tokens, of all batches and ranks; None without a token."""
+        if not losses:
+            return None
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        # fp64: a whole validation set may be summed here.
+        loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
+        num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
+        return loss_sum / num_tokens if num_tokens else None
+
+    def _any_rank(self, here: bool) -> bool:
+        # Ranks that differ in anything but the batch read the same data.
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        if mesh is None:
+            return here
+        flag = torch.tensor(int(here), device=get_device_type())
+        return dist_utils.dist_max(flag, mesh) > 0
+
+    def _empty_batch(self) -> tuple[dict[str, Any], torch.Tensor]:
+        """What a rank feeds in that never gets a batch."""
+        config = self.job_config.validation
+        tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
+        return {"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)
+
+
+def build_validator(
+    job_config: JobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    parallel_dims: ParallelDims,
+    loss_fn: LossFunction,
+    validation_context: ValidationContext,
+    maybe_enable_amp: AbstractContextManager[None],
+    metrics_processor: MetricsProcessor | None = None,
+    pp_schedule: Any | None = None,
+    pp_has_first_stage: bool | None = None,
+    pp_has_last_stage: bool | None = None,
+) -> BaseValidator:
+    """Return a `Validator`. Raises ValueError without a metrics processor to report to."""
+    if metrics_processor is None:
+        raise ValueError("build_validator needs a metrics_processor to report the loss to")
+    return Validator(
+        job_config=job_config,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=tokenizer,
+        parallel_dims=parallel_dims,
+        loss_fn=loss_fn,
+        validation_context=validation_context,
+        maybe_enable_amp=maybe_enable_amp,
+        metrics_processor=metrics_processor,
+        pp_schedule=pp_schedule,
+        pp_has_first_stage=pp_has_first_stage,
+        pp_has_last_stage=pp_has_last_stage,
+    )
+
+
+@contextmanager
+def _evaluation_mode(model_parts: list[nn.Module]) -> Iterator[None]:
+    """Switch every module to eval; afterwards give each back the flag it had, error or not."""
+    from torchtitan.distributed.fsdp import reshard_model
+
+    flags = [(module, module.training) for part in model_parts for module in part.modules()]
+    for part in model_parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+        for part in model_parts:
+            # FSDP2 keeps the last group gathered after a forward without gradient.
+            reshard_model(part)
+
+
+@contextmanager
+def _measured_apart(metrics_processor: MetricsProcessor) -> Iterator[None]:
+    """Count the tokens and seconds inside for validation alone, and none of them for training."""
+    num_tokens = metrics_processor.ntokens_since_last_log
+    seconds = time.perf_counter() - metrics_processor.time_last_log
+    metrics_processor.ntokens_since_last_log = 0
+    metrics_processor.time_last_log = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics_processor.ntokens_since_last_log = num_tokens
+        metrics_processor.time_last_log = time.perf_counter() - seconds

@@ -1,0 +1,98 @@
+"""Converters change a model in place between building and parallelizing it, e.g. to float8."""
+
+import importlib
+from typing import Protocol
+
+from torch import nn
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+
+class ModelConverter(Protocol):
+    """What a converter must offer."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None: ...
+
+    def convert(self, model: nn.Module) -> None:
+        """Change `model` in place; its parameters may be on the meta device."""
+        ...
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Called after each optimizer step with the model or its parts."""
+        ...
+
+
+class UnknownConverterError(KeyError, ValueError):
+    """`model.converters` holds a name that nobody registered."""
+
+    def __str__(self) -> str:
+        # A KeyError shows its argument's repr, quotes and all.
+        return self.args[0]
+
+
+# Our own, as "module:class". Found by name when asked for, so that nothing registers on import.
+_BUILT_IN_CONVERTERS = {
+    "quantize.linear.float8": "torchtitan.components.quantization.float8:Float8LinearConverter",
+    "quantize.grouped_mm.float8": (
+        "torchtitan.components.quantization.float8:Float8GroupedMMConverter"
+    ),
+    "quantize.linear.mx": "torchtitan.components.quantization.mx:MXLinearConverter",
+    "quantize.grouped_mm.mx": "torchtitan.components.quantization.mx:MXGroupedMMConverter",
+}
+
+_registry_model_converter_cls: dict[str, type[ModelConverter]] = {}
+
+
+def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
+    """Let `model.converters` call `converter_cls` by `name`. AssertionError if it is taken."""
+    assert name not in known_converter_names(), f"a model converter named {name!r} exists already"
+    _registry_model_converter_cls[name] = converter_cls
+
+
+def known_converter_names() -> list[str]:
+    """The names that `model.converters` may hold, sorted."""
+    return sorted({*_BUILT_IN_CONVERTERS, *_registry_model_converter_cls})
+
+
+def find_model_converter(name: str) -> type[ModelConverter]:
+    """Return the converter class of that name. Raises UnknownConverterError naming the choices."""
+    if name in _registry_model_converter_cls:
+        return _registry_model_converter_cls[name]
+    if name not in _BUILT_IN_CONVERTERS:
+        raise UnknownConverterError(
+            f"model.converters: {name!r} is unknown; the choices are {known_converter_names()}. "
+            "A converter of your own is registered in the module that experimental.custom_import "
+            "names"
+        )
+    module_name, class_name = _BUILT_IN_CONVERTERS[name].split(":")
+    return getattr(importlib.import_module(module_name), class_name)
+
+
+class ModelConvertersContainer(ModelConverter):
+    """Applies the converters of `model.converters`, in that order."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        self.converters: list[ModelConverter] = [
+            find_model_converter(name)(job_config, parallel_dims)
+            for name in job_config.model.converters
+        ]
+        self.print_after_conversion = job_config.model.print_after_conversion
+
+    def convert(self, model: nn.Module) -> None:
+        for converter in self.converters:
+            converter.convert(model)
+        if self.print_after_conversion:
+            logger.info("The model after conversion:\n%s", model)
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        for converter in self.converters:
+            converter.post_optimizer_hook(model)
+
+
+def build_model_converters(
+    job_config: JobConfig, parallel_dims: ParallelDims
+) -> ModelConvertersContainer:
+    """Return the converters the config asks for; an empty container if it asks for none."""
+    return ModelConvertersContainer(job_config, parallel_dims)
