@@ -1,0 +1,180 @@
+"""Gradients of every data-parallel layout equal those of one process on the whole batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, reshard_model
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.testing.gloo import run_ranks
+
+VOCAB, DIM, SEQ_LEN, BATCH = 33, 12, 7, 8  # odd sizes: shards are uneven on 2 and 4 ranks
+IGNORED = -100
+
+# Summation order differs between layouts; fp32 has 6e-8 per operation.
+RELATIVE_TOLERANCE = 1e-6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.down = nn.Linear(3 * DIM, DIM, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Toy(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleDict({"0": Block(), "1": Block()})
+        self.norm = nn.RMSNorm(DIM)
+        self.output = nn.Linear(DIM, VOCAB, bias=False)
+        if tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            x = block(x)
+        return self.output(self.norm(x))
+
+
+def build_toy(tied=False):
+    torch.manual_seed(0)
+    return Toy(tied)
+
+
+def global_batch():
+    """Tokens and labels [B, T]; valid labels are spread very unevenly over the sequences."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0] = IGNORED
+    labels[1, 2:] = IGNORED
+    labels[6, :-1] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def backward_on_slice(model, rank, world_size, microbatches):
+    """Backward over this rank's sequences; returns its share of the loss."""
+    tokens, labels = global_batch()
+    num_valid = (labels != IGNORED).sum()
+    mine = zip(
+        tokens.chunk(world_size)[rank].chunk(microbatches),
+        labels.chunk(world_size)[rank].chunk(microbatches),
+        strict=True,
+    )
+    total = 0.0
+    for x, y in mine:
+        logits = model(x).flatten(0, 1)
+        loss = F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum")
+        (loss / num_valid).backward()
+        total += (loss / num_valid).item()
+    return total
+
+
+def full_grads(model):
+    return {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def gradients(layout, microbatches=1, tied=False, reshard_policy="default"):
+    """Runs on each rank: gradients of the whole model, and the norm that clipping finds."""
+    replicate, shard = layout
+    dims = ParallelDims(
+        dp_replicate=replicate, dp_shard=shard, cp=1, tp=1, pp=1, ep=1, etp=1,
+        world_size=replicate * shard,
+    )  # fmt: skip
+    model = build_toy(tied)
+    if replicate > 1 and shard == 1:
+        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=False)
+    else:
+        apply_fsdp(
+            model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False,
+            reshard_after_forward_policy=reshard_policy,
+        )  # fmt: skip
+    rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+    backward_on_slice(model, rank, replicate * shard, microbatches)
+    grads = {name: grad.clone() for name, grad in full_grads(model).items()}
+    norm = clip_grad_norm_(model.parameters(), max_norm=0.01, foreach=True)
+    clipped = clip_grad_norm_(model.parameters(), max_norm=0.01, foreach=True)
+    return grads, norm, clipped
+
+
+def reference_gradients(tied=False):
+    model = build_toy(tied)
+    backward_on_slice(model, 0, 1, 1)
+    grads = copy.deepcopy(full_grads(model))
+    return grads, nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.01)
+
+
+def assert_equal_to_reference(results, tied=False):
+    expected, expected_norm = reference_gradients(tied)
+    for grads, norm, clipped in results:
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            error = (grad - expected[name]).norm() / expected[name].norm()
+            assert error < RELATIVE_TOLERANCE, (name, error)
+        torch.testing.assert_close(norm, expected_norm, rtol=RELATIVE_TOLERANCE, atol=0)
+        assert type(norm) is torch.Tensor
+        # 1e-6 is added to the norm before dividing by it.
+        torch.testing.assert_close(clipped.item(), 0.01, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "layout", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)], ids=lambda d: f"{d[0]}x{d[1]}"
+)
+def test_gradients_and_norm_equal_one_process(layout, microbatches):
+    results = run_ranks(gradients, layout[0] * layout[1], layout, microbatches)
+    assert_equal_to_reference(results)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2)], ids=lambda d: f"{d[0]}x{d[1]}")
+def test_tied_embeddings_get_gradients_of_one_process(layout):
+    results = run_ranks(gradients, layout[0] * layout[1], layout, 2, True)
+    assert_equal_to_reference(results, tied=True)
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_reshard_policy_does_not_change_gradients(policy):
+    assert_equal_to_reference(run_ranks(gradients, 2, (1, 2), 1, False, policy))
+
+
+def test_unknown_reshard_policy_names_the_three_that_exist():
+    with pytest.raises(Exception, match="must be default, always or never, got 'sometimes'"):
+        run_ranks(gradients, 1, (1, 1), 1, False, "sometimes")
+
+
+def parameters_after_forward_without_backward():
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    model = build_toy()
+    apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False, cpu_offload=True)
+    before = all(isinstance(p, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        model(global_batch()[0])
+    after = all(isinstance(p, DTensor) for p in model.parameters())
+    reshard_model(model)
+    return before, after, all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_reshard_model_returns_every_parameter_to_its_shard():
+    for before, after_forward, after_reshard in run_ranks(
+        parameters_after_forward_without_backward, 2
+    ):
+        assert before and after_reshard
+        assert not after_forward, "torch no longer needs reshard_model: it can go"
+
+
+def test_reshard_model_leaves_plain_model_alone():
+    reshard_model(build_toy())
