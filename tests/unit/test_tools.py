@@ -1,0 +1,273 @@
+import gc
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.config import Profiling
+from torchtitan.tools import logging as titan_logging
+from torchtitan.tools import profiling, utils
+
+
+@pytest.fixture
+def untouched_logger():
+    logger = titan_logging.logger
+    before = logger.handlers, logger.level, logger.propagate
+    yield logger
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logger, capsys):
+    root_handlers = list(logging.getLogger().handlers)
+    titan_logging.init_logger()
+    titan_logging.init_logger()
+    untouched_logger.info("hello")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("[titan] ") and lines[0].endswith("torchtitan - INFO - hello")
+    assert logging.getLogger().handlers == root_handlers
+
+
+def test_warn_once_says_each_message_once(caplog):
+    for _ in range(3):
+        titan_logging.warn_once(titan_logging.logger, "only once, test_tools")
+    assert caplog.text.count("only once, test_tools") == 1
+
+
+def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert utils.device_type is None
+    assert utils.get_device_info() == ("cpu", torch.cpu)
+    assert utils.device_module is torch.cpu
+    monkeypatch.setattr(utils, "device_type", "cuda")
+    assert utils.get_device_info() == ("cuda", torch.cuda)
+    assert utils.get_device_type() == "cuda"
+
+
+def test_apple_gpu_is_passed_over_for_the_cpu(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
+    )
+    assert utils.get_device_type() == "cpu"
+
+
+def test_unknown_attribute_of_utils_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = utils.no_such_name
+
+
+def test_importing_tools_probes_no_device_and_loads_no_compiler():
+    code = (
+        "import sys, torch\n"
+        "def probe(*args, **kwargs): raise AssertionError('device probed at import')\n"
+        "torch.accelerator.current_accelerator = torch.cuda.is_available = probe\n"
+        "import torchtitan.tools.utils, torchtitan.tools.logging\n"
+        "assert 'torch._inductor' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA B200", 2.25e15),
+        ("AMD Instinct MI355X", 2500e12),
+        ("AMD Instinct MI300X", 1300e12),
+        ("AMD Instinct MI325X OAM", 1300e12),
+        ("AMD Instinct MI250X / MI250", 191.5e12),
+        ("NVIDIA L40S", 362e12),
+        ("x86_64", None),
+        ("", None),
+    ],
+)
+def test_peak_flops_come_from_the_data_sheet_or_not_at_all(name, peak):
+    assert utils.get_peak_flops(name) == peak
+
+
+def test_capabilities_are_false_without_such_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not utils.has_cuda_capability(0, 0)
+    assert not utils.has_rocm_capability(0, 0)
+
+
+def test_capability_is_a_lower_bound(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert utils.has_cuda_capability(8, 9) and utils.has_cuda_capability(9, 0)
+    assert not utils.has_cuda_capability(10, 0)
+    assert not utils.has_rocm_capability(9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert utils.has_rocm_capability(9, 0)
+
+
+@pytest.fixture
+def collector_on():
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_garbage_collection_is_off_until_closed(collector_on):
+    handler = utils.GarbageCollection(gc_freq=2)
+    assert not gc.isenabled()
+    handler.close()
+    handler.close()
+    assert gc.isenabled()
+
+
+def test_close_leaves_a_collector_alone_that_the_host_had_off(collector_on):
+    gc.disable()
+    utils.GarbageCollection().close()
+    assert not gc.isenabled()
+
+
+def test_garbage_is_collected_every_gc_freq_steps_but_not_on_the_first(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=2)
+    generations = []
+    monkeypatch.setattr(gc, "collect", generations.append)
+    collected_at = []
+    for step in range(1, 7):
+        before = len(generations)
+        handler.run(step)
+        if len(generations) > before:
+            collected_at.append(step)
+    assert collected_at == [2, 4, 6] and set(generations) == {1}
+    handler.close()
+
+
+def test_debug_collects_all_generations_every_step(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=100, debug=True)
+    generations = []
+    monkeypatch.setattr(gc, "collect", generations.append)
+    for step in range(1, 4):
+        handler.run(step)
+    assert generations == [2, 2, 2]
+    handler.close()
+
+
+def test_gc_freq_of_zero_is_refused_by_name():
+    with pytest.raises(ValueError, match="training.gc_freq.*got 0"):
+        utils.GarbageCollection(gc_freq=0)
+
+
+def test_default_dtype_is_restored_after_an_error():
+    before = torch.get_default_dtype()
+    with pytest.raises(RuntimeError), utils.set_default_dtype(torch.bfloat16):
+        assert torch.empty(1).dtype == torch.bfloat16
+        raise RuntimeError
+    assert torch.get_default_dtype() == before
+
+
+@pytest.mark.parametrize("x, y, expected", [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
+def test_round_up_gives_the_next_multiple(x, y, expected):
+    assert utils._round_up(x, y) == expected
+
+
+def test_color_and_no_color_have_the_same_names():
+    names = {name for name in vars(utils.Color) if not name.startswith("_")}
+    assert names == {name for name in vars(utils.NoColor) if not name.startswith("_")}
+    assert all(getattr(utils.NoColor, name) == "" for name in names)
+    assert len({getattr(utils.Color, name) for name in names}) == len(names) == 11
+
+
+def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
+    monkeypatch.setattr(
+        torch, "__version__", torch.torch_version.TorchVersion("2.11.0.dev20260101")
+    )
+    utils.check_if_feature_in_pytorch("f", "PR 1", "2.11.0.dev20260102")
+    assert "f needs torch 2.11.0.dev20260102" in caplog.text
+    caplog.clear()
+    utils.check_if_feature_in_pytorch("f", "PR 1", "2.11.0.dev20251231")
+    assert not caplog.text
+
+
+# --- profiling ----------------------------------------------------------------------------
+
+
+def test_profiling_is_off_by_default():
+    with (
+        profiling.maybe_enable_profiling(Profiling()) as profiler,
+        profiling.maybe_enable_memory_snapshot(Profiling()) as snapshot,
+    ):
+        assert profiler is None and snapshot is None
+
+
+def test_profiler_writes_one_trace_per_cycle_counting_from_global_step(tmp_path):
+    config = Profiling(enable_profiling=True, profile_freq=3, profiler_active=1, profiler_warmup=1)
+    with profiling.maybe_enable_profiling(
+        config, global_step=6, base_folder=str(tmp_path), leaf_folder="leaf"
+    ) as profiler:
+        for _ in range(7):
+            torch.ones(4).sum()
+            profiler.step()
+    traces = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json"))
+    assert traces == [
+        "profile_traces/iteration_12/leaf/rank0_trace.json",
+        "profile_traces/iteration_9/leaf/rank0_trace.json",
+    ]
+    assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
+
+
+def test_profiler_cycle_too_short_names_the_least_that_fits():
+    config = Profiling(enable_profiling=True, profile_freq=3)
+    with pytest.raises(ValueError, match="profile_freq.*3 with 1 \\+ 3.*set it to 4"):
+        with profiling.maybe_enable_profiling(config):
+            pass
+
+
+def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(utils, "device_type", "cpu")
+    monkeypatch.setattr(titan_logging, "_logged", set())
+    with profiling.maybe_enable_memory_snapshot(Profiling(enable_memory_snapshot=True)) as snapshot:
+        assert snapshot is None
+    assert "enable_memory_snapshot is ignored" in caplog.text
+
+
+class FakeMemory:
+    """Stands for torch.cuda.memory."""
+
+    def __init__(self):
+        self.recording = []
+
+    def _record_memory_history(self, **kwargs):
+        self.recording.append(kwargs)
+
+    def _snapshot(self):
+        return {"segments": []}
+
+
+def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_path, monkeypatch):
+    memory = FakeMemory()
+    monkeypatch.setattr(
+        profiling, "get_device_info", lambda: ("cuda", SimpleNamespace(memory=memory))
+    )
+    config = Profiling(enable_memory_snapshot=True, profile_freq=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        with profiling.maybe_enable_memory_snapshot(
+            config, global_step=4, base_folder=str(tmp_path)
+        ) as snapshot:
+            for _ in range(3):
+                snapshot.step()
+            raise torch.OutOfMemoryError
+    written = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.pickle"))
+    assert written == [
+        "memory_snapshot/iteration_6/rank0_memory_snapshot.pickle",
+        "memory_snapshot/iteration_7_exit/rank0_memory_snapshot.pickle",
+    ]
+    assert pickle.loads((tmp_path / written[0]).read_bytes()) == {"segments": []}
+    assert memory.recording == [
+        {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
+        {"enabled": None},
+    ]
