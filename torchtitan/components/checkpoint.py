@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ _KEYS_SHOWN = 5
 Shapes = dict[str, tuple[int, ...] | None]
 
 
-class AsyncMode(str, Enum):
+class AsyncMode(StrEnum):
     """How long training waits for a save (see `checkpoint.async_mode`)."""
 
     DISABLED = "disabled"
@@ -579,9 +579,11 @@ class CheckpointManager:
             return {name: states[name] for name in model_names if name in states}
 
         if DATALOADER in others:
-            positions = {k.partition(".")[2] for k in saved if k.startswith(DATALOADER + ".")}
-            if positions and positions != {k.partition(".")[2] for k in own_keys[DATALOADER]}:
-                states = states | {DATALOADER: _AllPositions(others[DATALOADER], positions)}
+            saved_positions = _keys_of(DATALOADER, saved)
+            own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
+            if saved_positions and saved_positions != set().union(*all_ranks(own_positions)):
+                positions = _AllPositions(others[DATALOADER], saved_positions)
+                states = states | {DATALOADER: positions}
                 own_keys[DATALOADER] = set()
         for name, keys in own_keys.items():
             _check_no_key_missing(name, keys - saved.keys(), source.path)
@@ -775,6 +777,11 @@ def _flat_keys(name: str, state: Any) -> set[str]:
 
     content = state.state_dict() if isinstance(state, Stateful) else state
     return set(flatten_state_dict({name: content})[0])
+
+
+def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
+    """The keys inside one component, without its name."""
+    return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
 
 
 def _check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:

@@ -210,15 +210,15 @@ def _own_share(names: list[str]) -> list[str]:
 
 
 def _read_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file. Raises ValueError if it is cut short."""
+    """File name -> SHA-256; empty without a hash file. Raises ValueError if it was cut."""
     path = os.path.join(folder, HASHES_FILE)
     if not os.path.isfile(path):
         return {}
     header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
-    hashes = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    if header != f"# {len(hashes)} files":
-        raise ValueError(f"{HASHES_FILE} is damaged")
-    return hashes
+    entries = [re.fullmatch(r"([0-9a-f]{64})  (.+)", line) for line in lines]
+    if header != f"# {len(entries)} files" or not all(entries):
+        raise ValueError(f"{HASHES_FILE} is not as it was written")
+    return {entry.group(2): entry.group(1) for entry in entries}
 
 
 def _problem_with(folder: str, name: str, expected: str) -> str | None:

@@ -90,7 +90,7 @@ def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
         with open(path) as file:
             weight_map = json.load(file)["weight_map"]
     except FileNotFoundError:
-        logger.warning(f"There is no {path}: a Hugging Face export is written as one file")
+        logger.info(f"There is no {path}: a Hugging Face export is written as one file")
         return None
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path} is not a safetensors index: {error!r}") from error

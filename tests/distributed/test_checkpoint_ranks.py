@@ -1,0 +1,216 @@
+"""Checkpoints of sharded models on gloo ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint_folder import HASHES_FILE, from_rank_zero, mark_unfinished
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.job_config import Checkpoint
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.testing.gloo import run_ranks
+
+
+class Position(Stateful):
+    """Stands for a dataloader: each rank saves its own position, and gets all when it needs them."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {f"dp_rank_{dist.get_rank()}": bytes([dist.get_rank()])}
+        return own | {"world_size": dist.get_world_size()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = dict(state_dict)
+
+
+class NetAdapter(StateDictAdapter):
+    def to_hf(self, state_dict):
+        return {f"model.{name}": tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict):
+        return {name.removeprefix("model."): tensor for name, tensor in hf_state_dict.items()}
+
+
+class Run:
+    """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
+
+    def __init__(self, folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        for layer in self.model:
+            # Stays gathered after a forward pass without backward, like a decoder's last layer.
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1))
+        self.dataloader = Position()
+        self.manager = CheckpointManager(
+            dataloader=self.dataloader,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={},
+            checkpoint_config=Checkpoint(enable=True, interval=1, **config),
+            sd_adapter=NetAdapter(None, None),
+            base_folder=folder,
+        )
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.model(torch.full((1, 4), 0.5)).sum().backward()
+            self.optimizers.step()
+            self.optimizers.zero_grad()
+            self.schedulers.step()
+
+    def everything(self) -> dict[str, Any]:
+        state = dict(self.model.state_dict()) | self.optimizers.state_dict()
+        return {name: _full(value) for name, value in state.items()}
+
+
+def _full(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        same = torch.equal(value, second[name]) if torch.is_tensor(value) else value == second[name]
+        assert same, name
+
+
+def train_and_save(folder: str, async_mode: str, evaluate_first: bool) -> dict[str, Any]:
+    run = Run(folder, async_mode=async_mode)
+    run.train(2)
+    saved = run.everything()
+    if evaluate_first:
+        with torch.no_grad():
+            run.model(torch.ones(1, 4))
+    run.manager.save(2)
+    run.train()
+    run.manager.close()
+    return saved
+
+
+def load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = Run(folder, seed=1)
+    assert run.manager.load()
+    return run.everything(), run.dataloader.loaded
+
+
+def test_saved_on_two_ranks_loads_on_one_and_on_two(tmp_path):
+    saved, _ = run_ranks(train_and_save, 2, str(tmp_path), "disabled", False)
+    on_one, positions = run_ranks(load, 1, str(tmp_path))[0]
+    assert_same(saved, on_one)
+    assert positions == {"dp_rank_0": b"\x00", "dp_rank_1": b"\x01", "world_size": 2}
+    for rank, (on_two, positions) in enumerate(run_ranks(load, 2, str(tmp_path))):
+        assert_same(saved, on_two)
+        assert positions == {f"dp_rank_{rank}": bytes([rank]), "world_size": 2}
+
+
+def test_saved_on_one_rank_loads_on_two(tmp_path):
+    (saved,) = run_ranks(train_and_save, 1, str(tmp_path), "disabled", False)
+    for loaded, positions in run_ranks(load, 2, str(tmp_path)):
+        assert_same(saved, loaded)
+        assert positions == {"dp_rank_0": b"\x00", "world_size": 1}
+
+
+def test_async_save_right_after_an_evaluation_is_whole(tmp_path):
+    saved, _ = run_ranks(train_and_save, 2, str(tmp_path), "async", True)
+    hashes = (tmp_path / "checkpoint" / "step-2" / HASHES_FILE).read_text()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        assert name in hashes
+    for loaded, _ in run_ranks(load, 2, str(tmp_path)):
+        assert_same(saved, loaded)
+
+
+def fall_back_twice(folder: str) -> list[int]:
+    run = Run(folder, keep_latest_k=0)
+    saved = {}
+    for step in (1, 2, 3):
+        run.train()
+        saved[step] = run.everything()
+        run.manager.save(step)
+
+    def damage() -> None:
+        checkpoint = Path(folder) / "checkpoint"
+        mark_unfinished(str(checkpoint / "step-3"))
+        data = checkpoint / "step-2" / "__1_0.distcp"
+        data.write_bytes(data.read_bytes()[:-1])
+
+    from_rank_zero(damage)
+    assert run.manager.load()
+    return [
+        step for step in saved if torch.equal(saved[step]["0.weight"], _full(run.model[0].weight))
+    ]
+
+
+def test_all_ranks_fall_back_to_the_same_step(tmp_path):
+    assert run_ranks(fall_back_twice, 2, str(tmp_path)) == [[1], [1]]
+
+
+def error_of_loading_another_model(folder: str) -> str:
+    Run(folder).manager.save(1)
+    try:
+        Run(folder, width=8).manager.load()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_report_another_model_alike(tmp_path):
+    first, second = run_ranks(error_of_loading_another_model, 2, str(tmp_path))
+    assert first == second
+    assert "0.bias: saved [6], model [8]" in first
+
+
+def error_of_failing_write(folder: str) -> str:
+    """Rank 1 cannot write."""
+    run = Run(folder)
+    if dist.get_rank() == 1:
+        import torchtitan.components.checkpoint_folder as checkpoint_folder
+
+        def full(path: str) -> str:
+            raise OSError("disk full")
+
+        checkpoint_folder.hash_file = full
+    try:
+        run.manager.save(1)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_hear_of_one_ranks_failed_write(tmp_path):
+    for message in run_ranks(error_of_failing_write, 2, str(tmp_path)):
+        assert "on rank 1" in message and "disk full" in message
+
+
+def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = Run(folder, last_save_in_hf=True)
+    run.manager.save(4, last_step=True)
+    other = Run(folder, seed=1)
+    assert other.manager.load()
+    return run.everything(), other.everything()
+
+
+def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
+    from safetensors.torch import load_file
+
+    for saved, loaded in run_ranks(export_and_load, 2, str(tmp_path)):
+        weights = {name for name in saved if not name.startswith(("state.", "param_groups."))}
+        assert_same({n: saved[n] for n in weights}, {n: loaded[n] for n in weights})
+    (file,) = (tmp_path / "checkpoint" / "step-4").glob("*.safetensors")
+    assert_same({f"model.{n}": saved[n] for n in weights}, load_file(file))

@@ -1,0 +1,889 @@
+"""Checkpoints in one process: with fakes in place of DCP, and for real."""
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader
+
+from torchtitan.components.checkpoint import (
+    CheckpointManager,
+    ModelWrapper,
+    Terminate,
+    purge_thread,
+)
+from torchtitan.components.checkpoint_folder import (
+    HASHES_FILE,
+    UNFINISHED_MARKER,
+    HashingWriter,
+    mark_unfinished,
+)
+from torchtitan.components.ft import FTManager, maybe_semi_sync_training
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.job_config import Checkpoint, FaultTolerance
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+MODULE = "torchtitan.components.checkpoint"
+
+
+# Fakes, of the shapes that the reference's own tests use
+
+
+class FakeOptimizers:
+    def __init__(self) -> None:
+        self.weights = torch.ones(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights = state_dict["weights"]
+
+    def init_cache_state_dict(self) -> None: ...
+
+
+class FakeSchedulers:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class FakeDataLoader(DataLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def fake_save(state_dict, checkpoint_id, storage_writer=None):
+    contents = {}
+    for name, value in state_dict.items():
+        contents[name] = value.state_dict() if hasattr(value, "state_dict") else value
+    os.makedirs(checkpoint_id, exist_ok=True)
+    torch.save(contents, os.path.join(checkpoint_id, "contents.pt"))
+
+
+def fake_load(states, checkpoint_id=None):
+    contents = torch.load(os.path.join(checkpoint_id, "contents.pt"))
+    for name, value in contents.items():
+        if hasattr(states.get(name), "load_state_dict"):
+            states[name].load_state_dict(value)
+        elif name in states:
+            states[name].copy_(value)
+
+
+def fake_async_save(state_dict, storage_writer=None, checkpoint_id=None, **kwargs):
+    if "async_stager" in kwargs:
+        return AsyncSaveResponse(mock.Mock(), mock.Mock())
+    return mock.Mock(spec=["result"])
+
+
+def checkpoint_config(**changes: Any) -> Checkpoint:
+    settings = dict(enable=True, folder="", async_mode="DISABLED", interval=1, keep_latest_k=2)
+    return Checkpoint(**(settings | changes))
+
+
+@pytest.fixture
+def build_fake(tmp_path):
+    """Builds managers over one model and one set of fakes."""
+    parts = dict(
+        dataloader=FakeDataLoader([0, 1]),
+        model_parts=[nn.Linear(2, 2)],
+        optimizers=FakeOptimizers(),
+        lr_schedulers=FakeSchedulers(),
+        states={"trainer": torch.tensor([1.0])},
+        ft_manager=SimpleNamespace(enabled=False, manager=None),
+    )
+
+    def build(model: nn.Module | None = None, **config: Any) -> CheckpointManager:
+        chosen = parts | ({} if model is None else {"model_parts": [model]})
+        return CheckpointManager(
+            checkpoint_config=checkpoint_config(**config),
+            sd_adapter=None,
+            base_folder=str(tmp_path),
+            **chosen,
+        )
+
+    return build
+
+
+@pytest.fixture
+def fakes():
+    with (
+        mock.patch("torch.distributed.get_rank", return_value=0) as get_rank,
+        mock.patch("torch.distributed.new_group", return_value="group"),
+        mock.patch(f"{MODULE}.dcp.save", side_effect=fake_save) as save,
+        mock.patch(f"{MODULE}.dcp.load", side_effect=fake_load) as load,
+        mock.patch(f"{MODULE}.dcp.async_save", side_effect=fake_async_save) as async_save,
+    ):
+        yield SimpleNamespace(get_rank=get_rank, save=save, load=load, async_save=async_save)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def wait_for_steps(folder: Path, steps: list[int]) -> None:
+    for _ in range(100):
+        if steps_in(folder) == steps:
+            return
+        time.sleep(0.05)
+    assert steps_in(folder) == steps
+
+
+def saved_ids(save: mock.Mock) -> list[str]:
+    return [call.kwargs["checkpoint_id"] for call in save.call_args_list]
+
+
+def test_save_then_load_restores_model_and_optimizer(build_fake, fakes):
+    manager = build_fake()
+    model, optimizer = manager.states["model"].model[0], manager.states["optimizer"]
+    before = model.weight.detach().clone()
+    manager.save(curr_step=1)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer.weights = torch.zeros(2)
+
+    assert manager.load(step=1)
+
+    assert torch.equal(model.weight, before)
+    assert torch.equal(optimizer.weights, torch.ones(2))
+
+
+def test_only_the_newest_k_are_kept(build_fake, fakes, tmp_path):
+    manager = build_fake(keep_latest_k=2)
+    for step in (1, 2, 3):
+        manager.save(curr_step=step)
+    wait_for_steps(tmp_path, [2, 3])
+    assert saved_ids(fakes.save) == [str(tmp_path / f"step-{i}") for i in (1, 2, 3)]
+    assert "optimizer" in fakes.save.call_args.args[0]
+
+
+def test_only_rank_zero_purges_but_every_rank_saves(build_fake, fakes, tmp_path):
+    fakes.get_rank.return_value = 1
+    manager = build_fake(keep_latest_k=2)
+    for step in (1, 2, 3):
+        manager.save(curr_step=step)
+    manager.close()
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert fakes.save.call_count == 3
+
+
+def test_keep_latest_k_can_be_set_at_run_time(build_fake, fakes, tmp_path):
+    manager = build_fake(keep_latest_k=0)
+    assert manager.purge_thread is None
+    for step in (1, 2, 3):
+        manager.save(curr_step=step)
+    manager.keep_latest_k = 1
+    manager.save(curr_step=4)
+    wait_for_steps(tmp_path, [4])
+
+
+def test_last_save_purges_too(build_fake, fakes, tmp_path):
+    manager = build_fake(keep_latest_k=2)
+    for step in (1, 2):
+        manager.save(curr_step=step)
+    manager.save(curr_step=3, last_step=True)
+    manager.close()
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_interrupted_saves_do_not_count_and_go_when_superseded(build_fake, fakes, tmp_path):
+    mark_unfinished(str(tmp_path / "step-2"))
+    mark_unfinished(str(tmp_path / "step-9"))
+    (tmp_path / "backup-of-step-1").mkdir()
+    manager = build_fake(keep_latest_k=2)
+    manager.save(curr_step=1)
+    manager.save(curr_step=3)
+    manager.close()
+    assert (tmp_path / "backup-of-step-1").is_dir()
+    shutil.rmtree(tmp_path / "backup-of-step-1")
+    assert steps_in(tmp_path) == [1, 3, 9]
+
+
+def test_failing_save_deletes_nothing(build_fake, fakes, tmp_path):
+    manager = build_fake(keep_latest_k=2)
+    manager.save(curr_step=1)
+    manager.save(curr_step=2)
+    fakes.save.side_effect = dcp.CheckpointException("write", {0: (OSError("disk full"), None)})
+    with pytest.raises(RuntimeError, match="step-3 could not be written.*rank 0.*disk full"):
+        manager.save(curr_step=3)
+    manager.close()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_without_folder_nothing_is_loaded(build_fake):
+    manager = build_fake(folder="not_there")
+    assert not manager.load(step=-1)
+    manager.close()
+
+
+def test_newest_step_is_loaded(build_fake, fakes, tmp_path):
+    for step in (2, 5):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    fakes.load.side_effect = None
+    assert build_fake().load(step=-1)
+    fakes.load.assert_called_once_with(mock.ANY, checkpoint_id=str(tmp_path / "step-5"))
+
+
+def test_interval_and_last_step_decide_what_is_saved(build_fake, fakes, tmp_path):
+    manager = build_fake(interval=3, keep_latest_k=0)
+    manager.save(curr_step=1)
+    manager.save(curr_step=2)
+    assert steps_in(tmp_path) == []
+    manager.save(curr_step=2, last_step=True)
+    manager.save(curr_step=3)
+    manager.save(curr_step=4)
+    assert steps_in(tmp_path) == [2, 3]
+    manager.save(curr_step=4, last_step=True)
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("first_step", "saved"), [(False, [10]), (True, [1, 10])])
+def test_first_step_is_saved_when_asked_for(build_fake, fakes, tmp_path, first_step, saved):
+    manager = build_fake(interval=10, enable_first_step_checkpoint=first_step, keep_latest_k=0)
+    for step in (1, 2, 10):
+        manager.save(curr_step=step)
+    assert steps_in(tmp_path) == saved
+
+
+def test_own_folder_goes_before_the_initial_path(build_fake, fakes, tmp_path):
+    manager = build_fake(last_save_model_only=True)
+    manager.save(curr_step=1, last_step=True)
+    path = str(tmp_path / "step-1")
+    second = build_fake(initial_load_path=path, initial_load_model_only=True, keep_latest_k=0)
+    second.load(step=1)
+    assert fakes.load.call_args.kwargs["checkpoint_id"] == path
+    second.save(curr_step=2)
+    second.load(step=2)
+    assert fakes.load.call_args.kwargs["checkpoint_id"] == str(tmp_path / "step-2")
+
+
+def test_pinned_save_stages_until_waited_for(build_fake, fakes):
+    with (
+        mock.patch(f"{MODULE}.DefaultStager") as stager,
+        mock.patch(f"{MODULE}.dist.new_group"),
+        mock.patch("torch.cuda.Stream"),
+    ):
+        manager = build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0)
+        assert not manager.staging and manager.stager is None
+        manager.save(curr_step=1)
+        assert manager.staging and manager.staging_future is not None
+        assert fakes.async_save.call_args.kwargs["async_stager"] is stager.return_value
+        manager.maybe_wait_for_staging()
+        assert not manager.staging
+
+
+def test_next_async_save_waits_for_the_one_before(build_fake, fakes):
+    manager = build_fake(async_mode="async", keep_latest_k=0)
+    assert manager.save_future is None
+    manager.save(curr_step=5)
+    first = manager.save_future
+    first.result.assert_not_called()
+    manager.save(curr_step=6)
+    first.result.assert_called_once()
+    assert manager.save_future is not first
+    assert "async_stager" not in fakes.async_save.call_args.kwargs
+
+
+def test_failed_async_save_is_reported_by_close_with_its_folder(build_fake, fakes):
+    failed: Future = Future()
+    failed.set_exception(dcp.CheckpointException("write", {1: (OSError("disk full"), None)}))
+    fakes.async_save.side_effect = lambda *args, **kwargs: failed
+    manager = build_fake(async_mode="async", keep_latest_k=0)
+    manager.save(curr_step=5)
+    with pytest.raises(RuntimeError, match="step-5 failed .on rank 1.: OSError: disk full"):
+        manager.close()
+    manager.close()
+
+
+def test_pinned_mode_without_accelerator_saves_as_async(build_fake, fakes, caplog):
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without accelerator")
+    manager = build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0)
+    manager.save(curr_step=1)
+    manager.maybe_wait_for_staging()
+    assert "async_stager" not in fakes.async_save.call_args.kwargs
+    assert 'saving as with "async"' in caplog.text
+
+
+def test_non_persistent_buffers_are_not_saved(build_fake, fakes):
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.ones(3), persistent=False)
+    model.register_buffer("kept", torch.ones(3))
+    build_fake(model=model).save(curr_step=1)
+    saved = fakes.save.call_args.args[0]
+    assert {"weight", "bias", "kept", "optimizer", "trainer"} <= saved.keys()
+    assert "cache" not in saved and "model" not in saved
+
+
+def test_load_only_never_saves(build_fake, fakes, tmp_path):
+    build_fake(load_only=True).save(curr_step=1, last_step=True)
+    assert steps_in(tmp_path) == []
+    build_fake(load_only=False).save(curr_step=1)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_full_save_and_load_are_flat_and_last_save_has_the_model_only(build_fake, fakes):
+    manager = build_fake(last_save_model_only=True, keep_latest_k=0)
+    manager.save(curr_step=1)
+    full = fakes.save.call_args.args[0]
+    assert {"weight", "bias", "optimizer"} <= full.keys() and "model" not in full
+    manager.load(step=1)
+    assert fakes.load.call_args.args[0].keys() == full.keys()
+    manager.save(curr_step=2, last_step=True)
+    assert fakes.save.call_args.args[0].keys() == {"weight", "bias"}
+
+
+def test_disabled_manager_does_nothing(build_fake):
+    manager = build_fake(enable=False)
+    manager.save(curr_step=1, last_step=True)
+    manager.maybe_wait_for_staging()
+    assert not manager.load()
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(keep_latest_k=1), "at least 2, got 1"),
+        (dict(async_mode="later"), "one of disabled, async, async_with_pinned_mem, got 'later'"),
+        (dict(initial_load_in_hf=True, initial_load_model_only=False), "weights only"),
+        (dict(initial_load_in_hf_quantized=True), "needs initial_load_in_hf"),
+        (dict(last_save_in_hf=True, last_save_model_only=False), "last_save_model_only = true"),
+        (dict(last_save_in_hf=True), "state_dict_adapter"),
+    ],
+)
+def test_contradicting_settings_are_refused(build_fake, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_fake(**settings)
+
+
+def test_purge_thread_ends_at_terminate(tmp_path):
+    folders: queue.Queue = queue.Queue()
+    (tmp_path / "step-1").mkdir()
+    for item in (str(tmp_path / "step-1"), str(tmp_path / "gone"), Terminate()):
+        folders.put(item)
+    purge_thread(folders)
+    assert list(tmp_path.iterdir()) == []
+
+
+# For real
+
+
+class Counter(Stateful):
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+
+
+class Positions(Stateful):
+    """Stands for a dataloader on one of several ranks."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size, self.loaded = rank, world_size, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{self.rank}": bytes([self.rank]), "world_size": self.world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = dict(state_dict)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(width, width) for i in range(layers)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+class NetAdapter(StateDictAdapter):
+    """HF calls the layers `model.<i>`; `model.<i>.inv_freq` is dropped."""
+
+    from_hf_map = {
+        "model.{}.weight": "layers.{}.weight",
+        "model.{}.bias": "layers.{}.bias",
+        "model.{}.inv_freq": None,
+    }
+
+    def to_hf(self, state_dict):
+        return {name.replace("layers.", "model."): t for name, t in state_dict.items()}
+
+    def from_hf(self, hf_state_dict):
+        return {name.replace("model.", "layers."): t for name, t in hf_state_dict.items()}
+
+
+class Run:
+    """One training run: a small model, its optimizer and its checkpoint manager."""
+
+    def __init__(self, folder, model=None, dataloader=None, adapter=None, seed=0, **config):
+        torch.manual_seed(seed)
+        self.model = Net() if model is None else model
+        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1))
+        self.counter = Counter()
+        self.dataloader = dataloader
+        self.manager = CheckpointManager(
+            dataloader=dataloader,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self.counter},
+            checkpoint_config=checkpoint_config(folder="checkpoint", **config),
+            sd_adapter=adapter,
+            base_folder=str(folder),
+        )
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.model(torch.full((1, 4), 0.5)).sum().backward()
+            self.optimizers.step()
+            self.optimizers.zero_grad()
+            self.schedulers.step()
+            self.counter.step += 1
+
+    def train_and_save(self, *steps: int) -> None:
+        for step in steps:
+            self.train()
+            self.manager.save(step)
+        self.manager.close()
+
+    def everything(self) -> dict[str, Any]:
+        state = dict(self.model.state_dict()) | self.optimizers.state_dict()
+        state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        return state | {"schedule": self.schedulers.state_dict(), "step": self.counter.step}
+
+
+def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        same = torch.equal(value, second[name]) if torch.is_tensor(value) else value == second[name]
+        assert same, name
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-80])
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_everything_is_restored_exactly(tmp_path, async_mode):
+    run = Run(tmp_path, async_mode=async_mode, keep_latest_k=0)
+    run.train(2)
+    run.manager.save(2)
+    saved = run.everything()
+    run.train(3)  # must not reach what an asynchronous save is writing
+    run.manager.close()
+
+    other = Run(tmp_path, seed=1)
+    assert other.manager.load()
+    assert_same(saved, other.everything())
+    other.train(3)
+    assert_same(run.everything(), other.everything())
+
+
+def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):
+    run = Run(tmp_path, async_mode="async")
+    run.train()
+    run.manager.save(1)
+    for _ in range(100):
+        if Run(tmp_path, seed=1).manager._find_load_step() == 1:
+            break
+        time.sleep(0.05)
+    assert run.manager.save_future is not None  # nobody has waited for it
+    assert Run(tmp_path, seed=1).manager.load()
+
+
+def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    folder = tmp_path / "checkpoint" / "step-1"
+    assert {p.name for p in folder.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=folder, check=True)
+
+
+def test_writer_can_be_sent_to_another_process(tmp_path):
+    import pickle
+
+    assert pickle.loads(pickle.dumps(HashingWriter(str(tmp_path)))).path == tmp_path
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", HASHES_FILE])
+def test_damaged_newest_step_falls_back_to_the_one_before(tmp_path, name, caplog):
+    Run(tmp_path).train_and_save(1, 2)
+    truncate(tmp_path / "checkpoint" / "step-2" / name)
+    run = Run(tmp_path)
+    assert run.manager.load()
+    assert run.counter.step == 1
+    assert "step-2: it is damaged" in caplog.text and name in caplog.text
+
+
+def test_flipped_bit_and_missing_file_are_found(tmp_path):
+    Run(tmp_path, keep_latest_k=0).train_and_save(1, 2, 3)
+    data = tmp_path / "checkpoint" / "step-3" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (tmp_path / "checkpoint" / "step-2" / "__0_0.distcp").unlink()
+    run = Run(tmp_path)
+    run.manager.load()
+    assert run.counter.step == 1
+
+
+def test_unfinished_newest_step_falls_back_to_the_one_before(tmp_path, caplog):
+    Run(tmp_path, keep_latest_k=0).train_and_save(1, 2)
+    mark_unfinished(str(tmp_path / "checkpoint" / "step-2"))
+    run = Run(tmp_path)
+    assert run.manager.load()
+    assert run.counter.step == 1
+    assert "step-2: its save was interrupted" in caplog.text
+
+
+def test_failed_write_leaves_an_unfinished_folder(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    with (
+        mock.patch(f"{MODULE}.HashingWriter.finish", side_effect=OSError("disk full")),
+        pytest.raises(RuntimeError, match="step-2 could not be written.*disk full"),
+    ):
+        run.manager.save(2)
+    assert (tmp_path / "checkpoint" / "step-2" / UNFINISHED_MARKER).is_file()
+    run.counter.step = 7
+    assert run.manager.load() and run.counter.step == 1
+
+
+def test_failed_async_write_is_reported_by_the_next_save(tmp_path):
+    run = Run(tmp_path, async_mode="async")
+    with mock.patch(f"{MODULE}.HashingWriter.finish", side_effect=OSError("disk full")):
+        run.manager.save(1)
+        with pytest.raises(RuntimeError, match="step-1 failed.*disk full"):
+            run.manager.save(2)
+
+
+def test_saving_a_step_again_replaces_what_was_there(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    folder = tmp_path / "checkpoint" / "step-1"
+    (folder / "__7_0.distcp").write_text("of another rank, once")
+    (folder / "notes.txt").write_text("the user's own")
+    run.train_and_save(1)
+    assert not (folder / "__7_0.distcp").exists() and (folder / "notes.txt").exists()
+    other = Run(tmp_path)
+    assert other.manager.load() and other.counter.step == 2
+
+
+def test_all_steps_damaged_is_an_error(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    truncate(tmp_path / "checkpoint" / "step-1" / "__0_0.distcp")
+    with pytest.raises(ValueError, match="Every checkpoint in .* is damaged"):
+        Run(tmp_path).manager.load()
+
+
+def test_damage_in_a_named_step_is_an_error(tmp_path):
+    Run(tmp_path).train_and_save(1, 2)
+    truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
+    with pytest.raises(ValueError, match="step-2 is damaged: __0_0.distcp"):
+        Run(tmp_path).manager.load(step=2)
+    mark_unfinished(str(tmp_path / "checkpoint" / "step-2"))
+    with pytest.raises(ValueError, match="step-2 is incomplete"):
+        Run(tmp_path).manager.load(step=2)
+
+
+def test_verification_can_be_turned_off(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    hashes = tmp_path / "checkpoint" / "step-1" / HASHES_FILE
+    hashes.write_text(hashes.read_text().replace("a", "b"))
+    assert Run(tmp_path, verify_on_load=False).manager.load()
+
+
+def test_missing_step_names_the_folder_and_the_steps_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="step 3 in .*checkpoint .steps there: none"):
+        Run(tmp_path).manager.load(step=3)
+    Run(tmp_path).train_and_save(1, 2)
+    with pytest.raises(FileNotFoundError, match="step 3 in .*checkpoint .steps there: 1, 2"):
+        Run(tmp_path).manager.load(step=3)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Net(layers=3), "not in the checkpoint: layers.2.bias, layers.2.weight"),
+        (Net(layers=1), "not in the model: layers.1.bias, layers.1.weight"),
+        (Net(width=3), r"of another shape: layers.0.bias: saved \[4\], model \[3\]"),
+    ],
+)
+def test_checkpoint_of_another_model_is_one_clear_error(tmp_path, other, message):
+    Run(tmp_path).train_and_save(1)
+    run = Run(tmp_path, model=other)
+    run.manager.model_description = "llama3 8B"
+    with pytest.raises(ValueError, match=message) as caught:
+        run.manager.load()
+    assert "not one of llama3 8B" in str(caught.value)
+
+
+def test_missing_component_names_the_way_to_load_without_it(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    with pytest.raises(ValueError, match="lacks entries of dataloader.*exclude_from_loading"):
+        Run(tmp_path, dataloader=Positions()).manager.load()
+    run = Run(tmp_path, dataloader=Positions(), exclude_from_loading=["dataloader"])
+    assert run.manager.load() and run.counter.step == 1
+
+
+def test_unknown_name_in_exclude_from_loading_lists_the_names(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    with pytest.raises(ValueError, match="'data_loader', the names are .*dataloader"):
+        Run(tmp_path, exclude_from_loading=["data_loader"]).manager.load()
+
+
+def test_model_only_checkpoint_loads_with_a_warning(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.train()
+    run.manager.save(1, last_step=True)
+    other = Run(tmp_path, seed=1)
+    assert other.manager.load()
+    assert "holds weights only" in caplog.text
+    assert other.counter.step == 0
+    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+
+
+def test_export_dtype_casts_weights_of_the_last_save_only(tmp_path):
+    model = Net()
+    model.register_buffer("counts", torch.tensor([1000001]))
+    run = Run(tmp_path, model=model, export_dtype="bfloat16")
+    run.manager.save(1)
+    run.manager.save(2, last_step=True)
+    full, last = (
+        dcp.FileSystemReader(tmp_path / "checkpoint" / f"step-{i}").read_metadata() for i in (1, 2)
+    )
+    assert full.state_dict_metadata["layers.0.weight"].properties.dtype == torch.float32
+    assert last.state_dict_metadata["layers.0.weight"].properties.dtype == torch.bfloat16
+    assert last.state_dict_metadata["counts"].properties.dtype == torch.int64
+
+
+def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
+    source = Run(tmp_path / "source")
+    source.train_and_save(1)
+    path = str(tmp_path / "source" / "checkpoint" / "step-1")
+    mark_unfinished(str(tmp_path / "own" / "checkpoint" / "step-5"))
+
+    weights = Run(tmp_path / "own", seed=1, initial_load_path=path)
+    assert weights.manager.load()
+    assert weights.counter.step == 0
+    assert_same(dict(weights.model.state_dict()), dict(source.model.state_dict()))
+    all_of_it = Run(tmp_path / "own", seed=1, initial_load_path=path, initial_load_model_only=False)
+    assert all_of_it.manager.load()
+    assert_same(all_of_it.everything(), source.everything())
+
+
+def test_initial_path_that_is_no_folder_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="initial_load_path must be a folder.*'nowhere'"):
+        Run(tmp_path, initial_load_path="nowhere").manager.load()
+
+
+def test_step_zero_is_a_seed_of_weights(tmp_path):
+    run = Run(tmp_path, last_save_model_only=False)
+    run.manager.save(0, last_step=True)
+    other = Run(tmp_path, seed=1)
+    other.train(2)
+    assert other.manager.load(step=0)
+    assert other.counter.step == 2
+    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+
+
+def test_same_number_of_ranks_reads_its_own_data_position(tmp_path):
+    Run(tmp_path, dataloader=Positions()).train_and_save(1)
+    run = Run(tmp_path, dataloader=Positions())
+    run.manager.load()
+    assert run.dataloader.loaded == {"dp_rank_0": b"\x00", "world_size": 1}
+
+
+def test_other_number_of_ranks_gets_all_data_positions(tmp_path):
+    class TwoRanks(Positions):
+        def state_dict(self):
+            return {"dp_rank_0": b"\x00", "dp_rank_1": b"\x01", "world_size": 2}
+
+    Run(tmp_path, dataloader=TwoRanks()).train_and_save(1)
+    run = Run(tmp_path, dataloader=Positions())
+    run.manager.load()
+    assert run.dataloader.loaded == TwoRanks().state_dict()
+
+
+def test_parameters_moved_by_a_client_are_still_the_ones_saved(tmp_path):
+    run = Run(tmp_path)
+    for parameter in run.model.parameters():
+        parameter.data = torch.full_like(parameter, 3.0)
+    run.manager.save(1)
+    other = Run(tmp_path)
+    other.manager.load()
+    assert all((p == 3).all() for p in other.model.parameters())
+
+
+def test_model_parts_share_one_state_dict():
+    wrapper = ModelWrapper([nn.ModuleDict({"a": nn.Linear(1, 1)}), nn.ModuleDict({"b": Net()})])
+    assert wrapper.state_dict() is wrapper.cache_state_dict
+    wrapper.load_state_dict({k: torch.ones_like(v) for k, v in wrapper._get_state_dict().items()})
+    assert all((t == 1).all() for t in wrapper.state_dict().values())
+    assert {"a.weight", "b.layers.1.bias"} <= wrapper.state_dict().keys()
+
+
+# Hugging Face format
+
+
+def write_index(folder: Path, **shards: str) -> str:
+    names = [f"model.{i}.{kind}" for i in range(2) for kind in ("weight", "bias")]
+    weight_map = {
+        name: f"model-0000{i // 2 + 1}-of-00002.safetensors" for i, name in enumerate(names)
+    }
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map | shards})
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_hf_export_loads_back_bit_for_bit(tmp_path, with_index):
+    assets = write_index(tmp_path / "assets") if with_index else None
+    adapter = NetAdapter(None, assets)
+    run = Run(tmp_path / "first", adapter=adapter, last_save_in_hf=True)
+    run.manager.save(5, last_step=True)
+    folder = tmp_path / "first" / "checkpoint" / "step-5"
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(weight_map.values())) == (2 if with_index else 1)
+    assert weight_map.keys() == adapter.to_hf(run.model.state_dict()).keys()
+
+    config = dict(initial_load_path=str(folder), initial_load_in_hf=True)
+    other = Run(tmp_path / "second", adapter=NetAdapter(None, None), seed=1, **config)
+    assert other.manager.load()
+    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+
+
+def test_hf_files_that_others_wrote_load_from_the_assets_folder(tmp_path):
+    from safetensors.torch import save_file
+
+    model = Net()
+    tensors = NetAdapter(None, None).to_hf(model.state_dict())
+    write_index(tmp_path / "assets")
+    save_file(
+        tensors | {"model.0.inv_freq": torch.ones(2)},
+        tmp_path / "assets" / "model-00001-of-00002.safetensors",
+    )
+    run = Run(
+        tmp_path,
+        adapter=NetAdapter(None, str(tmp_path / "assets")),
+        initial_load_in_hf=True,
+        seed=1,
+    )
+    assert run.manager.load()
+    assert_same(dict(model.state_dict()), dict(run.model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.0.bias": None}, "not in the checkpoint: model.0.bias"),
+        ({"model.2.bias": torch.ones(4)}, "not in the model: model.2.bias"),
+        ({"model.0.bias": torch.ones(5)}, "of another shape: model.0.bias"),
+    ],
+)
+def test_hf_tensors_that_do_not_match_are_listed(tmp_path, change, message):
+    from safetensors.torch import save_file
+
+    tensors = NetAdapter(None, None).to_hf(Net().state_dict()) | change
+    save_file({k: v for k, v in tensors.items() if v is not None}, tmp_path / "model.safetensors")
+    run = Run(
+        tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True,
+        initial_load_path=str(tmp_path),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        run.manager.load()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hf_export_in_own_folder_continues_with_its_weights(tmp_path, caplog):
+    run = Run(tmp_path, adapter=NetAdapter(None, None), last_save_in_hf=True)
+    run.train_and_save(1)
+    run.train()
+    run.manager.save(2, last_step=True)
+    other = Run(tmp_path, adapter=NetAdapter(None, None), seed=1)
+    assert other.manager.load()
+    assert other.counter.step == 0 and "Hugging Face format" in caplog.text
+    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path, caplog):
+    adapter = NetAdapter(None, write_index(tmp_path / "assets"))
+    run = Run(tmp_path, model=Net(layers=3), adapter=adapter, last_save_in_hf=True)
+    run.manager.save(1, last_step=True)
+    assert "does not list model.2.bias, model.2.weight" in caplog.text
+    assert Run(tmp_path, model=Net(layers=3), adapter=adapter, seed=1).manager.load()
+
+
+def test_model_without_adapter_cannot_load_hf(tmp_path):
+    with pytest.raises(ValueError, match="no state_dict_adapter"):
+        Run(tmp_path, initial_load_in_hf=True).manager.load()
+
+
+def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog):
+    caplog.set_level("INFO")
+    adapter = NetAdapter("args", write_index(tmp_path / "assets"))
+    assert adapter.model_args == "args"
+    assert adapter.fqn_to_index_mapping["model.0.weight"] == 1
+    assert adapter.fqn_to_index_mapping["model.1.bias"] == 2
+    assert adapter.ignores_hf_key("model.12.inv_freq")
+    assert not adapter.ignores_hf_key("model.12.weight") and not adapter.ignores_hf_key("other")
+    assert NetAdapter(None, None).fqn_to_index_mapping is None
+    assert NetAdapter(None, str(tmp_path)).fqn_to_index_mapping is None
+    assert "written as one file" in caplog.text
+    with pytest.raises(ValueError, match="number in the shard's name, got 'last.safetensors'"):
+        NetAdapter(None, write_index(tmp_path / "odd", other="last.safetensors"))
+
+
+# torchft
+
+
+def test_ft_manager_is_off_by_default():
+    config = FaultTolerance()
+    manager = FTManager(config)
+    assert not manager.enabled and manager.get_dp_info(4, 2) == (4, 2)
+    assert manager.loss_sync_pg is None
+    with pytest.raises(AssertionError):
+        _ = manager.manager
+    with maybe_semi_sync_training(config, manager, Net(), 2, None):
+        pass
+
+
+def test_asking_for_torchft_fails_with_one_sentence(build_fake):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", False):
+        with pytest.raises(ImportError, match="needs torchft"):
+            FTManager(FaultTolerance(enable=True))
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", True):
+        with pytest.raises(NotImplementedError, match="not available yet"):
+            FTManager(FaultTolerance(enable=True))
