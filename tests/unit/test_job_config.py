@@ -1,0 +1,526 @@
+"""How a config comes about: defaults, under a TOML file, under command line flags."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tyro.extras import get_parser
+
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.config.job_config import Parallelism, Validation
+from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
+
+TRAIN_CONFIGS = Path("torchtitan/models/llama3/train_configs")
+DEBUG_TOML = str(TRAIN_CONFIGS / "debug_model.toml")
+CUSTOM_MODULE = "tests.assets.extended_job_config_example"
+
+
+def parse(*args: str) -> JobConfig:
+    return ConfigManager().parse_args(list(args))
+
+
+@pytest.fixture
+def parse_toml(tmp_path):
+    """Parses TOML text, or a dict, with flags behind it."""
+
+    def parse_with(content: str | dict, *args: str) -> JobConfig:
+        # Without a suffix: the loader may not look at it.
+        path = tmp_path / "job"
+        path.write_text(content if isinstance(content, str) else tomli_w.dumps(content))
+        return parse("--job.config_file", str(path), *args)
+
+    return parse_with
+
+
+# --- Sources and their precedence -------------------------------------------------------------
+
+
+def test_without_arguments_all_is_default():
+    config = parse()
+    assert config == JobConfig()
+    assert config.training.steps == 10000
+    assert config.model.converters == []
+
+
+def test_defaults_are_those_a_client_that_names_few_keys_relies_on():
+    config = JobConfig()
+    assert (config.training.seq_len, config.training.local_batch_size) == (2048, 8)
+    assert config.training.max_norm == 1.0
+    assert config.training.mixed_precision_param == "bfloat16"
+    assert (config.optimizer.name, config.optimizer.implementation) == ("AdamW", "fused")
+    assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (500, 10)
+    assert config.checkpoint.folder == "checkpoint"
+    assert config.parallelism.data_parallel_shard_degree == -1
+    assert config.activation_checkpoint.selective_ac_option == "2"
+    assert config.lr_scheduler.step_offset == 0
+    assert config.model.attn_type is None and config.model.attn_mask_type is None
+
+
+@pytest.mark.parametrize("form", ["--job.config_file {}", "--job.config-file={}"])
+def test_toml_file_is_read_in_either_form_of_the_flag(form):
+    config = parse(*form.format(DEBUG_TOML).split())
+    assert config.training.steps == 10
+    assert config.checkpoint.exclude_from_loading == []
+    assert config.parallelism.module_fqns_per_model_part is None
+    assert config.job.config_file == DEBUG_TOML
+
+
+def test_flags_win_over_toml_and_toml_over_defaults(parse_toml):
+    toml = {"training": {"steps": 3, "seq_len": 16}}
+    config = parse_toml(toml, "--training.steps", "4")
+    assert config.training.steps == 4
+    assert config.training.seq_len == 16
+    assert config.training.local_batch_size == 8
+
+
+def test_empty_toml_file_leaves_defaults(parse_toml):
+    config = parse_toml("")
+    assert config.training.steps == 10000
+    assert config.job.description
+
+
+def test_dump_folder_flag_wins_over_toml():
+    config = parse("--job.config_file", DEBUG_TOML, "--job.dump_folder", "/tmp/test_tt/")
+    assert config.job.dump_folder == "/tmp/test_tt/"
+
+
+def test_arguments_default_to_those_of_the_process_when_called(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--training.steps=12"])
+    assert ConfigManager().parse_args().training.steps == 12
+
+
+def test_each_parse_starts_afresh(parse_toml):
+    manager = ConfigManager()
+    assert manager.parse_args(["--training.steps=5"]).training.steps == 5
+    assert manager.parse_args([]).training.steps == 10000
+    assert manager.parse_args(["--model.converters=a"]).model.converters == ["a"]
+    assert manager.parse_args([]).model.converters == []
+
+
+def test_config_read_from_toml_is_the_config_written_to_it(parse_toml):
+    def without_none(table: dict) -> dict:
+        values = {k: without_none(v) if isinstance(v, dict) else v for k, v in table.items()}
+        return {k: v for k, v in values.items() if v is not None}
+
+    assert parse_toml(without_none(JobConfig().to_dict())).to_dict() | {"job": None} == (
+        JobConfig().to_dict() | {"job": None}
+    )
+
+
+# --- Flags ------------------------------------------------------------------------------------
+
+
+def test_list_flag_is_one_argument_with_commas(parse_toml):
+    assert parse("--model.converters", "float8,mxfp").model.converters == ["float8", "mxfp"]
+    assert parse("--model.converters=").model.converters == [""]
+    toml = {"checkpoint": {"exclude_from_loading": ["optimizer", "dataloader"]}}
+    assert parse_toml(toml).checkpoint.exclude_from_loading == ["optimizer", "dataloader"]
+    flags = ["--checkpoint.exclude_from_loading", "lr_scheduler,optimizer"]
+    assert parse(*flags).checkpoint.exclude_from_loading == ["lr_scheduler", "optimizer"]
+    config = parse_toml(toml, *flags)
+    assert config.checkpoint.exclude_from_loading == ["lr_scheduler", "optimizer"]
+
+
+def test_list_that_may_be_text_takes_commas_too():
+    config = parse("--quantize.grouped_mm.float8.fqns=experts,foo")
+    assert config.quantize.grouped_mm.float8.fqns == ["experts", "foo"]
+
+
+def test_list_of_lists_flag_is_one_argument_per_list():
+    config = parse("--parallelism.module_fqns_per_model_part", "a,b", "c")
+    assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
+
+
+def test_list_of_lists_in_toml_is_kept_verbatim(parse_toml):
+    parts = [["tok_embeddings", "layers.0"], [], ["norm", "output"]]
+    config = parse_toml({"parallelism": {"module_fqns_per_model_part": parts}})
+    assert config.parallelism.module_fqns_per_model_part == parts
+
+
+def test_switches_come_in_pairs_and_take_no_value(capsys):
+    flag = "profiling.enable_memory_snapshot"
+    assert parse(f"--{flag}").profiling.enable_memory_snapshot
+    assert not parse("--profiling.no-enable-memory-snapshot").profiling.enable_memory_snapshot
+    assert not parse("--profiling.no_enable_memory_snapshot").profiling.enable_memory_snapshot
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--{flag}=False")
+
+
+def test_dashes_none_and_nested_sections_work_as_flags():
+    config = parse(
+        "--lr-scheduler.warmup-steps=3",
+        "--training.dataloader.num_workers=2",
+        "--debug.seed=None",
+        "--training.max_norm=2",
+        "--model.attn_type=flex",
+    )
+    assert config.lr_scheduler.warmup_steps == 3
+    assert config.training.dataloader.num_workers == 2
+    assert config.debug.seed is None
+    assert config.training.max_norm == 2
+    assert config.model.attn_type == "flex"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--abcde"], ["--abcde"]),
+        (["--training.stepss=1"], ["--training.stepss", "--training.steps"]),
+        (["--training.steps=ten"], ["--training.steps", "ten"]),
+        (["--optimizer.implementation=quick"], ["quick", "for-loop", "foreach", "fused"]),
+        (["--job.config_file"], ["--job.config-file"]),
+    ],
+)
+def test_bad_flag_exits_with_2_and_one_message(flags, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(*flags)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for word in words:
+        assert word in printed.err
+
+
+def test_only_rank_0_prints_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    for flags in (["--abcde"], ["--job.config_file=/nowhere"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse_args_or_exit(flags)
+    assert capsys.readouterr().err == ""
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse("--help")
+    printed = capsys.readouterr().out.replace("_", "-")
+    for section in dataclasses.fields(JobConfig):
+        for key in dataclasses.fields(section.type):
+            assert f"--{section.name}.{key.name}".replace("_", "-") in printed
+
+
+@pytest.mark.filterwarnings("ignore:get_parser")
+def test_manager_itself_has_a_parser(capsys):
+    get_parser(ConfigManager).print_help()
+    assert "usage" in capsys.readouterr().out
+
+
+# --- Mistakes in the file ---------------------------------------------------------------------
+
+
+def test_missing_toml_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"job\.config_file.*/nowhere/x\.toml"):
+        parse("--job.config_file=/nowhere/x.toml")
+
+
+def test_folder_in_place_of_a_toml_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="job.config_file.*readable.*Is a directory"):
+        parse("--job.config_file", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("[training]\nsteps = = 3\n", 2), ("[job]\n\n[training", 3), ('[job]\nd = "', 2)],
+)
+def test_unparsable_toml_names_file_and_line(parse_toml, tmp_path, text, line):
+    with pytest.raises(
+        tomllib.TOMLDecodeError, match=f"{tmp_path / 'job'}, line {line}: not valid"
+    ):
+        parse_toml(text)
+
+
+def test_toml_that_is_not_text_names_file_and_line(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"[training]\nsteps = \xff\n")
+    with pytest.raises(tomllib.TOMLDecodeError, match="job.toml, line 2.*UTF-8"):
+        parse("--job.config_file", str(path))
+
+
+def test_unknown_key_is_named_with_the_nearest_one(parse_toml):
+    with pytest.raises(ValueError) as raised:
+        parse_toml({"training": {"stepz": 3}})
+    lines = str(raised.value).splitlines()
+    assert lines[0] == (
+        "Invalid field names in <class 'torchtitan.config.job_config.Training'> data: {'stepz'}."
+    )
+    assert lines[1] == (
+        "Please modify your .toml config file or override these fields from the command line."
+    )
+    assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
+    assert lines[3] == "'stepz' in [training] is unknown; did you mean 'steps'?"
+
+
+def test_unknown_table_is_named_with_the_nearest_one(parse_toml):
+    with pytest.raises(ConfigError, match="'trainign' in the file is unknown; did you mean 'train"):
+        parse_toml({"trainign": {"steps": 3}})
+
+
+def test_unknown_key_unlike_any_other_gets_the_list(parse_toml):
+    with pytest.raises(ConfigError, match="'xyz' in .compile. is unknown; known are enable, comp"):
+        parse_toml({"compile": {"xyz": 3}})
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ('[training]\nsteps = "ten"', ["[training] steps", "'ten'", "int", "str", "10000"]),
+        ("[training]\nsteps = true", ["[training] steps", "True", "int", "bool"]),
+        ("[training]\nsteps = 1.5", ["[training] steps", "1.5", "int", "float"]),
+        ('[optimizer]\nlr = "1e-3"', ["[optimizer] lr", "float", "str"]),
+        ("[compile]\nenable = 1", ["[compile] enable", "bool", "int"]),
+        ('[model]\nconverters = "x"', ["[model] converters", "list[str]", "str"]),
+        ("[model]\nconverters = [1]", ["[model] converters", "str", "int"]),
+        ('[optimizer]\nimplementation = "slow"', ['"for-loop", "foreach", "fused"', "'slow'"]),
+        ('[model]\nattn_type = "flash"', ["[model] attn_type", '"sdpa", "flex", "varlen"']),
+        ("[lr_scheduler]\ntotal_steps = 2.5", ["[lr_scheduler] total_steps", "int", "float"]),
+        ("[training.dataloader]\nnum_workers = '2'", ["[training.dataloader] num_workers"]),
+        ("[training]\ndataloader = 2", ["training.dataloader is a table", "2"]),
+        ("training = 3", ["training is a table", "3", "[training]"]),
+        ("[training.steps]\nx = 1", ["[training] steps", "int", "dict"]),
+        ("[parallelism]\nmodule_fqns_per_model_part = ['a']", ["module_fqns", "list[list[str]]"]),
+    ],
+)
+def test_value_of_another_type_is_named_with_the_expected_one(parse_toml, toml, words):
+    with pytest.raises(ConfigError) as raised:
+        parse_toml(toml)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_integer_serves_for_a_float(parse_toml):
+    config = parse_toml("[optimizer]\nlr = 1\n[lr_scheduler]\ndecay_ratio = 1")
+    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
+    assert isinstance(config.lr_scheduler.decay_ratio, float)
+
+
+def test_text_or_list_may_be_either_in_toml(parse_toml):
+    config = parse_toml("[quantize.grouped_mm.mx]\nfqns = 'experts'")
+    assert config.quantize.grouped_mm.mx.fqns == "experts"
+
+
+@given(
+    value=st.one_of(
+        st.integers(-(2**62), 2**62),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.booleans(),
+        st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
+        st.lists(st.integers(0, 9), max_size=2),
+    )
+)
+def test_integer_key_takes_integers_and_nothing_else(value):
+    data = tomllib.loads(tomli_w.dumps({"training": {"steps": value}}))
+    build = ConfigManager()._dict_to_dataclass
+    if type(value) is int:
+        assert build(JobConfig, data).training.steps == value
+    else:
+        with pytest.raises(ConfigError, match=r"\[training\] steps.*expected int"):
+            build(JobConfig, data)
+
+
+def test_empty_load_balancer_is_refused_everywhere(parse_toml):
+    with pytest.raises(ValueError, match="context_parallel_load_balancer"):
+        Parallelism(context_parallel_load_balancer="")
+    with pytest.raises(ConfigError, match="context_parallel_load_balancer.*headtail"):
+        parse_toml({"parallelism": {"context_parallel_load_balancer": ""}})
+    with pytest.raises(SystemExit, match="2"):
+        parse("--parallelism.context_parallel_load_balancer=")
+
+
+def test_zero_validation_steps_are_refused_everywhere(parse_toml):
+    with pytest.raises(AssertionError, match="validation.steps"):
+        Validation(steps=0)
+    with pytest.raises(ConfigError, match="validation.steps must be positive, or -1.*got 0"):
+        parse_toml({"validation": {"steps": 0}})
+    with pytest.raises(ConfigError, match="validation.steps must be positive, or -1.*got -2"):
+        parse("--validation.steps=-2")
+
+
+def test_parse_args_or_exit_prints_one_message_and_exits_with_2(parse_toml, tmp_path, capsys):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[training]\nsteps = 'ten'")
+    for flag, word in ((str(bad), "steps"), ("/nowhere/x.toml", "/nowhere/x.toml")):
+        with pytest.raises(SystemExit, match="2"):
+            parse_args_or_exit(["--job.config_file", flag])
+        printed = capsys.readouterr()
+        assert word in printed.err and printed.out == ""
+        assert "Traceback" not in printed.err
+
+
+def test_exit_on_config_error_lets_bugs_through():
+    with pytest.raises(ZeroDivisionError), exit_on_config_error():
+        _ = 1 / 0
+
+
+# --- Custom config modules --------------------------------------------------------------------
+
+
+def test_custom_module_named_by_flag_extends_the_config():
+    config = parse(
+        f"--job.custom_config_module={CUSTOM_MODULE}",
+        "--custom_config.how-is-your-day",
+        "bad",
+    )
+    assert config.custom_config.how_is_your_day == "bad"
+    assert config.custom_config.num_days == 7
+    assert config.training.steps == 99
+    assert config.training.my_custom_steps == 32
+    assert config.training.seq_len == 2048
+    assert isinstance(config, JobConfig)
+    assert isinstance(config.to_dict(), dict)
+    check_job_config(config)
+
+
+def test_custom_module_still_refuses_unknown_flags(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--job.custom_config_module={CUSTOM_MODULE}", "--abcde")
+
+
+@pytest.mark.parametrize(
+    "key", [("job", "custom_config_module"), ("experimental", "custom_args_module")]
+)
+def test_custom_module_named_in_toml_extends_the_config(parse_toml, key):
+    section, name = key
+    toml = {
+        section: {name: CUSTOM_MODULE},
+        "custom_config": {"how_is_your_day": "really good", "num_days": 3},
+        "model": {"converters": ["float8"]},
+    }
+    config = parse_toml(toml)
+    assert config.training.my_custom_steps == 32
+    assert config.custom_config.how_is_your_day == "really good"
+    assert config.model.converters == ["float8"]
+    assert config.job.custom_config_module == CUSTOM_MODULE
+    config = parse_toml(toml, "--custom_config.num_days=5")
+    assert (config.custom_config.how_is_your_day, config.custom_config.num_days) == (
+        "really good",
+        5,
+    )
+
+
+def test_deprecated_name_of_the_custom_module_flag_takes_effect():
+    config = parse(f"--experimental.custom_args_module={CUSTOM_MODULE}")
+    assert config.training.my_custom_steps == 32
+
+
+def test_values_of_custom_keys_are_type_checked(parse_toml):
+    toml = {"job": {"custom_config_module": CUSTOM_MODULE}, "custom_config": {"num_days": "x"}}
+    with pytest.raises(ConfigError, match=r"\[custom_config\] num_days = 'x': expected int"):
+        parse_toml(toml)
+
+
+def test_custom_module_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="job.custom_config_module.*'no.such.module'"):
+        parse("--job.custom_config_module=no.such.module")
+    with pytest.raises(ConfigError, match="job.custom_config_module.*'json', which has none"):
+        parse("--job.custom_config_module=json")
+
+
+def test_merged_config_takes_sections_without_default():
+    @dataclasses.dataclass
+    class CustomCheckpoint:
+        convert_path: str = "/custom/path"
+        fake_model: bool = False
+
+    @dataclasses.dataclass
+    class CustomJobConfig:
+        checkpoint: CustomCheckpoint
+
+    merged = ConfigManager._merge_configs(JobConfig, CustomJobConfig)
+    assert issubclass(merged, JobConfig)
+    assert merged.__name__ == "MergedJobConfig"
+    config = ConfigManager(config_cls=merged).parse_args(
+        ["--checkpoint.convert_path=/override/path", "--checkpoint.fake_model"]
+    )
+    assert config.checkpoint.convert_path == "/override/path"
+    assert config.checkpoint.fake_model
+    assert config.checkpoint.interval == 500
+    assert config.model.name == "llama3"
+
+
+def test_merged_config_refuses_keys_without_default():
+    @dataclasses.dataclass
+    class CustomJobConfig:
+        answer: int
+
+    with pytest.raises(ConfigError, match="default value, got 'answer' without"):
+        ConfigManager._merge_configs(JobConfig, CustomJobConfig)
+
+
+def test_merging_leaves_the_built_in_config_alone():
+    parse(f"--job.custom_config_module={CUSTOM_MODULE}")
+    assert not hasattr(JobConfig(), "custom_config")
+    assert JobConfig().training.steps == 10000
+
+
+# --- Old keys, logging, presets ---------------------------------------------------------------
+
+
+def test_old_tokenizer_key_takes_the_place_of_the_new_one(tmp_path):
+    assert parse(f"--model.tokenizer_path={tmp_path}").model.hf_assets_path == str(tmp_path)
+
+
+def test_old_tokenizer_file_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.touch()
+    with pytest.raises(ConfigError, match="model.hf_assets_path.*download_hf_assets"):
+        parse(f"--model.hf_assets_path={path}")
+
+
+def test_config_file_is_not_written_without_process_group(tmp_path):
+    config = parse(f"--job.dump_folder={tmp_path}", "--job.save_config_file=x/config.json")
+    config.maybe_log()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
+    config = parse(f"--job.dump_folder={tmp_path}", "--job.save_config_file=x/config.json")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    config.maybe_log()
+    assert not (tmp_path / "x").exists()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    config.maybe_log()
+    assert json.loads((tmp_path / "x/config.json").read_text()) == config.to_dict()
+
+
+@pytest.mark.parametrize("path", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_preset_parses_and_obeys_the_rules(path, monkeypatch, tmp_path):
+    config = parse("--job.config_file", str(path), f"--job.dump_folder={tmp_path}")
+    check_job_config(config, config.parallelism.tensor_parallel_degree * 2)
+
+
+def test_dtype_names_are_torchs():
+    assert TORCH_DTYPE_MAP == {
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }
+
+
+def test_help_takes_little_cpu_time_beyond_torch():
+    # Asked as 1 CPU-second; the bound is loose because test machines differ.
+    program = (
+        "import time, torch\n"
+        "start = time.process_time()\n"
+        "from torchtitan.config.manager import parse_args_or_exit\n"
+        "try: parse_args_or_exit(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('seconds', time.process_time() - start)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.rsplit("seconds", 1)[1]) < 3
