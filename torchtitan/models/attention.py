@@ -1,0 +1,484 @@
+"""Masks for packed documents, and the attention kernels that obey them, on CPU and accelerators.
+
+B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value heads, D head size.
+Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. What they may look at comes as
+nothing (sdpa: causal), a `BlockMask` (flex) or a `VarlenMetadata` (varlen); the latter two are
+built from document ids (see `documents.py`) once per batch and shared by all layers.
+
+torch trains flex and varlen on accelerators only; on the CPU the same wrappers run
+`attention_cpu.py` when the mask came from documents, and a mask evaluated in slices otherwise.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchtitan.models.documents import document_ids_from_eos, document_starts
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = [
+    "AttentionMasksType",
+    "FlexAttentionWrapper",
+    "ScaledDotProductAttentionWrapper",
+    "VarlenAttentionWrapper",
+    "VarlenMetadata",
+    "create_attention_mask",
+    "create_causal_block_mask",
+    "create_document_block_mask",
+    "create_document_varlen_metadata",
+    "create_varlen_metadata_for_document",
+    "get_causal_mask_mod",
+    "get_document_mask_mod",
+    "get_fixed_block_mask_mod",
+    "get_sliding_window_mask_mod",
+]
+
+
+class VarlenMetadata(NamedTuple):
+    """Where the documents of N packed tokens begin and end.
+
+    cu_seq_q, cu_seq_k: int32 [documents + 1], from 0 to N. max_q, max_k: the longest document.
+    """
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int | float
+    max_k: int | float
+
+
+# BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
+AttentionMasksType: TypeAlias = Union[dict[str, "BlockMask"], "BlockMask", VarlenMetadata]  # noqa: UP007
+
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(b, h, q_idx, kv_idx) -> bool tensor: may this query look at this key?"""
+
+
+# ---- mask functions ----
+
+
+def get_causal_mask_mod() -> MaskMod:
+    """A query sees itself and what came before."""
+
+    def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    return causal_mask
+
+
+def get_document_mask_mod(batch: Tensor, eos_id: int) -> MaskMod:
+    """A query sees its own document, later tokens included; combine with a causal mask.
+
+    batch: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
+    """
+    document_ids = document_ids_from_eos(batch, eos_id)
+
+    def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return document_ids[b, q_idx] == document_ids[b, kv_idx]
+
+    return document_mask
+
+
+def get_fixed_block_mask_mod(fixed_block_size: int) -> MaskMod:
+    """A query sees the tokens of its own chunk; chunks have `fixed_block_size` tokens."""
+
+    def blocked_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx // fixed_block_size == kv_idx // fixed_block_size
+
+    blocked_mask.__name__ = f"blocked_mask_mod_fixed_block_size_{fixed_block_size}"
+    return blocked_mask
+
+
+def get_sliding_window_mask_mod(window_size: int) -> MaskMod:
+    """A query sees itself and the `window_size - 1` tokens before it.
+
+    Raises ValueError if window_size < 1.
+    """
+    if window_size < 1:
+        raise ValueError(f"a sliding window holds at least the query itself, got {window_size=}")
+
+    def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = q_idx - kv_idx
+        return (distance >= 0) & (distance < window_size)
+
+    sliding_window_mask.__name__ = f"sliding_window_mod_window_size_{window_size}"
+    return sliding_window_mask
+
+
+# ---- compiling on first use ----
+
+
+class _CompiledOnFirstCall:
+    """Calls the function that `load` returns, which is asked for at the first call."""
+
+    def __init__(self, load: Callable[[], Callable[..., Any]]):
+        self._load = load
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            self._function = self._load()
+        return self._function(*args, **kwargs)
+
+
+def _load_flex_attention() -> Callable[..., Any]:
+    import torch._inductor
+    from torch.nn.attention.flex_attention import flex_attention
+
+    options = {
+        # One opaque node per region, which selective checkpointing can save by name.
+        "wrap_inductor_compiled_regions": True,
+        "max_autotune": True,
+        "coordinate_descent_tuning": True,
+        "triton.cudagraphs": False,
+    }
+    known = torch._inductor.list_options()
+    return torch.compile(flex_attention, options={k: v for k, v in options.items() if k in known})
+
+
+def _load_varlen_attention() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return torch.compile(varlen_attn, mode="max-autotune-no-cudagraphs")
+
+
+def _load_create_block_mask() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)
+
+
+_compiled_create_block_mask = _CompiledOnFirstCall(_load_create_block_mask)
+
+
+# ---- masks ----
+
+
+def create_attention_mask(*args: Any, **kwargs: Any) -> "BlockMask":
+    """`create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`, compiled off the CPU.
+
+    Evaluates mask_mod everywhere. For documents `create_document_block_mask` is much faster.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device = kwargs.get("device", args[5] if len(args) > 5 else None)
+    if device is None:
+        on_cpu = not torch.accelerator.is_available()
+    else:
+        on_cpu = torch.device(device).type == "cpu"
+    # On a CPU compiling takes the better part of a minute and saves seconds.
+    return (create_block_mask if on_cpu else _compiled_create_block_mask)(*args, **kwargs)
+
+
+def create_document_varlen_metadata(document_ids: Tensor) -> VarlenMetadata:
+    """Return the boundaries of documents [B, T], rows laid end to end.
+
+    A padding token is a document by itself. Reads two integers off the device, together.
+    """
+    n_rows, seq_len = document_ids.shape
+    n_tokens = n_rows * seq_len
+    starts = document_starts(document_ids)
+    columns = torch.arange(seq_len, device=starts.device, dtype=torch.int32)
+    is_start = (starts == columns).flatten()
+    longest = (columns - starts).max() + 1
+    n_documents, max_length = torch.stack((is_start.sum(), longest)).tolist()
+    # nonzero() would ask the device for the count again: write each start to its place instead,
+    # everything that is no start to the last place, where N belongs.
+    place = torch.where(is_start, is_start.cumsum(0) - 1, n_documents)
+    index = torch.arange(n_tokens, device=starts.device, dtype=torch.int32)
+    cu_seqlens = torch.full((n_documents + 1,), n_tokens, device=starts.device, dtype=torch.int32)
+    cu_seqlens.scatter_(0, place, torch.where(is_start, index, n_tokens))
+    return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
+
+
+def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
+    """Boundaries of tokens [B, T] whose documents end with `eos_id`; no row runs into the next."""
+    return create_document_varlen_metadata(document_ids_from_eos(input_batch, eos_id))
+
+
+def create_document_block_mask(document_ids: Tensor, block_size: int = 128) -> "BlockMask":
+    """Return the mask "causal, and within one document" for documents [B, T].
+
+    The block structure is written down from the boundaries, without evaluating any pair of
+    tokens and without waiting for the device. A padding token sees itself alone. On the CPU the
+    mask carries the boundaries as `varlen_metadata`, which lets the flex wrapper run attention
+    document by document.
+    """
+    starts = document_starts(document_ids)
+
+    def causal_document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (kv_idx >= starts[b, q_idx])
+
+    mask = _block_mask_from_starts(starts, block_size, causal_document_mask)
+    if document_ids.device.type == "cpu":
+        mask.varlen_metadata = create_document_varlen_metadata(document_ids)
+    return mask
+
+
+def create_causal_block_mask(
+    n_rows: int, seq_len: int, device: torch.device, block_size: int = 128
+) -> "BlockMask":
+    """Return the plain causal mask: one mask for all rows, otherwise as for documents."""
+    starts = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
+    mask = _block_mask_from_starts(starts, block_size, get_causal_mask_mod())
+    if starts.device.type == "cpu":
+        mask.varlen_metadata = create_document_varlen_metadata(starts.expand(n_rows, -1))
+    return mask
+
+
+def _block_mask_from_starts(starts: Tensor, block_size: int, mask_mod: MaskMod) -> "BlockMask":
+    """starts: [B, T] as `document_starts` gives it. mask_mod must say the same."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    seq_len = starts.shape[1]
+    n_blocks = -(-seq_len // block_size)
+    block = torch.arange(n_blocks, device=starts.device, dtype=torch.int32)
+    first_query = block * block_size
+    last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
+
+    # Starts never decrease along a row: the first query of a block looks back furthest, the
+    # last one least far. So key blocks [first_key, first_full) are seen in part,
+    # [first_full, own) by every query in full, and the query block's own in part (causal).
+    first_key = starts[:, first_query] // block_size
+    first_full = (starts[:, last_query] + block_size - 1) // block_size
+    first_full = torch.minimum(first_full, block)
+    if seq_len % block_size:  # queries past the end see nothing, so no block is seen by all
+        first_full[:, -1] = n_blocks - 1
+    n_before_own = first_full - first_key
+    n_full = block - first_full
+
+    slot = block  # [n_blocks]: place in a query block's list of key blocks
+    partial_list = torch.where(
+        slot < n_before_own.unsqueeze(-1), first_key.unsqueeze(-1) + slot, block.unsqueeze(-1)
+    )
+    full_list = (first_full.unsqueeze(-1) + slot).clamp(max=n_blocks - 1)
+
+    def for_all_heads(x: Tensor) -> Tensor:
+        return x.unsqueeze(1).to(torch.int32).contiguous()
+
+    return BlockMask.from_kv_blocks(
+        for_all_heads(n_before_own + 1),
+        for_all_heads(partial_list),
+        for_all_heads(n_full),
+        for_all_heads(full_list),
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+# ---- kernels ----
+
+
+class ScaledDotProductAttentionWrapper(nn.Module):
+    """torch's scaled dot product attention, from the fastest backend that takes the inputs."""
+
+    sdpa_backends: ClassVar[list[SDPBackend]] = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.MATH,
+    ]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+    ) -> Tensor:
+        """Return [B, H, T, Dv]."""
+        with sdpa_kernel(self.sdpa_backends, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa
+            )
+
+
+class FlexAttentionWrapper(nn.Module):
+    """torch's flex attention, compiled; on the CPU, our own."""
+
+    # Read from the class, never from an instance: `set_determinism` puts another one here.
+    _compiled_flex_attn: ClassVar[Callable[..., Any]] = _CompiledOnFirstCall(_load_flex_attention)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        score_mod: Callable[..., Tensor] | None = None,
+        block_mask: "BlockMask | None" = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return [B, H, T, Dv], and with `return_lse` the log-sum-exp of the scores [B, H, T].
+
+        `enable_gqa` has to be True if k and v have fewer heads than q.
+        """
+        if q.device.type == "cpu":
+            return _flex_on_cpu(q, k, v, score_mod, block_mask, scale, return_lse)
+        if torch.compiler.is_compiling():  # part of a larger graph: nothing to compile apart
+            from torch.nn.attention.flex_attention import flex_attention as attend
+        else:
+            attend = FlexAttentionWrapper._compiled_flex_attn
+        return attend(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            return_lse=return_lse,
+            enable_gqa=enable_gqa,
+        )
+
+
+def _flex_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: "BlockMask | None",
+    scale: float | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    from torchtitan.models import attention_cpu
+
+    metadata = getattr(block_mask, "varlen_metadata", None)
+    if metadata is None or score_mod is not None or return_lse:
+        return attention_cpu.block_mask_attention(
+            q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
+        )
+    out = attention_cpu.document_attention(
+        _pack(q), _pack(k), _pack(v), metadata.cu_seq_q, scale=scale
+    )
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def _pack(x: Tensor) -> Tensor:
+    """[B, heads, T, D] -> [B * T, heads, D]; a view if heads were split off the last axis."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+class VarlenAttentionWrapper(nn.Module):
+    """Attention over packed tokens whose documents are given by cumulative lengths; causal."""
+
+    # Read from the class, like `FlexAttentionWrapper._compiled_flex_attn`.
+    _compiled_varlen_attn: ClassVar[Callable[..., Any]] = _CompiledOnFirstCall(
+        _load_varlen_attention
+    )
+
+    def forward(
+        self,
+        xq: Tensor,
+        xk: Tensor,
+        xv: Tensor,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+    ) -> Tensor:
+        """xq: [B, H, T, D]; xk, xv: [B, K, T, D]. Returns [N, H, Dv], packed."""
+        q, k, v = _pack(xq), _pack(xk), _pack(xv)
+        if q.device.type == "cpu":
+            return _varlen_on_cpu(q, k, v, attention_masks, scale)
+
+        from torch.nn.attention.varlen import varlen_attn
+
+        extra = {}
+        if q.shape[1] != k.shape[1]:
+            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+                extra["enable_gqa"] = True
+            else:  # torch < 2.13
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        if torch.compiler.is_compiling():
+            attend = varlen_attn
+        else:
+            attend = VarlenAttentionWrapper._compiled_varlen_attn
+        return attend(
+            q,
+            k,
+            v,
+            attention_masks.cu_seq_q,
+            attention_masks.cu_seq_k,
+            attention_masks.max_q,
+            attention_masks.max_k,
+            scale=scale,
+            window_size=(-1, 0),  # any distance back, none ahead
+            **extra,
+        )
+
+
+def _varlen_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, metadata: VarlenMetadata, scale: float | None
+) -> Tensor:
+    from torchtitan.models import attention_cpu
+
+    if metadata.cu_seq_q is metadata.cu_seq_k or torch.equal(metadata.cu_seq_q, metadata.cu_seq_k):
+        return attention_cpu.document_attention(q, k, v, metadata.cu_seq_q, scale=scale)
+    return attention_cpu.cross_length_attention(
+        q, k, v, metadata.cu_seq_q, metadata.cu_seq_k, scale=scale
+    )
+
+
+# ---- what a model's attention layer calls ----
+
+_WRAPPERS: dict[str, type[nn.Module]] = {
+    "sdpa": ScaledDotProductAttentionWrapper,
+    "flex": FlexAttentionWrapper,
+    "varlen": VarlenAttentionWrapper,
+}
+
+
+def build_inner_attention(attn_type: str) -> nn.Module:
+    """Return the kernel wrapper for an `attn_type`; ValueError lists the choices."""
+    if attn_type not in _WRAPPERS:
+        raise ValueError(f"attn_type must be one of {', '.join(_WRAPPERS)}, got {attn_type!r}")
+    return _WRAPPERS[attn_type]()
+
+
+def attend(
+    inner_attention: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_masks: "BlockMask | VarlenMetadata | None",
+    scale: float | None = None,
+) -> Tensor:
+    """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
+
+    Raises TypeError if the mask is not of the kind that the wrapper takes.
+    """
+    if isinstance(inner_attention, VarlenAttentionWrapper):
+        _check_mask_type("varlen", attention_masks, VarlenMetadata)
+        out = inner_attention(q, k, v, attention_masks, scale=scale)
+        return out.unflatten(0, (q.shape[0], q.shape[2]))
+
+    enable_gqa = q.shape[1] != k.shape[1]
+    if isinstance(inner_attention, FlexAttentionWrapper):
+        from torch.nn.attention.flex_attention import BlockMask
+
+        _check_mask_type("flex", attention_masks, BlockMask)
+        out = inner_attention(
+            q, k, v, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+        )
+    else:
+        _check_mask_type("sdpa", attention_masks, type(None))
+        out = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+    return out.transpose(1, 2)
+
+
+def _check_mask_type(attn_type: str, masks: Any, wanted: type) -> None:
+    if not isinstance(masks, wanted):
+        what = "no attention_masks" if wanted is type(None) else f"a {wanted.__name__}"
+        raise TypeError(
+            f"attn_type {attn_type!r} takes {what}, got {type(masks).__name__}; build them with "
+            "the model's get_attention_masks, or change model.attn_type"
+        )

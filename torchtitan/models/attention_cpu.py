@@ -1,0 +1,318 @@
+"""Attention for packed documents on the CPU, where torch trains neither flex nor varlen.
+
+N packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, S documents.
+
+`document_attention` costs as much as the documents one by one: the sum of their squared lengths.
+It is an operator of its own, so that torch.compile and activation checkpointing see one node
+whatever the documents are. `block_mask_attention` takes any mask and is general, not fast.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_aten = torch.ops.aten
+_flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_library = torch.library.Library("torchtitan", "DEF")
+_library.define(
+    "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
+    "document_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor lse, Tensor cu_seqlens, float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _lone_tokens(cu_seqlens: Tensor) -> Tensor:
+    """Indices of tokens that are a document alone, padding above all."""
+    return cu_seqlens[:-1][cu_seqlens.diff() == 1].long()
+
+
+def _longer_documents(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    """(start, end) of every document of two or more tokens."""
+    bounds = cu_seqlens.tolist()
+    return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b - a > 1]
+
+
+def _as_kernel_input(x: Tensor) -> Tensor:
+    """[N, heads, D] -> [1, heads, N, D], the layout of the kernel; a view."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q: [N, H, D]; k, v: [N, K, D]; cu_seqlens: [S + 1] from 0 to N.
+
+    Returns the output [N, H, D] and the log-sum-exp of each row's scores, fp32 [N, H].
+    """
+    if cu_seqlens[-1] != len(q):
+        raise ValueError(
+            f"the documents of the mask cover {int(cu_seqlens[-1])} tokens and the batch has "
+            f"{len(q)}; build the mask from this very batch"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    lone = _lone_tokens(cu_seqlens)
+    if len(lone):
+        # One key: the softmax is 1 and the output is the value. A call per token of padding
+        # would cost more than the text. Their lse is not read again.
+        out[lone] = v[lone].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        lse[lone] = 0
+    qs, ks, vs, outs, lses = (_as_kernel_input(x) for x in (q, k, v, out, lse.unsqueeze(-1)))
+    for a, b in _longer_documents(cu_seqlens):
+        part, part_lse = _flash_forward(
+            qs[:, :, a:b], ks[:, :, a:b], vs[:, :, a:b], 0.0, True, scale=scale
+        )
+        outs[:, :, a:b] = part
+        lses[:, :, a:b, 0] = part_lse
+    return out, lse
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, shaped like them; see `_forward`."""
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    lone = _lone_tokens(cu_seqlens)
+    if len(lone):
+        grads[0][lone] = 0
+        grads[1][lone] = 0
+        grads[2][lone] = grad_out[lone].unflatten(1, (v.shape[1], -1)).sum(dim=2)
+    go, qs, ks, vs, outs, lses = (
+        _as_kernel_input(x) for x in (grad_out, q, k, v, out, lse.unsqueeze(-1))
+    )
+    targets = [_as_kernel_input(x) for x in grads]
+    for a, b in _longer_documents(cu_seqlens):
+        q_part, k_part, v_part, o_part, g_part = (x[:, :, a:b] for x in (qs, ks, vs, outs, go))
+        parts = _flash_backward(
+            g_part, q_part, k_part, v_part, o_part, lses[:, :, a:b, 0], 0.0, True, scale=scale
+        )
+        for target, part in zip(targets, parts, strict=True):
+            target[:, :, a:b] = part
+    return grads[0], grads[1], grads[2]
+
+
+class _DocumentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, scale):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _grad_lse):
+        q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+        grads = torch.ops.torchtitan.document_attention_backward(
+            grad_out, q, k, v, out, lse, cu_seqlens, ctx.scale
+        )
+        return *grads, None, None
+
+
+def _forward_meta(q, k, v, cu_seqlens, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _backward_meta(grad_out, q, k, v, out, lse, cu_seqlens, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_library.impl("document_attention", _forward, "CPU")
+_library.impl("document_attention", _forward_meta, "Meta")
+_library.impl("document_attention", _DocumentAttention.apply, "Autograd")
+_library.impl("document_attention_backward", _backward, "CPU")
+_library.impl("document_attention_backward", _backward_meta, "Meta")
+
+
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None = None
+) -> Tensor:
+    """Causal attention within each document; returns [N, H, Dv].
+
+    q: [N, H, D], k: [N, K, D], v: [N, K, Dv], all of one dtype. cu_seqlens: int [S + 1], from
+    0 to N. scale: None means 1 / sqrt(D).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    value_size = v.shape[-1]
+    # The kernel wants one head size. Zeros added to both operands of a dot product don't change
+    # it, and zeros added to the values come out as columns that are cut off again.
+    width = max(q.shape[-1], value_size)
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out, _ = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale)
+    return out[..., :value_size]
+
+
+def cross_length_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Like `document_attention` for documents with more keys than queries, or fewer.
+
+    Causal from the end: the last query of a document sees its last key.
+    """
+    n_queries, n_keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    parts = zip(q.split(n_queries), k.split(n_keys), v.split(n_keys), strict=True)
+    outs = []
+    for q_part, k_part, v_part in parts:
+        shape = (len(q_part), len(k_part))
+        allowed = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
+        out = F.scaled_dot_product_attention(
+            *(_as_kernel_input(x) for x in (q_part, k_part, v_part)),
+            attn_mask=allowed,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def block_mask_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: "BlockMask | None",
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention under any BlockMask, one slice of queries after the other; can be trained.
+
+    q: [B, H, T, D]; k, v: [B, K, T', D]. Returns [B, H, T, Dv] and with `return_lse` the
+    log-sum-exp of the scores, fp32 [B, H, T]. A query that sees nothing gets zeros.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    slices = [(0, n_queries, 0, n_keys, None)]
+    if block_mask is not None:
+        slices = _mask_slices(block_mask, n_queries, n_keys)
+
+    outs = []
+    for first_query, last_query, first_key, last_key, allowed in slices:
+        parts = (
+            q[:, :, first_query:last_query],
+            k[:, :, first_key:last_key],
+            v[:, :, first_key:last_key],
+        )
+        if score_mod is None and not return_lse:
+            out = F.scaled_dot_product_attention(*parts, attn_mask=allowed, scale=scale)
+            outs.append((out,))
+        else:
+            mod = _at_offset(score_mod, first_query, first_key) if score_mod else None
+            outs.append(_plain_attention(*parts, allowed, mod, scale))
+    columns = [torch.cat(column, dim=2) for column in zip(*outs, strict=True)]
+    return (columns[0], columns[1]) if return_lse else columns[0]
+
+
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    score_mod: Callable[[Tensor], Tensor] | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, T, Dv] and log-sum-exp [B, H, T], step by step in fp32."""
+    scores = (q.float() @ k.float().transpose(-2, -1)) * scale
+    if score_mod is not None:
+        scores = score_mod(scores)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    # exp(-inf - -inf) would be nan where a query sees nothing
+    probabilities = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
+    return (probabilities @ v.float()).to(v.dtype), lse
+
+
+def _over_indices(mod: Callable[..., Tensor], n_leading: int) -> Callable[..., Tensor]:
+    """Let a function of scalars (leading..., b, h, q, kv) take 1-D ranges of b, h, q and kv.
+
+    The leading tensors and the result have the shape [b, h, q, kv].
+    """
+    for axis in reversed(range(4)):
+        indices = [None, None, None, None]
+        indices[axis] = 0
+        mod = torch.vmap(mod, in_dims=(0,) * n_leading + tuple(indices))
+    return mod
+
+
+def _at_offset(
+    score_mod: Callable[..., Tensor], first_query: int, first_key: int
+) -> Callable[[Tensor], Tensor]:
+    def modified(scores: Tensor) -> Tensor:
+        n_rows, n_heads, n_queries, n_keys = scores.shape
+        return _over_indices(score_mod, n_leading=1)(
+            scores,
+            torch.arange(n_rows),
+            torch.arange(n_heads),
+            torch.arange(first_query, first_query + n_queries),
+            torch.arange(first_key, first_key + n_keys),
+        )
+
+    return modified
+
+
+def _mask_slices(
+    block_mask: "BlockMask", n_queries: int, n_keys: int
+) -> list[tuple[int, int, int, int, Tensor]]:
+    """(first query, end, first key, end, allowed bool [B or 1, H or 1, queries, keys]) per slice.
+
+    Keys outside of the stretch are seen by none of the slice's queries.
+    """
+    query_block, key_block = block_mask.BLOCK_SIZE
+    n_blocks = -(-n_keys // key_block)
+    in_part = _as_table(block_mask.kv_num_blocks, block_mask.kv_indices, n_blocks)
+    in_full = torch.zeros_like(in_part)
+    if block_mask.full_kv_num_blocks is not None:
+        in_full = _as_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, n_blocks)
+    rows, heads = (torch.arange(n) for n in in_part.shape[:2])
+    evaluate = _over_indices(block_mask.mask_mod, n_leading=0)
+
+    slices = []
+    for i, first_query in enumerate(range(0, n_queries, query_block)):
+        end_query = min(first_query + query_block, n_queries)
+        seen = (in_part | in_full)[:, :, i].flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
+        first_block, end_block = (seen[0], seen[-1] + 1) if seen else (0, 1)
+        first_key, end_key = first_block * key_block, min(end_block * key_block, n_keys)
+
+        def per_key(table, i=i, a=first_block, b=end_block, n=end_key - first_key):
+            return table[:, :, i, a:b].repeat_interleave(key_block, dim=-1)[..., None, :n]
+
+        said = evaluate(
+            rows, heads, torch.arange(first_query, end_query), torch.arange(first_key, end_key)
+        )
+        allowed = (per_key(in_part) & said) | per_key(in_full)
+        slices.append((first_query, end_query, first_key, end_key, allowed))
+    return slices
+
+
+def _as_table(counts: Tensor, indices: Tensor, n_blocks: int) -> Tensor:
+    """bool [B, H, query blocks, key blocks] from each query block's list of key blocks."""
+    is_used = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
+    table = torch.zeros(*indices.shape[:-1], n_blocks, dtype=torch.int32)
+    return table.scatter_add_(-1, indices.long(), is_used.to(torch.int32)) > 0

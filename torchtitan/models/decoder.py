@@ -1,0 +1,376 @@
+"""The one decoder body: embedding, blocks of attention and feed-forward, norm, output.
+
+A family is a subclass that says which attention, feed-forward and RoPE table its blocks get.
+Names of modules, and their order, are the layout of checkpoints: they don't change.
+
+B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
+L length of the RoPE table.
+
+Initialisation (std; truncated normal unless said otherwise; norms start at one):
+    tok_embeddings                  1, normal
+    attention.{wq,wk,wv}            0.02
+    feed_forward.w1                 0.02
+    attention.wo, feed_forward.{w2,w3}
+                                    0.02 / sqrt(2 * (layer + 1)), or with depth_init off
+                                    0.02 / sqrt(2 * n_layers)
+    output                          M ** -0.5, cut at 3 std; also the tied embedding
+    biases                          0
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.models.attention import (
+    AttentionMasksType,
+    attend,
+    build_inner_attention,
+    create_causal_block_mask,
+    create_document_block_mask,
+    create_document_varlen_metadata,
+)
+from torchtitan.models.documents import choose_separator
+from torchtitan.models.rope import apply_rotary_emb, select_positions
+from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import JobConfig
+
+PROJECTION_STD = 0.02
+
+
+@dataclass
+class DecoderArgs(BaseModelArgs):
+    """What every family's args have in common and the decoder body reads.
+
+    attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
+    end with the end-of-text token) or "position_block_causal" (where positions start anew).
+    depth_init: scale the initial weights of residual branches by their own depth instead of by
+    the depth of the whole model.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    vocab_size: int = 128256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000
+    max_seq_len: int = 131072
+    depth_init: bool = True
+    attn_type: str = "sdpa"
+    attn_mask_type: str = "causal"
+    eos_id: int = 0
+    enable_weight_tying: bool = False
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """Take the RoPE length from training.seq_len, and the attention overrides of [model]."""
+        seq_len = job_config.training.seq_len
+        if seq_len > self.max_seq_len:
+            logger.warning(
+                "training.seq_len = %d is longer than the %d positions this flavor was made for",
+                seq_len,
+                self.max_seq_len,
+            )
+        self.max_seq_len = seq_len
+        for name in ("attn_type", "attn_mask_type"):
+            override = getattr(job_config.model, name, None)
+            if override is not None:
+                setattr(self, name, override)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, M]. Returns [B, T, M]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def init_weights(self, init_std: float) -> None:
+        init_linear(self.w1, PROJECTION_STD)
+        init_linear(self.w2, init_std)
+        init_linear(self.w3, init_std)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with H query heads that share K key/value heads.
+
+    qkv_bias, output_bias: whether wq, wk, wv and wo have one.
+    qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None does not.
+    apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without positions.
+    mask_name: which entry to take when the model's masks are a dict.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        attn_type: str = "sdpa",
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        apply_rope: Callable[..., tuple[Tensor, Tensor]] | None = apply_rotary_emb,
+        mask_name: str | None = None,
+    ):
+        super().__init__()
+        self.n_heads = n_heads
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.n_rep = self.n_heads // self.n_kv_heads
+        self.head_dim = dim // n_heads if head_dim is None else head_dim
+        self.enable_gqa = self.n_heads > self.n_kv_heads
+        self.attn_type = attn_type
+        self.apply_rope = apply_rope
+        self.mask_name = mask_name
+
+        has_qk_norm = qk_norm_eps is not None
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.wq = nn.Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.wo = nn.Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
+        self.inner_attention = build_inner_attention(attn_type)
+
+    def forward(
+        self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
+    ) -> Tensor:
+        """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
+        # -1: under tensor parallelism a rank holds only some of the heads.
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.apply_rope is not None:
+            q, k = self.apply_rope(q, k, rope)
+        if self.mask_name is not None and isinstance(attention_masks, dict):
+            attention_masks = attention_masks[self.mask_name]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = attend(self.inner_attention, q, k, v, attention_masks)
+        return self.wo(out.flatten(-2))
+
+    def init_weights(self, init_std: float) -> None:
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+        for linear in (self.wq, self.wk, self.wv):
+            init_linear(linear, PROJECTION_STD)
+        init_linear(self.wo, init_std)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    feed_forward: a dense feed-forward, or a mixture of experts, which is stored as `moe`.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        model_args: DecoderArgs,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        moe_enabled: bool = False,
+    ):
+        super().__init__()
+        self.layer_id = layer_id
+        self.moe_enabled = moe_enabled
+        depth = layer_id + 1 if model_args.depth_init else model_args.n_layers
+        self.weight_init_std = PROJECTION_STD / (2 * depth) ** 0.5
+
+        self.attention = attention
+        if moe_enabled:
+            self.moe = feed_forward
+        else:
+            self.feed_forward = feed_forward
+        self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
+    ) -> Tensor:
+        """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
+        x = x + self.attention(self.attention_norm(x), rope, attention_masks)
+        feed_forward = self.moe if self.moe_enabled else self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        self.attention_norm.reset_parameters()
+        self.ffn_norm.reset_parameters()
+        self.attention.init_weights(self.weight_init_std)
+        if self.moe_enabled:
+            self.moe.init_weights(self.weight_init_std, buffer_device)
+        else:
+            self.feed_forward.init_weights(self.weight_init_std)
+
+
+class Decoder(ModelProtocol):
+    """A decoder-only transformer. Subclasses define the three `build_*` methods.
+
+    A pipeline stage sets the parts it does not hold to None and drops the layers of others;
+    the first part that it does hold then takes hidden states instead of tokens.
+
+    Raises ValueError if the attention kernel and the mask type don't go together.
+    """
+
+    rope_buffer_name: ClassVar[str] = "freqs_cis"
+
+    def __init__(self, model_args: DecoderArgs):
+        super().__init__(model_args)
+        _check_attention_choice(model_args)
+        self.model_args = model_args
+        self.vocab_size = model_args.vocab_size
+        self.n_layers = model_args.n_layers
+        self.enable_weight_tying = model_args.enable_weight_tying
+
+        self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
+        # Not saved: it follows from the args, and sequence length may change between runs.
+        self.register_buffer(self.rope_buffer_name, self.build_rope_table(), persistent=False)
+        self.layers = nn.ModuleDict(
+            {str(i): self.build_block(i) for i in range(model_args.n_layers)}
+        )
+        self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.output = nn.Linear(model_args.dim, model_args.vocab_size, bias=False)
+        self._tie_weights()
+
+    # ---- what families differ in ----
+
+    def build_attention(self, layer_id: int) -> nn.Module:
+        """Return the attention of a block; it is called as `Attention` is."""
+        raise NotImplementedError
+
+    def build_feed_forward(self, layer_id: int) -> nn.Module:
+        """Return what follows attention in a block."""
+        raise NotImplementedError
+
+    def build_rope_table(self) -> Tensor:
+        """Return the table [L, ...] whose rows the attention gets, on the current device."""
+        raise NotImplementedError
+
+    def build_block(self, layer_id: int) -> nn.Module:
+        return TransformerBlock(
+            layer_id,
+            self.model_args,
+            self.build_attention(layer_id),
+            self.build_feed_forward(layer_id),
+        )
+
+    # ---- common to all ----
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_masks: AttentionMasksType | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits [B, T, V] for token ids [B, T].
+
+        attention_masks: from `get_attention_masks`; None for sdpa.
+        positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
+            means 0..T-1. They are independent of the masks.
+        On a later pipeline stage `tokens` are hidden states [B, T, M], and before the last
+        stage the result is, too.
+        """
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        # The same rows for every layer: look them up once.
+        rope = select_positions(getattr(self, self.rope_buffer_name), positions, h.shape[1])
+        for layer in self.layers.values():
+            h = layer(h, rope, attention_masks)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
+
+    def get_attention_masks(
+        self,
+        input_batch: Tensor,
+        tokenizer: "BaseTokenizer | None",
+        extra_inputs: dict[str, Any] | None = None,
+    ) -> AttentionMasksType:
+        """Return one mask for all layers: a BlockMask for flex, VarlenMetadata for varlen.
+
+        input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit
+        boundaries there (`document_ids`, `seq_lens`, `cu_seqlens`) win over the mask type's own.
+        Raises TypeError for sdpa, which takes no mask, and ValueError where the source of the
+        boundaries is missing.
+        """
+        args = self.model_args
+        if args.attn_type == "sdpa":
+            raise TypeError("attn_type 'sdpa' takes no attention masks; use 'flex' or 'varlen'")
+        if args.attn_mask_type == "causal":
+            if args.attn_type == "varlen":
+                raise ValueError(
+                    "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
+                    "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
+                )
+            return create_causal_block_mask(*input_batch.shape, device=input_batch.device)
+
+        batch = {"input": input_batch, **(extra_inputs or {})}
+        eos_id = getattr(tokenizer, "eos_id", None)
+        document_ids = choose_separator(batch, args.attn_mask_type, eos_id).document_ids(batch)
+        if args.attn_type == "varlen":
+            return create_document_varlen_metadata(document_ids)
+        return create_document_block_mask(document_ids)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Fill parameters and the RoPE table in place; see the module's top. Needs no_grad."""
+        buffer = getattr(self, self.rope_buffer_name)
+        with torch.device(buffer_device or buffer.device):
+            setattr(self, self.rope_buffer_name, self.build_rope_table())
+        # Allocation gave each module a tensor of its own.
+        self._tie_weights()
+        if self.tok_embeddings is not None:
+            nn.init.normal_(self.tok_embeddings.weight)
+        for layer in self.layers.values():
+            layer.init_weights(buffer_device)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        if self.output is not None:
+            std = self.model_args.dim**-0.5
+            trunc_normal_(self.output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+
+    def _tie_weights(self) -> None:
+        if not self.enable_weight_tying:
+            return
+        if self.tok_embeddings is None or self.output is None:
+            raise ValueError(
+                "tied embeddings need tok_embeddings and output on one pipeline stage; set "
+                "parallelism.pipeline_parallel_degree = 1 for this model"
+            )
+        self.output.weight = self.tok_embeddings.weight
+
+
+def init_linear(linear: nn.Linear, std: float) -> None:
+    """Truncated normal weight, zero bias."""
+    trunc_normal_(linear.weight, mean=0.0, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+_MASK_TYPES = ("causal", "block_causal", "position_block_causal")
+
+
+def _check_attention_choice(args: DecoderArgs) -> None:
+    if args.attn_mask_type not in _MASK_TYPES:
+        raise ValueError(
+            f"attn_mask_type must be one of {', '.join(_MASK_TYPES)}, got {args.attn_mask_type!r}"
+        )
+    if args.attn_type == "sdpa" and args.attn_mask_type != "causal":
+        raise ValueError(
+            f"attn_type 'sdpa' cannot keep documents apart, got attn_mask_type "
+            f"{args.attn_mask_type!r}; set model.attn_type to 'flex' or 'varlen', or "
+            "model.attn_mask_type to 'causal'"
+        )

@@ -1,0 +1,104 @@
+"""Llama 3 and 3.1: flavors, and the train spec that puts them together with the components."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+
+if TYPE_CHECKING:
+    from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+    from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+    from torchtitan.protocols.train_spec import TrainSpec
+
+__all__ = [
+    "Llama3StateDictAdapter",
+    "Transformer",
+    "TransformerModelArgs",
+    "get_train_spec",
+    "llama3_args",
+    "parallelize_llama",
+]
+
+_FLEX = {"attn_type": "flex", "attn_mask_type": "block_causal"}
+_VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
+_DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
+_8B = {
+    "dim": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "ffn_dim_multiplier": 1.3,
+    "multiple_of": 1024,
+}
+_70B = {
+    "dim": 8192,
+    "n_layers": 80,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "ffn_dim_multiplier": 1.3,
+    "multiple_of": 4096,
+}
+_405B = {
+    "dim": 16384,
+    "n_layers": 126,
+    "n_heads": 128,
+    "n_kv_heads": 8,
+    "ffn_dim_multiplier": 1.2,
+    "multiple_of": 4096,
+}
+
+llama3_args: dict[str, TransformerModelArgs] = {
+    flavor: TransformerModelArgs(rope_theta=500000, **sizes)
+    for flavor, sizes in {
+        "debugmodel": _DEBUG,
+        "debugmodel_flex_attn": _DEBUG | _FLEX,
+        "debugmodel_varlen_attn": _DEBUG | _VARLEN,
+        "8B": _8B,
+        "8B_flex": _8B | _FLEX,
+        "8B_varlen": _8B | _VARLEN,
+        "70B": _70B,
+        "405B": _405B,
+    }.items()
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec; its flavor args are the ones in `llama3_args`, shared by all specs."""
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.components.validate import build_validator
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+    from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+    from torchtitan.models.parallelize import parallelize_decoder
+    from torchtitan.protocols.train_spec import TrainSpec
+
+    return TrainSpec(
+        model_cls=Transformer,
+        model_args=llama3_args,
+        parallelize_fn=parallelize_decoder,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_text_dataloader,
+        build_tokenizer_fn=build_hf_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_validator,
+        state_dict_adapter=Llama3StateDictAdapter,
+    )
+
+
+_MODULE_OF = {
+    "Llama3StateDictAdapter": "torchtitan.models.llama3.model.state_dict_adapter",
+    "Transformer": "torchtitan.models.llama3.model.model",
+    "parallelize_llama": "torchtitan.models.llama3.infra.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,0 +1,54 @@
+"""Sizes and choices of a Llama 3 model."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.rope import RoPEScalingArgs
+from torchtitan.models.utils import get_dense_model_nparams_and_flops
+
+__all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
+
+
+@dataclass
+class TransformerModelArgs(DecoderArgs):
+    """Llama 3. The last five fields let it express Llama-shaped checkpoints of other origin.
+
+    n_kv_heads: None means n_heads.
+    multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times the
+        multiplier if there is one, rounded up to this multiple.
+    hidden_dim: that size itself, in place of the rule.
+    head_dim: None means dim / n_heads.
+    attention_bias: wq, wk, wv and wo have biases; mlp_bias: w1, w2, w3 have.
+    rope_scaling_args: None for Llama 2 and 3.0, whose frequencies are not stretched.
+    """
+
+    n_kv_heads: int | None = None
+    multiple_of: int = 256
+    ffn_dim_multiplier: float | None = None
+    rope_scaling_args: RoPEScalingArgs | None = field(default_factory=RoPEScalingArgs)
+    hidden_dim: int | None = None
+    head_dim: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        """Hidden size of the feed-forward."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        hidden = int(8 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        return -(-hidden // self.multiple_of) * self.multiple_of
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Numbers per attention head."""
+        return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        head_dims = 2 * self.attention_head_dim
+        return get_dense_model_nparams_and_flops(self, model, head_dims, seq_len)

@@ -1,0 +1,122 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+
+B rows, T tokens, D head size, L table length. A table is complex64 [L, D/2]: entry (p, i) is
+the unit number with angle p * f_i, where f_i = theta ** (-2 i / D). Two conventions exist for
+which two of a head's D numbers turn together: neighbours (2i, 2i + 1), used here and by the
+original Llama weights, or halves (i, i + D/2), used by Hugging Face.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RoPEScalingArgs:
+    """Llama 3.1's stretching of slow frequencies to longer contexts.
+
+    Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
+    scaling_factor, those shorter than .../ high_freq_factor stay, and between the two the
+    frequency is blended. scaling_factor 1.0 changes nothing.
+    """
+
+    scaling_factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor:
+    """Frequencies [D/2] in radians per token, stretched as `RoPEScalingArgs` says."""
+    # How many times each one turns within the context that the model was first trained on.
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    slow = frequencies / scaling.scaling_factor
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    if span == 0:  # no band to blend in: a step
+        return torch.where(turns < scaling.low_freq_factor, slow, frequencies)
+    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return torch.lerp(slow, frequencies, keep)
+
+
+def precompute_freqs_cis(
+    dim: int,
+    end: int,
+    theta: float = 10000.0,
+    scaling_args: RoPEScalingArgs | None = RoPEScalingArgs(),  # noqa: B008 (only ever read)
+) -> Tensor:
+    """Return the table complex64 [end, dim/2] for heads of size `dim`; see the module's top.
+
+    scaling_args: None leaves the frequencies as they are.
+    """
+    # In this order of operations, as in the published models: the last bit of a frequency,
+    # times a position of 100,000, is an angle that shows.
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if scaling_args is not None:
+        frequencies = _scaled_frequencies(frequencies, scaling_args)
+    angles = torch.outer(torch.arange(end, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def select_positions(table: Tensor, positions: Tensor | None, seq_len: int) -> Tensor:
+    """Return the table's rows for each token: [1, T, ...] or [B, T, ...].
+
+    table: [L, ...]. positions: None for 0..T-1, or int [1, T] or [B, T]; negative ones
+        (padding) read row 0.
+    Raises ValueError for positions beyond the table. On an accelerator looking at positions
+    would mean waiting for it, so there the check runs on the device and stops the process.
+    """
+    length = table.shape[0]
+    if positions is None:
+        if seq_len > length:
+            raise ValueError(_beyond_table(seq_len, length))
+        return table[None, :seq_len]
+    if positions.device.type == "cpu":
+        if not torch.compiler.is_compiling() and positions.numel() and positions.max() >= length:
+            raise ValueError(_beyond_table(int(positions.max()) + 1, length))
+    else:
+        torch._assert_async((positions < length).all(), _beyond_table("more", length))
+    return table[positions.clamp(min=0)]
+
+
+def _beyond_table(wanted: int | str, length: int) -> str:
+    return (
+        f"the RoPE table holds {length} positions and the batch needs {wanted}; raise "
+        "training.seq_len, which sets the table's length, or shorten the sequences"
+    )
+
+
+def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Return each token's table row with an axis for heads: [1 or B, T, 1, D/2].
+
+    x: complex [B, T, heads, D/2].
+    freqs_cis: the table [L, D/2], or rows already selected [1 or B, T, D/2].
+    """
+    if freqs_cis.dim() == 2:
+        freqs_cis = select_positions(freqs_cis, positions, x.shape[1])
+    return freqs_cis.unsqueeze(2)
+
+
+def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
+    """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. fp32 inside, x's dtype out."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # inductor has no complex kernels; written out, this fuses with its surroundings
+        cos, sin = torch.view_as_real(rows).unbind(-1)
+        first, second = pairs.unbind(-1)
+        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * rows)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def apply_rotary_emb(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, neighbouring numbers turned by their token's position.
+
+    xq: [B, T, H, D], xk: [B, T, K, D]. freqs_cis and positions as in `reshape_for_broadcast`.
+    """
+    rows = reshape_for_broadcast(freqs_cis, xq, positions)
+    return _rotate_neighbours(xq, rows), _rotate_neighbours(xk, rows)

@@ -1,0 +1,62 @@
+"""What the engine asks of a model and of its arguments."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchtitan.models.attention import AttentionMasksType
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import JobConfig
+
+__all__ = ["AttentionMasksType", "BaseModelArgs", "ModelProtocol"]
+
+
+@dataclass
+class BaseModelArgs:
+    """Sizes and choices of one model; a flavor table holds one instance per flavor.
+
+    Subclasses are dataclasses, and every field of theirs has a default.
+    """
+
+    # Its default is the point: a subclass field without one is a TypeError at class creation.
+    _enforced: str = "every field has a default"
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """Take over what the job decides. The engine calls it on a copy of the flavor."""
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_nparams_and_flops")
+
+
+class ModelProtocol(nn.Module):
+    """A model the engine can train: built on meta, parallelized, allocated, then initialised."""
+
+    def __init__(self, model_args: BaseModelArgs) -> None:
+        super().__init__()
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Fill parameters and buffers in place; called under `torch.no_grad()`.
+
+        buffer_device: where buffers go if not where they are, e.g. the accelerator while the
+            parameters are offloaded to the host.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define init_weights")
+
+    def get_attention_masks(
+        self,
+        input_batch: torch.Tensor,
+        tokenizer: "BaseTokenizer | None",
+        extra_inputs: dict[str, Any] | None = None,
+    ) -> AttentionMasksType:
+        """Return the masks for one batch of tokens [B, T]; only asked of flex and varlen models.
+
+        extra_inputs: the batch's other entries, such as `positions` [B, T].
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} builds no attention masks; train it with attn_type 'sdpa'"
+        )

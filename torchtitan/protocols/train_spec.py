@@ -1,0 +1,129 @@
+"""Which builders and which model make up one trainable thing, found by name."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import LossFunction
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.components.validate import BaseValidator
+    from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+ParallelizeFunction: TypeAlias = Callable[..., "torch.nn.Module"]
+"""(model, parallel_dims, job_config) -> model"""
+
+PipeliningFunction: TypeAlias = Callable[..., "tuple[Any, list[torch.nn.Module], bool, bool]"]
+"""(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
+-> (schedule, model parts, has first stage, has last stage)"""
+
+DataLoaderBuilder: TypeAlias = Callable[..., "BaseDataLoader"]
+"""(*, dp_world_size, dp_rank, tokenizer, job_config) -> dataloader"""
+
+TokenizerBuilder: TypeAlias = Callable[..., "BaseTokenizer"]
+"""(job_config) -> tokenizer"""
+
+MetricsProcessorBuilder: TypeAlias = Callable[..., "MetricsProcessor"]
+"""(job_config, parallel_dims, model_args) -> metrics processor"""
+
+OptimizersBuilder: TypeAlias = Callable[..., "OptimizersContainer"]
+"""(model_parts, optimizer config, parallel_dims) -> optimizers"""
+
+LRSchedulersBuilder: TypeAlias = Callable[..., "LRSchedulersContainer"]
+"""(optimizers, lr_scheduler config, training steps) -> schedulers"""
+
+LossFunctionBuilder: TypeAlias = Callable[..., "LossFunction"]
+"""(job_config, *, parallel_dims) -> loss function that returns a sum over tokens"""
+
+ValidatorBuilder: TypeAlias = Callable[..., "BaseValidator"]
+"""(*, job_config, dp_world_size, dp_rank, tokenizer, ...) -> validator"""
+
+
+@dataclass
+class TrainSpec:
+    """One model family: its class, its flavors and the functions that build the rest.
+
+    An embedder may change a field, or a flavor's args, before it builds a trainer. A builder
+    that is None means that the trainer goes without that part.
+    """
+
+    model_cls: "type[ModelProtocol]"
+    model_args: "Mapping[str, BaseModelArgs]"
+    parallelize_fn: ParallelizeFunction
+    pipelining_fn: PipeliningFunction | None
+    build_optimizers_fn: OptimizersBuilder
+    build_lr_schedulers_fn: LRSchedulersBuilder
+    build_dataloader_fn: DataLoaderBuilder | None
+    build_tokenizer_fn: TokenizerBuilder | None
+    build_loss_fn: LossFunctionBuilder
+    build_validator_fn: ValidatorBuilder | None = None
+    build_metrics_processor_fn: MetricsProcessorBuilder | None = None
+    state_dict_adapter: "type[BaseStateDictAdapter] | None" = None
+
+
+_extra_train_specs: dict[str, TrainSpec] = {}
+
+
+def register_train_spec(name: str, train_spec: TrainSpec) -> None:
+    """Make `train_spec` known as `model.name = name`; it wins over a built-in of that name.
+
+    Raises ValueError if the name was registered before.
+    """
+    if name in _extra_train_specs:
+        raise ValueError(f"a train spec named {name!r} is already registered; pick another name")
+    _extra_train_specs[name] = train_spec
+
+
+def get_train_spec(name: str) -> TrainSpec:
+    """Return the spec of a registered, built-in or experimental model, looked up in that order.
+
+    Built-in specs are fresh objects that share one set of flavor args per process.
+    Raises ValueError, listing the known names, for any other name.
+    """
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.models import _supported_models
+
+    if name in _extra_train_specs:
+        return _extra_train_specs[name]
+    if name in _supported_models:
+        return importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+    if name in _supported_experiments:
+        return importlib.import_module(f"torchtitan.experiments.{name}").get_train_spec()
+
+    known = sorted({*_extra_train_specs, *_supported_models, *_supported_experiments})
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(
+        f"model.name = {name!r} is not a known model{hint}; known: {', '.join(known)}. "
+        "Register your own with torchtitan.protocols.train_spec.register_train_spec"
+    )
+
+
+# Names that used to be importable from here, and still are, without loading them up front.
+_MODULE_OF = {
+    "BaseDataLoader": "torchtitan.components.dataloader",
+    "LossFunction": "torchtitan.components.loss",
+    "LRSchedulersContainer": "torchtitan.components.lr_scheduler",
+    "MetricsProcessor": "torchtitan.components.metrics",
+    "OptimizersContainer": "torchtitan.components.optimizer",
+    "BaseTokenizer": "torchtitan.components.tokenizer",
+    "BaseValidator": "torchtitan.components.validate",
+    "BaseModelArgs": "torchtitan.protocols.model",
+    "ModelProtocol": "torchtitan.protocols.model",
+    "BaseStateDictAdapter": "torchtitan.protocols.state_dict_adapter",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
