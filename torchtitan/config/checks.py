@@ -545,11 +545,12 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 def _guess(name: Any, known: Collection[Any]) -> str:
     """', did you mean ...?', or nothing where no known name is close."""
-    names = [other for other in known if isinstance(other, str)]
+    by_lower = {other.lower(): other for other in known if isinstance(other, str)}
+    wanted = str(name).lower()
     # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
-    by_ending = [other for other in names if other.rsplit(".", 1)[-1] == name]
-    close = by_ending or difflib.get_close_matches(str(name), names, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
+    close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
+    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def _checkpoint_folder(job_config: JobConfig) -> str:
