@@ -1,0 +1,113 @@
+import pytest
+from torch.utils.data import IterableDataset
+
+from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+
+
+class Counting(IterableDataset):
+    """`({"input": i}, i)` for 100 numbers; no state of its own."""
+
+    def __iter__(self):
+        return (({"input": number}, number) for number in range(100))
+
+
+class CharacterTokenizer(BaseTokenizer):
+    def encode(self, text, add_bos=False, add_eos=False):
+        return [1] * add_bos + [ord(character) for character in text] + [2] * add_eos
+
+    def decode(self, token_ids):
+        return "".join(chr(token_id) for token_id in token_ids)
+
+    def get_vocab_size(self):
+        return 0x110000
+
+
+def loader(dp_rank=0, dp_world_size=1, **kwargs):
+    return ParallelAwareDataloader(Counting(), dp_rank, dp_world_size, **kwargs)
+
+
+def test_batches_hold_the_samples_in_order():
+    batches = list(loader(batch_size=4))
+    assert len(batches) == 25
+    first_inputs, first_labels = batches[0]
+    assert first_inputs["input"].tolist() == first_labels.tolist() == [0, 1, 2, 3]
+    last_inputs, last_labels = batches[-1]
+    assert last_inputs["input"].tolist() == last_labels.tolist() == [96, 97, 98, 99]
+
+
+def test_unknown_option_is_named():
+    with pytest.raises(ValueError, match="Invalid dataloader kwargs.*bach_size"):
+        loader(bach_size=4)
+
+
+def test_second_dataset_is_refused():
+    with pytest.raises(ValueError, match="dataset"):
+        ParallelAwareDataloader._validate_kwargs({"dataset": Counting()})
+
+
+def test_worker_options_are_dropped_without_workers():
+    data = loader(batch_size=4, num_workers=0, persistent_workers=True, prefetch_factor=2)
+    assert data.batch_size == 4
+    assert not data.persistent_workers and data.prefetch_factor is None
+
+
+def test_builder_takes_its_options_from_the_config():
+    config = ConfigManager().parse_args(
+        [
+            "--training.dataset=c4_test",
+            "--training.local_batch_size=8",
+            "--training.dataloader.num_workers=2",
+            "--training.dataloader.prefetch_factor=4",
+            "--training.dataloader.persistent_workers",
+        ]
+    )
+    data = build_text_dataloader(
+        tokenizer=CharacterTokenizer(), dp_world_size=1, dp_rank=0, job_config=config
+    )
+    assert data.batch_size == 8
+    assert data.num_workers == 2
+    assert data.prefetch_factor == 4 and data.persistent_workers
+
+
+def test_state_is_one_pickle_under_the_ranks_name():
+    state = loader(dp_rank=1, dp_world_size=2, batch_size=4).state_dict()
+    assert state.keys() == {"dp_rank_1", "world_size"}
+    assert isinstance(state["dp_rank_1"], bytes) and state["world_size"] == 2
+
+
+def test_position_survives_save_and_load():
+    saved = loader(batch_size=4)
+    batches = iter(saved)
+    for _ in range(3):
+        next(batches)
+    resumed = loader(batch_size=4)
+    resumed.load_state_dict(saved.state_dict())
+    assert next(iter(resumed))[1].tolist() == [12, 13, 14, 15]
+
+
+def test_empty_state_is_no_position_and_missing_rank_warns(caplog):
+    data = loader(dp_rank=1, dp_world_size=2, batch_size=4)
+    data.load_state_dict({})
+    with caplog.at_level("WARNING", logger="torchtitan"):
+        data.load_state_dict({"world_size": 2})
+    assert "dp_rank_1" in caplog.text
+    assert next(iter(data))[1].tolist() == [0, 1, 2, 3]
+
+
+def test_other_number_of_ranks_needs_an_indexable_dataset():
+    saved = loader(dp_rank=0, dp_world_size=1, batch_size=4).state_dict()
+    with pytest.raises(ValueError, match="resume on 1 .*exclude_from_loading = .'dataloader'"):
+        loader(dp_rank=0, dp_world_size=2, batch_size=4).load_state_dict(saved)
+
+
+def test_other_number_of_ranks_needs_every_saved_rank():
+    saved = loader(dp_rank=0, dp_world_size=3, batch_size=4).state_dict()
+    with pytest.raises(ValueError, match="dp_rank_1, dp_rank_2 are missing.*resume on 3"):
+        loader(dp_rank=0, dp_world_size=2, batch_size=4).load_state_dict(saved)
+
+
+def test_exhaustion_may_be_raised_inside_a_generator():
+    assert not issubclass(DataloaderExhaustedError, StopIteration)

@@ -1,0 +1,107 @@
+"""A run that is saved and resumed goes on with exactly the batches of the unbroken run."""
+
+import pytest
+import torch
+from datasets import load_dataset
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+
+SEQ_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def c4_test():
+    return load_dataset("tests/assets/c4_test", split="train")
+
+
+@pytest.fixture
+def registered(c4_test):
+    """The first 60 documents, by index and as a stream of 4 parts; they are read several times."""
+    small = c4_test.select(range(60))
+    names = {
+        "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
+        "small_stream": DatasetConfig(
+            "",
+            lambda path: small.to_iterable_dataset(num_shards=4),
+            lambda sample: sample["text"],
+        ),
+        "small_shuffled_stream": DatasetConfig(
+            "",
+            lambda path: small.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
+            lambda sample: sample["text"],
+        ),
+    }
+    DATASETS.update(names)
+    yield
+    for name in names:
+        del DATASETS[name]
+
+
+def build(dataset, world_size, rank, num_workers=0):
+    config = ConfigManager().parse_args(
+        [
+            f"--training.dataset={dataset}",
+            "--training.local_batch_size=1",
+            f"--training.seq_len={SEQ_LEN}",
+            f"--training.dataloader.num_workers={num_workers}",
+        ]
+    )
+    return build_text_dataloader(
+        tokenizer=HuggingFaceTokenizer("tests/assets/tokenizer"),
+        dp_world_size=world_size,
+        dp_rank=rank,
+        job_config=config,
+    )
+
+
+def assert_resume_repeats(dataset, world_size, rank, num_before, num_after, num_workers=0):
+    unbroken = build(dataset, world_size, rank, num_workers)
+    batches = iter(unbroken)
+    for _ in range(num_before):
+        next(batches)
+    state = unbroken.state_dict()
+
+    resumed = build(dataset, world_size, rank, num_workers)
+    resumed.load_state_dict(state)
+    resumed_batches = iter(resumed)
+    for _ in range(num_after):
+        (inputs, labels), (again_inputs, again_labels) = next(batches), next(resumed_batches)
+        assert torch.equal(inputs["input"], again_inputs["input"])
+        assert torch.equal(labels, again_labels)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream", "small_shuffled_stream"])
+@pytest.mark.parametrize("num_before", [7, 260])  # in the first pass, and after several
+def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, num_before):
+    for rank in range(world_size):
+        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=120)
+
+
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
+@pytest.mark.parametrize("num_before", [1, 301])
+def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
+    assert_resume_repeats(dataset, 2, 1, num_before, num_after=60, num_workers=2)
+
+
+def test_c4_test_resumes_in_the_middle(c4_test):
+    assert_resume_repeats("c4_test", 2, 1, num_before=50, num_after=50)
+
+
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_position_saved_right_after_loading_is_the_loaded_one(registered, dataset, num_workers):
+    first = build(dataset, 1, 0, num_workers)
+    batches = iter(first)
+    for _ in range(9):
+        next(batches)
+    second = build(dataset, 1, 0, num_workers)
+    second.load_state_dict(first.state_dict())
+    third = build(dataset, 1, 0, num_workers)
+    third.load_state_dict(second.state_dict())
+    third_batches = iter(third)
+    for _ in range(5):
+        assert torch.equal(next(batches)[1], next(third_batches)[1])

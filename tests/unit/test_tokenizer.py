@@ -1,0 +1,193 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from torchtitan.components.tokenizer import (
+    BaseTokenizer,
+    HuggingFaceTokenizer,
+    build_hf_tokenizer,
+)
+from torchtitan.config import JobConfig
+
+ASSET = "./tests/assets/tokenizer"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return HuggingFaceTokenizer(ASSET)
+
+
+def write_folder(folder, **files):
+    """files: name with `__` for the dot -> content, JSON unless it is a string."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def word_backend(words=("[UNK]", "<s>", "</s>", "hello", "world")):
+    backend = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return backend
+
+
+def test_shipped_tokenizer_fits_the_debug_models_exactly(shipped):
+    assert shipped.get_vocab_size() == shipped.vocab_size == 2048
+    assert sorted(shipped.get_vocab().values()) == list(range(2048))
+    assert shipped.bos_token == "<|begin_of_text|>" and shipped.eos_token == "<|end_of_text|>"
+    assert shipped.token_to_id("<|begin_of_text|>") == shipped.bos_id
+    assert shipped.id_to_token(shipped.eos_id) == "<|end_of_text|>"
+    assert shipped.token_to_id("<|pad|>") == 2047
+    assert not shipped.default_add_bos and not shipped.default_add_eos
+    assert not shipped.hf_adds_bos and not shipped.hf_adds_eos
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_encode_and_decode(text):
+    shipped = HuggingFaceTokenizer(ASSET)
+    assert shipped.decode(shipped.encode(text), skip_special_tokens=False) == text
+
+
+def test_shipped_tokenizer_shortens_english(shipped):
+    text = "The value of the expression is returned to the caller of the function."
+    assert len(shipped.encode(text)) < len(text) / 2.5
+
+
+def test_begin_and_end_are_added_on_request_only(shipped):
+    plain = shipped.encode("hello")
+    assert shipped.encode(text="hello", add_bos=True) == [shipped.bos_id, *plain]
+    assert shipped.encode("hello", add_eos=True) == [*plain, shipped.eos_id]
+    assert shipped.encode("", add_bos=True, add_eos=True) == [shipped.bos_id, shipped.eos_id]
+    assert shipped.encode() == []
+    assert shipped.decode(token_ids=[shipped.bos_id, *plain]) == "hello"
+
+
+def test_config_sets_what_is_added_by_default(tmp_path):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    path = write_folder(tmp_path, tokenizer_config__json=config)
+    word_backend().save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.default_add_bos and not tokenizer.default_add_eos
+    assert tokenizer.encode("hello") == [1, 3]
+    assert tokenizer.encode("hello", add_bos=False, add_eos=True) == [3, 2]
+
+
+def test_begin_token_of_the_backend_is_not_added_twice(tmp_path):
+    backend = word_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    path = write_folder(tmp_path, tokenizer_config__json={"bos_token": "<s>", "eos_token": "</s>"})
+    backend.save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.hf_adds_bos and not tokenizer.hf_adds_eos
+    assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [1, 3, 2]
+
+
+def test_one_string_serves_as_begin_and_end(tmp_path):
+    path = write_folder(tmp_path, tokenizer_config__json={"bos_token": "</s>", "eos_token": "</s>"})
+    word_backend().save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.bos_id == tokenizer.eos_id == 2
+    assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [2, 3, 2]
+
+
+def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids(tmp_path):
+    config = {
+        "bos_token": {"content": "<start>", "lstrip": True},
+        "added_tokens_decoder": {
+            "900": {"content": "<tool>", "special": False, "normalized": False},
+            "901": {"content": "<end>", "special": True},
+        },
+    }
+    path = write_folder(tmp_path, tokenizer_config__json=config)
+    word_backend().save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path)
+    added = tokenizer.tokenizer.get_added_tokens_decoder()
+    assert {number: token.content for number, token in added.items()} == {
+        5: "<start>",
+        6: "<tool>",
+        7: "<end>",
+    }
+    assert [added[number].special for number in (5, 6, 7)] == [True, False, True]
+    assert added[5].lstrip and tokenizer.bos_id == 5 and tokenizer.eos_id is None
+    assert tokenizer.get_vocab_size() == 8
+
+
+def test_tokenizer_json_wins_over_vocab_files(tmp_path):
+    path = write_folder(tmp_path, vocab__json={"other": 0})
+    word_backend().save(path + "/tokenizer.json")
+    assert HuggingFaceTokenizer(path).get_vocab_size() == 5
+
+
+def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
+    vocab = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4}
+    merges = "#version: 0.2\n\na b\nĠ ab\n"
+    tokenizer = HuggingFaceTokenizer(
+        write_folder(tmp_path, vocab__json=vocab, merges__txt=merges, vocab__txt="unused\n")
+    )
+    assert tokenizer.encode("ab ab") == [3, 4]
+    assert tokenizer.decode([3, 4]) == "ab ab"
+    assert tokenizer.config is None and tokenizer.bos_id is None and tokenizer.eos_id is None
+
+
+def test_vocab_alone_makes_whole_words_and_blank_lines_keep_their_number(tmp_path):
+    tokenizer = HuggingFaceTokenizer(write_folder(tmp_path, vocab__txt="[UNK]\nhello\n\nworld\n"))
+    assert tokenizer.encode("hello world there") == [1, 3, 0]
+
+
+def test_missing_folder_names_the_config_key():
+    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path"):
+        HuggingFaceTokenizer("/nowhere/tok")
+    with pytest.raises(FileNotFoundError, match="download_hf_assets"):
+        HuggingFaceTokenizer("/nowhere/assets/tokenizer/tokenizer.model")
+
+
+def test_folder_without_tokenizer_lists_what_is_there(tmp_path):
+    path = write_folder(tmp_path, README__md="no tokenizer")
+    with pytest.raises(FileNotFoundError, match="README.md"):
+        HuggingFaceTokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_broken_json_is_named(tmp_path, name):
+    if name == "tokenizer_config.json":
+        word_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text('{"version": ')
+    with pytest.raises(ValueError, match=name):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [{"lstrip": True}, 7, {"content": 7}])
+def test_special_token_without_text_is_named(tmp_path, value):
+    path = write_folder(tmp_path, tokenizer_config__json={"eos_token": value})
+    word_backend().save(path + "/tokenizer.json")
+    with pytest.raises(ValueError, match="eos_token"):
+        HuggingFaceTokenizer(path)
+
+
+def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
+    backend = word_backend()
+    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    entry = {"content": "<s>", "special": True, "normalized": False}
+    path = write_folder(
+        tmp_path,
+        tokenizer_config__json={"bos_token": "<s>", "added_tokens_decoder": {"1": entry}},
+    )
+    backend.save(path + "/tokenizer.json")
+    before = {n: str(token) for n, token in backend.get_added_tokens_decoder().items()}
+    after = HuggingFaceTokenizer(path).tokenizer.get_added_tokens_decoder()
+    assert {n: str(token) for n, token in after.items()} == before
+
+
+def test_builder_reads_the_assets_path_of_the_config():
+    config = JobConfig()
+    config.model.hf_assets_path = ASSET
+    tokenizer = build_hf_tokenizer(config)
+    assert isinstance(tokenizer, BaseTokenizer) and tokenizer.tokenizer_path == ASSET
