@@ -1,0 +1,224 @@
+"""Initial weights that don't depend on how the model is spread over ranks.
+
+An element's value is a function of (seed, name of the parameter, which draw into it, global index
+of the element) alone, so every layout and every number of ranks starts from the same weights, bit
+for bit, and each rank generates no more than its own shard.
+
+The numbers come from a counter: SplitMix64's output function (Steele, Lea, Flood 2014, with the
+constants of Stafford's variant 13) of `key + index * golden`, where the key hashes the rest. A
+stateful generator could not jump to an element in the middle.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.tools.logging import logger, warn_once
+
+# What wrappers put into parameter names.
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+# A CPU chunk and its temporaries stay in the L2 cache; an accelerator wants few, large kernels.
+_CHUNK_ELEMENTS_CPU = 2**14
+_CHUNK_ELEMENTS_ACCELERATOR = 2**24
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+# In place, [n] float64 uniform in (0, 1) -> [n] values.
+_Transform = Callable[[Tensor], Tensor]
+
+_active: "seeded_init | None" = None
+
+
+class seeded_init(TorchDispatchMode):
+    """Context in which the model's `init_weights()` gives the same weights on every layout.
+
+    Inside, in-place `normal_` and `uniform_` (and all of `torch.nn.init` that ends in them) and
+    our `trunc_normal_` fill parameters of `model` from `seed`, the parameter's name and the
+    element's global index. Parameters may be plain or DTensors, in any dtype. Tied parameters
+    go by the first of their names. Any other random draw goes to torch's generator, with one
+    warning, since its result depends on the layout.
+
+    Enter after the parameters exist for real (`to_empty`), under `torch.no_grad()`.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._num_draws: Counter[str] = Counter()
+        self._name_by_id: dict[int, str] = {}
+        self._name_by_memory: dict[tuple, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            for prefix in _WRAPPER_PREFIXES:
+                name = name.replace(prefix, "")
+            self._name_by_id.setdefault(id(parameter), name)
+            memory = _memory_of(parameter)
+            if memory is not None:
+                self._name_by_memory.setdefault(memory, name)
+
+    def __enter__(self) -> "seeded_init":
+        global _active
+        _active = self
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        global _active
+        _active = None
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        tensor, *numbers = args
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            return func(*args, **kwargs)
+        transform = _transform_of(func, *numbers, **kwargs)
+        if transform is None or not self.fill(tensor, transform):
+            warn_once(
+                logger,
+                f"initialisation draws with {func} from torch's generator (shape "
+                f"{list(tensor.shape) if isinstance(tensor, Tensor) else tensor}): the result "
+                f"depends on the number of ranks. Draw whole parameters with normal_, uniform_ "
+                f"or torchtitan.models.utils.trunc_normal_ instead",
+            )
+            return func(*args, **kwargs)
+        return tensor
+
+    def fill(self, tensor: Any, transform: _Transform) -> bool:
+        """Fill this rank's part of a parameter; False if `tensor` is no parameter of the model."""
+        name = self._name_by_id.get(id(tensor)) or self._name_by_memory.get(_memory_of(tensor))
+        if name is None:
+            return False
+        key = _key(self._seed, name, self._num_draws[name])
+        self._num_draws[name] += 1
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        flat = values.view(-1)
+        start = 0
+        for index in _global_index_chunks(tensor, local):
+            flat[start : start + index.numel()] = transform(_uniform(index, key))
+            start += index.numel()
+        local.copy_(values)
+        return True
+
+
+def trunc_normal_(
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Tensor:
+    """Fill with N(mean, std) cut off at the absolute bounds a and b; returns the tensor.
+
+    Computed in at least fp32 and rounded to the tensor's dtype at the end: in bf16 the tails of
+    the inverse error function would be lost. Call under `torch.no_grad()`.
+    """
+    if _active is not None and not tensor.is_meta:
+        if _active.fill(tensor, _truncated_normal(mean, std, a, b)):
+            return tensor
+    drawn = torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    tensor.copy_(nn.init.trunc_normal_(drawn, mean, std, a, b))
+    return tensor
+
+
+def _transform_of(func: Any, *numbers: float, **kwargs: Any) -> _Transform | None:
+    """What the random op makes of uniform numbers; None for ops that we leave to torch."""
+    if kwargs.pop("generator", None) is not None:  # somebody wants that one's numbers
+        return None
+    if func is torch.ops.aten.normal_.default:
+        return _normal(*numbers, **kwargs)
+    if func is torch.ops.aten.uniform_.default:
+        return _uniform_between(*numbers, **kwargs)
+    return None
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> _Transform:
+    return _truncated_normal(mean, std, -math.inf, math.inf)
+
+
+def _truncated_normal(mean: float, std: float, a: float, b: float) -> _Transform:
+    # Inverse of the distribution function, through erf, between its values at the bounds.
+    low, high = (
+        math.erf((bound - mean) / (std * math.sqrt(2))) if std else 0.0 for bound in (a, b)
+    )
+
+    def transform(u: Tensor) -> Tensor:
+        u.mul_(high - low).add_(low).erfinv_().mul_(std * math.sqrt(2)).add_(mean)
+        return u.clamp_(a, b)
+
+    return transform
+
+
+def _uniform_between(low: float = 0.0, high: float = 1.0) -> _Transform:
+    return lambda u: u.mul_(high - low).add_(low)
+
+
+def _key(seed: int, name: str, draw: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{draw}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Numbers in (0, 1) that look random, one per index. [n] int64 (overwritten) -> [n] float64."""
+    bits = index.mul_(_signed(_GOLDEN)).add_(_signed(key))  # int64 arithmetic wraps, as it should
+    shifted = torch.empty_like(bits)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        bits.bitwise_xor_(_shift_right(bits, shift, shifted)).mul_(_signed(factor))
+    bits.bitwise_xor_(_shift_right(bits, 31, shifted))
+    # The upper 52 bits and a half: exact in float64, and never 0 or 1.
+    return _shift_right(bits, 12, shifted).double().add_(0.5).mul_(2.0**-52)
+
+
+def _shift_right(bits: Tensor, count: int, out: Tensor) -> Tensor:
+    """Shift that fills with zeros; torch's own repeats the sign."""
+    torch.bitwise_right_shift(bits, count, out=out)
+    return out.bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
+    """Index in the flattened whole parameter of every local element, in order. [n] int64 each."""
+    offsets: tuple[int, ...] = (0,) * local.ndim
+    if isinstance(tensor, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        assert tuple(shape) == tuple(local.shape), f"{shape} != {local.shape} for {tensor._spec}"
+    if local.numel() == 0:
+        return
+    device, whole = local.device, tensor.shape
+    # Rows are runs of the last dim: the index where each begins, then elements in them.
+    row_starts = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, offset, whole_size in zip(local.shape[:-1], offsets, whole, strict=False):
+        along = torch.arange(offset, offset + size, device=device)
+        row_starts = (row_starts[:, None] * whole_size + along).flatten()
+    width = local.shape[-1] if local.ndim else 1
+    if local.ndim:
+        row_starts = row_starts * whole[-1] + offsets[-1]
+
+    chunk = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
+    columns = torch.arange(width, device=device)
+    for rows in row_starts.split(max(1, chunk // width)):
+        for part in columns.split(chunk):
+            yield (rows[:, None] + part).flatten()
+
+
+def _memory_of(tensor: Any) -> tuple | None:
+    """Identifies the tensor by where it lies, so that `parameter.data` is recognised too."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
+        return None
+    return local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride()
