@@ -178,7 +178,7 @@ def test_dashes_none_and_nested_sections_work_as_flags():
         (["--training.stepss=1"], ["--training.stepss", "--training.steps"]),
         (["--training.steps=ten"], ["--training.steps", "ten"]),
         (["--optimizer.implementation=quick"], ["quick", "for-loop", "foreach", "fused"]),
-        (["--job.config_file"], ["--job.config-file"]),
+        (["--job.config_file"], ["--job.config_file"]),
     ],
 )
 def test_bad_flag_exits_with_2_and_one_message(flags, words, capsys):

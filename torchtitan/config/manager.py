@@ -204,6 +204,7 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
             args=args,
             default=base,
             registry=custom_registry,
+            use_underscores=True,  # messages name a key as TOML does; dashes still work
             console_outputs=_is_first_process(),
         )
     except AssertionError as error:
