@@ -562,15 +562,12 @@ class CheckpointManager:
         model_names = self.states[MODEL].state_dict().keys()
         others = {name: state for name, state in states.items() if name not in model_names}
         own_keys = {name: _flat_keys(name, state) for name, state in others.items()}
-        saved_others = {key for key in saved if key.split(".")[0] in self._other_components()}
+        saved_others = _keys_outside_model(saved, self.states)
 
         if model_names <= states.keys():
-            _check_same_model(
-                shapes_of({name: states[name] for name in model_names}),
-                {key: shape for key, shape in saved.items() if key not in saved_others},
-                source.path,
-                self.model_description,
-            )
+            weights = {name: states[name] for name in model_names}
+            saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
+            _check_same_model(weights, saved_weights, source.path, self.model_description)
         if others and not saved_others:
             logger.warning(
                 f"{source.path} holds weights only: the optimizer, step and data position start "
@@ -588,9 +585,6 @@ class CheckpointManager:
         for name, keys in own_keys.items():
             _check_no_key_missing(name, keys - saved.keys(), source.path)
         return states
-
-    def _other_components(self) -> set[str]:
-        return {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *self.states} - {MODEL}
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         if model_only:
@@ -669,7 +663,7 @@ def load_from_hf(
             raise ValueError(f"There are no safetensors files in {path}")
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
-        _check_same_model(shapes_of(wanted), relevant, path, model_description)
+        _check_same_model(wanted, relevant, path, model_description)
     with _one_error(f"The safetensors files in {path} could not be read"):
         dcp.load(wanted, storage_reader=reader)
     loaded = adapter.from_hf(wanted)
@@ -745,10 +739,37 @@ def _consolidate(sharded: str, folder: str, file_index: dict[str, int]) -> None:
     )
 
 
+# Weights alone, for conversions
+
+
+def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
+    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it."""
+    with torch.device("meta"):
+        model = model_cls(model_args)
+    names = ModelWrapper(model).state_dict()
+    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in names.items()}
+
+
+def load_weights(weights: dict[str, Any], path: str, model_description: str) -> None:
+    """Read the model's entries of a DCP checkpoint into `weights`, in place. Collective.
+
+    Raises ValueError if `path` is not a whole checkpoint of this model.
+    """
+    if damage := find_damage(path):
+        raise ValueError(f"The checkpoint {path} is damaged: {damage}")
+    saved = from_rank_zero(lambda: _saved_shapes_in(path))
+    if saved is None or contents_of(path) == Contents.UNFINISHED:
+        raise ValueError(f"{path} is not the folder of a finished checkpoint")
+    saved_weights = {key: saved[key] for key in saved.keys() - _keys_outside_model(saved)}
+    _check_same_model(weights, saved_weights, path, model_description)
+    with _one_error(f"The checkpoint {path} could not be read"):
+        dcp.load(weights, checkpoint_id=path)
+
+
 # What a checkpoint holds, and what the model wants
 
 
-def shapes_of(state_dict: dict[str, Any]) -> Shapes:
+def _shapes_of(state_dict: dict[str, Any]) -> Shapes:
     return {
         name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
         for name, value in state_dict.items()
@@ -779,14 +800,21 @@ def _flat_keys(name: str, state: Any) -> set[str]:
     return set(flatten_state_dict({name: content})[0])
 
 
+def _keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *states} - {MODEL}
+    return {key for key in saved if key.split(".")[0] in components}
+
+
 def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
     """The keys inside one component, without its name."""
     return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
 
 
-def _check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:
-    """Compare what all ranks want together with what is saved. Collective."""
-    wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
+def _check_same_model(
+    weights: dict[str, Any], saved: Shapes, path: str, model_description: str
+) -> None:
+    """Compare the weights that all ranks together want with those that are saved. Collective."""
+    wanted = {k: shape for part in all_ranks(_shapes_of(weights)) for k, shape in part.items()}
     other_shape = [
         f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
         for name in sorted(wanted.keys() & saved.keys())

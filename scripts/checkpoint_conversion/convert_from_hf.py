@@ -1,0 +1,55 @@
+"""Turn Hugging Face safetensors files into a checkpoint that training can start from.
+
+Set checkpoint.initial_load_path to the folder it writes. Training can also read the files
+directly (checkpoint.initial_load_in_hf); converting pays off when they are read often.
+"""
+
+import argparse
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan.components.checkpoint import load_from_hf, zero_weights
+from torchtitan.components.checkpoint_folder import HashingWriter
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import init_logger
+
+
+@torch.no_grad()
+def convert_from_hf(input_dir: str, output_dir: str, model_name: str, model_flavor: str) -> None:
+    """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
+
+    Raises ValueError if the files are not those of this model and flavor.
+    """
+    spec = get_train_spec(model_name)
+    if model_flavor not in spec.model_args:
+        raise ValueError(
+            f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
+        )
+    if spec.state_dict_adapter is None:
+        raise ValueError(f"{model_name} has no state_dict_adapter, so nothing to convert with")
+    model_args = spec.model_args[model_flavor]
+    weights = zero_weights(spec.model_cls, model_args)
+    adapter = spec.state_dict_adapter(model_args, None)
+    loaded = load_from_hf(
+        weights, adapter, input_dir, model_description=f"{model_name} {model_flavor}"
+    )
+    dcp.save(weights | loaded, storage_writer=HashingWriter(output_dir), checkpoint_id=output_dir)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("input_dir", help="folder with *.safetensors")
+    parser.add_argument("output_dir", help="folder to write the checkpoint to")
+    parser.add_argument("--model_name", default="llama3")
+    parser.add_argument("--model_flavor", default="8B")
+    options = parser.parse_args()
+    init_logger()
+    try:
+        convert_from_hf(**vars(options))
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Converting llama3 weights there and back."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
+from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
+from torchtitan.components.checkpoint import load_weights, zero_weights
+from torchtitan.components.checkpoint_folder import mark_unfinished
+from torchtitan.protocols.train_spec import get_train_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MODEL = ("llama3", "debugmodel")
+
+
+@pytest.fixture(scope="module")
+def hf_weights():
+    spec = get_train_spec(MODEL[0])
+    args = spec.model_args[MODEL[1]]
+    weights = zero_weights(spec.model_cls, args)
+    torch.manual_seed(0)
+    random = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
+    return {k: t.contiguous() for k, t in spec.state_dict_adapter(args, None).to_hf(random).items()}
+
+
+@pytest.fixture
+def hf_folder(tmp_path, hf_weights):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file(hf_weights, folder / "model.safetensors")
+    return folder
+
+
+def test_there_and_back_is_bit_for_bit_the_same(tmp_path, hf_folder, hf_weights):
+    names = list(hf_weights)
+    shards = {name: f"model-0000{1 + 2 * i // len(names)}-of-00002.safetensors"
+              for i, name in enumerate(names)}  # fmt: skip
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
+    convert_to_hf(
+        str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, str(hf_folder), "float32"
+    )  # fmt: skip
+    written = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert written["weight_map"] == shards
+    back = {}
+    for file in (tmp_path / "back").glob("*.safetensors"):
+        back |= load_file(file)
+    assert back.keys() == hf_weights.keys()
+    assert all(torch.equal(back[name], hf_weights[name]) for name in names)
+
+
+def test_export_dtype_is_applied(tmp_path, hf_folder, hf_weights):
+    convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
+    convert_to_hf(str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, None, "bfloat16")
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    name = "model.norm.weight"
+    assert torch.equal(load_file(file)[name], hf_weights[name].to(torch.bfloat16))
+
+
+def test_mistakes_are_named(tmp_path, hf_folder):
+    out = str(tmp_path / "out")
+    with pytest.raises(ValueError, match="llama3 has no flavor '9B'; it has debugmodel"):
+        convert_from_hf(str(hf_folder), out, "llama3", "9B")
+    with pytest.raises(ValueError, match="no safetensors files in"):
+        convert_from_hf(str(tmp_path), out, *MODEL)
+    with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
+        convert_to_hf(str(hf_folder), out, *MODEL, None, "float32")
+    mark_unfinished(str(tmp_path / "half"))
+    with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
+        load_weights({}, str(tmp_path / "half"), "llama3")
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other")
+    with pytest.raises(ValueError, match="other is not one of llama3 debugmodel"):
+        convert_to_hf(str(tmp_path / "other"), out, *MODEL, None, "float32")
