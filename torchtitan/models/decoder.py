@@ -18,7 +18,6 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import (
     AttentionMasksType,
     attend,
@@ -36,53 +36,12 @@ from torchtitan.models.attention import (
 )
 from torchtitan.models.documents import choose_separator
 from torchtitan.models.rope import apply_rotary_emb, select_positions
-from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
-from torchtitan.tools.logging import logger
+from torchtitan.protocols.model import ModelProtocol
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import JobConfig
 
 PROJECTION_STD = 0.02
-
-
-@dataclass
-class DecoderArgs(BaseModelArgs):
-    """What every family's args have in common and the decoder body reads.
-
-    attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
-    end with the end-of-text token) or "position_block_causal" (where positions start anew).
-    depth_init: scale the initial weights of residual branches by their own depth instead of by
-    the depth of the whole model.
-    """
-
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    vocab_size: int = 128256
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000
-    max_seq_len: int = 131072
-    depth_init: bool = True
-    attn_type: str = "sdpa"
-    attn_mask_type: str = "causal"
-    eos_id: int = 0
-    enable_weight_tying: bool = False
-
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
-        """Take the RoPE length from training.seq_len, and the attention overrides of [model]."""
-        seq_len = job_config.training.seq_len
-        if seq_len > self.max_seq_len:
-            logger.warning(
-                "training.seq_len = %d is longer than the %d positions this flavor was made for",
-                seq_len,
-                self.max_seq_len,
-            )
-        self.max_seq_len = seq_len
-        for name in ("attn_type", "attn_mask_type"):
-            override = getattr(job_config.model, name, None)
-            if override is not None:
-                setattr(self, name, override)
 
 
 class FeedForward(nn.Module):
@@ -238,7 +197,10 @@ class Decoder(ModelProtocol):
         self.n_layers = model_args.n_layers
         self.enable_weight_tying = model_args.enable_weight_tying
 
-        self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
+        # From an empty table, since drawing one on the meta device loads torch's compiler.
+        self.tok_embeddings = nn.Embedding.from_pretrained(
+            torch.empty(model_args.vocab_size, model_args.dim), freeze=False
+        )
         # Not saved: it follows from the args, and sequence length may change between runs.
         self.register_buffer(self.rope_buffer_name, self.build_rope_table(), persistent=False)
         self.layers = nn.ModuleDict(

@@ -50,6 +50,8 @@ def precompute_freqs_cis(
 
     scaling_args: None leaves the frequencies as they are.
     """
+    if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
+        return torch.empty((end, dim // 2), dtype=torch.complex64)
     # In this order of operations, as in the published models: the last bit of a frequency,
     # times a position of 100,000, is an angle that shows.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.args import DecoderArgs
 from torchtitan.models.rope import RoPEScalingArgs
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 

@@ -1,0 +1,49 @@
+"""The args that all families share."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+
+@dataclass
+class DecoderArgs(BaseModelArgs):
+    """What every family's args have in common and the decoder body reads.
+
+    attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
+    end with the end-of-text token) or "position_block_causal" (where positions start anew).
+    depth_init: scale the initial weights of residual branches by their own depth instead of by
+    the depth of the whole model.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    vocab_size: int = 128256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000
+    max_seq_len: int = 131072
+    depth_init: bool = True
+    attn_type: str = "sdpa"
+    attn_mask_type: str = "causal"
+    eos_id: int = 0
+    enable_weight_tying: bool = False
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """Take the RoPE length from training.seq_len, and the attention overrides of [model]."""
+        seq_len = job_config.training.seq_len
+        if seq_len > self.max_seq_len:
+            logger.warning(
+                "training.seq_len = %d is longer than the %d positions this flavor was made for",
+                seq_len,
+                self.max_seq_len,
+            )
+        self.max_seq_len = seq_len
+        for name in ("attn_type", "attn_mask_type"):
+            override = getattr(job_config.model, name, None)
+            if override is not None:
+                setattr(self, name, override)
