@@ -112,17 +112,21 @@ class StreamedDocuments:
         self._name = name
         self._infinite = infinite
         self._loaded: dict[str, Any] | None = None
+        self._has_begun = False
 
     def start(self, reader: int, num_readers: int) -> None:
         # The stream's epoch lives in memory that forked workers share; each needs its own.
         self._data = copy.deepcopy(self._data)
 
     def restart(self) -> None:
-        self._loaded = None
+        self._loaded, self._has_begun = None, False
         self._data.load_state_dict(None)
         self._data.set_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_begun:  # a stream iterated again would go back to where it began
+            self.load_state_dict(self.state_dict())
+        self._has_begun = True
         while True:
             is_whole_pass = self._loaded is None
             num_samples = 0

@@ -1,0 +1,420 @@
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig, local_files, text_datasets
+from torchtitan.hf_datasets.document_share import DocumentShare, deal_again
+from torchtitan.hf_datasets.local_files import load_local_documents
+from torchtitan.hf_datasets.text_datasets import (
+    DATASETS,
+    HuggingFaceTextDataset,
+    _validate_dataset,
+    build_text_dataloader,
+    build_text_validation_dataloader,
+)
+
+BOS, EOS = 1_000_001, 1_000_002
+
+
+class NumberTokenizer(BaseTokenizer):
+    """Texts of numbers; each number is its own token id. Begin and end only if `marks`."""
+
+    def __init__(self, marks=False):
+        super().__init__()
+        self.marks = marks
+
+    def encode(self, text, add_bos=False, add_eos=False):
+        numbers = [int(word) for word in text.split()]
+        return [BOS] * (add_bos and self.marks) + numbers + [EOS] * (add_eos and self.marks)
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+    def get_vocab_size(self):
+        return EOS + 1
+
+
+def documents_of(lengths):
+    """Texts of the given lengths in tokens; no token occurs twice."""
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    return [
+        {"text": " ".join(map(str, range(start, start + length)))}
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Put DATASETS back as it was."""
+    before = dict(DATASETS)
+    yield
+    DATASETS.clear()
+    DATASETS.update(before)
+
+
+def register(samples, name="numbers"):
+    DATASETS[name] = DatasetConfig("", lambda path: samples, lambda sample: sample["text"])
+
+
+def make_dataset(samples, seq_len=4, marks=False, **kwargs):
+    register(samples)
+    return HuggingFaceTextDataset("numbers", None, NumberTokenizer(marks), seq_len, **kwargs)
+
+
+def tokens_of(input_dict, labels):
+    """The seq_len + 1 tokens of one sequence."""
+    return [*input_dict["input"].tolist(), labels.tolist()[-1]]
+
+
+# ---- packing ----
+
+
+def packed_slowly(samples, seq_len):
+    stream = []
+    for sample in samples:
+        stream += [BOS, *[int(word) for word in sample["text"].split()], EOS]
+    length = seq_len + 1
+    return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), seq_len=st.integers(1, 9))
+def test_packing_cuts_the_documents_laid_end_to_end(lengths, seq_len):
+    samples = documents_of(lengths)
+    expected = packed_slowly(samples, seq_len)
+    dataset = make_dataset(samples, seq_len, marks=True)
+    if not expected:
+        with pytest.raises(ValueError, match="too small"):
+            next(iter(dataset))
+        return
+    sequences = list(dataset)
+    assert [tokens_of(*sequence) for sequence in sequences] == expected
+    assert [labels.tolist() for _, labels in sequences] == [row[1:] for row in expected]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 60), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_resuming_anywhere_gives_the_same_sequences(num_before, lengths):
+    samples = documents_of([*lengths, 10])
+    unbroken = make_dataset(samples, infinite=True)
+    sequences = iter(unbroken)
+    for _ in range(num_before):
+        next(sequences)
+    state = unbroken.state_dict()
+    expected = [tokens_of(*next(sequences)) for _ in range(20)]
+    resumed = make_dataset(samples, infinite=True)
+    resumed.load_state_dict(state)
+    assert [tokens_of(*sequence) for sequence in islice(resumed, 20)] == expected
+
+
+def test_saved_state_is_a_copy():
+    dataset = make_dataset(documents_of([13]))
+    sequences = iter(dataset)
+    next(sequences)
+    state = dataset.state_dict()
+    before = json.dumps(state)
+    list(sequences)
+    resumed = make_dataset(documents_of([13]))
+    resumed.load_state_dict(state)
+    list(resumed)
+    assert json.dumps(state) == before
+
+
+def test_finite_data_end_and_start_over_when_iterated_again():
+    dataset = make_dataset(documents_of([7, 8]))
+    first, second = list(dataset), list(dataset)
+    assert len(first) == len(second) == 3
+    assert tokens_of(*first[0]) == tokens_of(*second[0]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_iterating_again_before_the_end_goes_on(streamed):
+    from datasets import Dataset
+
+    samples = Dataset.from_list(documents_of([6] * 10))
+    expected = [tokens_of(*sequence) for sequence in make_dataset(samples)]
+    dataset = make_dataset(samples.to_iterable_dataset() if streamed else samples)
+    sequences = [tokens_of(*sequence) for sequence in islice(dataset, 3)]
+    sequences += [tokens_of(*sequence) for sequence in islice(dataset, 4)]
+    sequences += [tokens_of(*sequence) for sequence in dataset]
+    assert sequences == expected
+
+
+def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
+    sequences = islice(make_dataset(documents_of([2]), infinite=True), 3)
+    assert tokens_of(*next(sequences)) == [0, 1, 0, 1, 0]
+    with pytest.raises(ValueError, match="too small: reader 1 of 1 .* got 2 tokens.*= 5"):
+        list(make_dataset(documents_of([2])))
+
+
+def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
+    with pytest.raises(ValueError, match="'numbers' holds no documents"):
+        make_dataset([], infinite=True)
+    monkeypatch.setattr(text_datasets, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
+    with pytest.raises(ValueError, match="50 documents in a row gave no tokens"):
+        next(iter(make_dataset([{"text": ""}], infinite=True)))
+
+
+def test_stream_with_fewer_parts_than_readers_fails_instead_of_looping():
+    from datasets import Dataset
+
+    stream = Dataset.from_list(documents_of([9])).to_iterable_dataset()
+    dataset = make_dataset(stream, dp_rank=1, dp_world_size=2, infinite=True)
+    with pytest.raises(ValueError, match="no documents"):
+        next(iter(dataset))
+
+
+def test_text_that_is_no_string_is_named():
+    with pytest.raises(ValueError, match="'numbers'.*must be a string, got int"):
+        next(iter(make_dataset([{"text": 7}])))
+
+
+# ---- another number of readers ----
+
+
+@given(st.data())
+def test_dealing_again_loses_no_document_and_repeats_none(data):
+    shares = [DocumentShare(0, 1)]
+    taken = []
+    for num_readers in data.draw(st.lists(st.integers(1, 5), max_size=4)):
+        shares = deal_again(shares, num_readers)
+        for share in shares:
+            for _ in range(data.draw(st.integers(0, 9))):
+                taken.append(share.peek())
+                share.advance()
+    limit = max(share.next_in_stride for share in shares)
+    left = [number for share in shares for number in share.not_taken_below(limit)]
+    assert sorted(taken + left) == list(range(limit))
+
+
+def build(samples, world_size, rank, num_workers, infinite=False):
+    register(samples)
+    dataset = HuggingFaceTextDataset(
+        "numbers", None, NumberTokenizer(), 4, rank, world_size, infinite=infinite
+    )
+    return ParallelAwareDataloader(dataset, rank, world_size, batch_size=2, num_workers=num_workers)
+
+
+def run_phase(samples, world_size, num_workers, states, num_batches):
+    """(tokens drawn by all ranks in `num_batches` each, states of all ranks merged)"""
+    drawn, merged = [], {}
+    for rank in range(world_size):
+        loader = build(samples, world_size, rank, num_workers)
+        loader.load_state_dict(states)
+        for input_dict, labels in islice(loader, num_batches):
+            drawn += input_dict["input"].flatten().tolist() + labels[:, -1].tolist()
+        merged |= loader.state_dict()
+    return drawn, merged
+
+
+def tokens_left_in_buffers(states):
+    import pickle
+
+    from torchtitan.components.dataloader import _reader_states
+
+    loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
+    readers = [reader for loader in loaders for reader in _reader_states(loader)]
+    return [token for reader in readers for token in reader["token_buffer"]]
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [(2, 0), (4, 0), (3, 0)],
+        [(1, 0), (1, 2)],
+        [(2, 2), (1, 0), (2, 1)],
+        [(4, 0), (1, 0)],
+    ],
+)
+def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
+    """phases: (ranks, data workers per rank); the last phase draws until the data end."""
+    lengths = [3 + (index * 7) % 23 for index in range(90)]
+    samples = documents_of(lengths)
+    drawn, states = [], {}
+    for index, (world_size, num_workers) in enumerate(phases):
+        num_batches = 5 if index + 1 < len(phases) else None
+        tokens, states = run_phase(samples, world_size, num_workers, states, num_batches)
+        drawn += tokens
+    # What is left are the last tokens of each reader, fewer than a sequence.
+    everything = Counter(drawn + tokens_left_in_buffers(states))
+    assert everything == Counter(range(sum(lengths)))
+
+
+def test_two_workers_of_one_rank_share_the_documents():
+    samples = documents_of([5] * 12)
+    drawn, _ = run_phase(samples, 1, 2, {}, None)
+    assert sorted(drawn) == list(range(60))
+
+
+def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
+    from datasets import Dataset
+
+    stream = Dataset.from_list(documents_of([9] * 8)).to_iterable_dataset(num_shards=4)
+    states = {}
+    for rank in range(2):
+        states |= build(stream, 2, rank, 0).state_dict()
+    with pytest.raises(ValueError, match="resume on 2 .*exclude_from_loading = .'dataloader'"):
+        build(stream, 3, 0, 0).load_state_dict(states)
+
+
+def test_position_in_other_data_is_refused():
+    state = make_dataset(documents_of([9, 9])).state_dict()
+    with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 3"):
+        make_dataset(documents_of([9, 9, 9])).load_state_dict(state)
+
+
+# ---- files ----
+
+
+def local_texts(path):
+    documents = load_local_documents(str(path))
+    return [documents[index]["text"] for index in range(len(documents))]
+
+
+def write_json_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_json_lines_are_read_by_number(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one"}\n\n  \n{"text": "zwölf", "id": 3}', encoding="utf-8")
+    assert local_texts(path) == ["one", "zwölf"]
+    with pytest.raises(IndexError):
+        load_local_documents(str(path))[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [('{"text": "tw', "not valid JSON"), ('{"body": "x"}', "body"), ("[1]", "list")],
+)
+def test_corrupt_json_line_is_named_with_file_and_line(tmp_path, line, reason):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"text": "one"}}\n\n{line}\n{{"text": "four"}}\n')
+    with pytest.raises(ValueError, match=f"data.jsonl, line 3.*{reason}"):
+        local_texts(path)
+
+
+def test_corrupt_line_in_a_c4_test_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "data.json").write_text('{"text": "one"}\n{"text": \n')
+    with pytest.raises(ValueError, match="data.json, line 2"):
+        HuggingFaceTextDataset("c4_test", str(folder), NumberTokenizer())
+
+
+def test_json_array_is_read_too(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "one"}, {"text": "two"}]')
+    assert local_texts(path) == ["one", "two"]
+
+
+def test_folder_is_read_in_the_order_of_names(tmp_path):
+    write_json_lines(tmp_path / "b.jsonl", ["three"])
+    write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
+    (tmp_path / "notes.csv").write_text("not data")
+    assert local_texts(tmp_path) == ["one", "two", "three"]
+
+
+def test_folder_of_two_kinds_is_refused(tmp_path):
+    write_json_lines(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "b.txt").write_text("two")
+    with pytest.raises(ValueError, match="one kind.*JSON lines, text"):
+        load_local_documents(str(tmp_path))
+
+
+def test_parquet_is_read_through_datasets(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_list(documents_of([3, 4])).to_parquet(tmp_path / "data.parquet")
+    assert local_texts(tmp_path / "data.parquet") == ["0 1 2", "3 4 5 6"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text("aä€🙂\n", max_size=30), max_size=8))
+def test_pieces_of_a_text_file_join_to_the_file(tmp_path_factory, parts):
+    text = "".join(parts)
+    path = tmp_path_factory.mktemp("text") / "data.txt"
+    path.write_text(text, encoding="utf-8", newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_files, "TEXT_DOCUMENT_BYTES", 16)
+        pieces = local_texts(path)
+    assert "".join(pieces) == text
+    assert all(len(piece.encode()) < 2 * 16 + 4 for piece in pieces)
+
+
+def test_short_text_file_is_one_document(tmp_path):
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(f"First line of {name}\nsecond\n")
+    (tmp_path / "empty.txt").write_text("")
+    assert [text.split("\n")[0] for text in local_texts(tmp_path)] == [
+        "First line of a.txt",
+        "First line of b.txt",
+    ]
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match="data.txt is not UTF-8 text.*byte 3"):
+        local_texts(path)
+
+
+# ---- registry and builders ----
+
+
+@pytest.mark.parametrize("name", ["c4_test", "local", "python_docs"])
+def test_missing_path_is_named_with_its_key(name):
+    with pytest.raises(FileNotFoundError, match="training.dataset_path.*/nowhere/data.jsonl"):
+        HuggingFaceTextDataset(name, "/nowhere/data.jsonl", NumberTokenizer())
+
+
+@pytest.mark.parametrize("name", ["c4_test", "local", "python_docs", "c4"])
+def test_local_file_works_under_every_built_in_name(tmp_path, name):
+    path = write_json_lines(tmp_path / "data.jsonl", ["1 2 3 4 5"])
+    dataset = HuggingFaceTextDataset(name, str(path), NumberTokenizer(), seq_len=4)
+    assert tokens_of(*next(iter(dataset))) == [1, 2, 3, 4, 5]
+
+
+def test_local_without_path_says_what_is_missing():
+    with pytest.raises(ValueError, match="'local' needs training.dataset_path"):
+        HuggingFaceTextDataset("local", None, NumberTokenizer())
+
+
+def test_unknown_dataset_lists_the_registered_and_the_closest():
+    with pytest.raises(ValueError, match="'c4_tset'.*did you mean 'c4_test'.*python_docs"):
+        _validate_dataset("c4_tset")
+
+
+def test_path_of_the_config_wins_over_the_registered_one():
+    assert _validate_dataset("c4")[0] == "allenai/c4"
+    assert _validate_dataset("c4", "elsewhere")[0] == "elsewhere"
+
+
+def test_loader_that_returns_neither_kind_of_dataset_is_refused():
+    with pytest.raises(ValueError, match="len.. and .i..*IterableDataset, got generator"):
+        make_dataset(sample for sample in documents_of([9]))
+
+
+def test_builders_take_their_own_section():
+    register(documents_of([100]), "train_numbers")
+    register(documents_of([50]), "validation_numbers")
+    config = JobConfig()
+    config.training.dataset, config.training.seq_len = "train_numbers", 4
+    config.training.local_batch_size = 3
+    config.validation.dataset, config.validation.seq_len = "validation_numbers", 9
+    config.validation.local_batch_size = 2
+    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
+
+    training = build_text_dataloader(job_config=config, **arguments)
+    batches = iter(training)
+    assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # goes on for ever
+    validation = build_text_validation_dataloader(job_config=config, **arguments)
+    assert [labels.shape for _, labels in validation] == [(2, 9), (2, 9), (1, 9)]
