@@ -1,0 +1,174 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import apply_ac
+
+SIZE = 512
+FLOPS_UNIT = SIZE**3 * 2
+
+SAVED_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,
+    torch.ops.torch_attn._varlen_attn,  # a packet, as clients pass it
+}
+
+
+class Block(nn.Module):
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.moe = nn.Module()
+        self.moe.router = nn.Module()
+        self.moe.router.gate = nn.Linear(size, size, bias=False)
+        self.attention = nn.Module()
+        self.attention.wq = nn.Linear(size, size, bias=False)
+        self.output = nn.Linear(size, 2 * size, bias=False)
+
+    def forward(self, x):
+        return self.output(self.attention.wq(self.moe.router.gate(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks=1, size=SIZE, first=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(first + i): Block(size) for i in range(num_blocks)})
+
+    def forward(self, x):
+        (block,) = self.layers.values()
+        return block(x)
+
+
+def op_config(force_recompute, **options):
+    return ActivationCheckpoint(
+        mode="selective",
+        selective_ac_option="op",
+        per_op_sac_force_recompute_mm_shapes_by_fqns=force_recompute,
+        **options,
+    )
+
+
+CASES = {
+    "none": (None, 8),
+    "op": (op_config([]), 9),
+    "op, gate recomputed": (op_config(["moe.router.gate"]), 10),
+    "op, output recomputed": (op_config(["output"]), 11),
+    "full": (ActivationCheckpoint(mode="full"), 12),
+}
+
+
+def build(config, **kwargs):
+    model = Model(**kwargs)
+    if config is not None:
+        apply_ac(model, config, op_sac_save_list=SAVED_OPS)
+    return model
+
+
+@pytest.mark.parametrize("config, expected", CASES.values(), ids=CASES)
+def test_backward_recomputes_what_was_not_saved(config, expected):
+    """Products of [512, 512] matrices in backward: 8 for gradients, the rest recomputed."""
+    model = build(config)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    model(x).sum().backward()
+    out = model(x)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() / FLOPS_UNIT == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's memory statistics")
+@pytest.mark.parametrize(
+    "config, expected_mib", list(zip([c for c, _ in CASES.values()], [2, 3, 2, 1, 0], strict=True))
+)
+def test_forward_keeps_no_more_than_the_policy_says(config, expected_mib):
+    if config is not None:
+        config.early_stop = True
+    model = build(config).cuda()
+    x = torch.randn(SIZE, SIZE, requires_grad=True, device="cuda")
+    model(x).sum().backward()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    out = model(x)
+    kept = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    assert kept - out.numel() * out.element_size() == expected_mib * 2**20
+
+
+@pytest.mark.parametrize("config, _flops", CASES.values(), ids=CASES)
+def test_output_and_gradients_equal_those_without_checkpointing(config, _flops):
+    plain, model = Model(), build(config)
+    batch = torch.randn(64, SIZE)
+    results = []
+    for m in (plain, model):
+        x = batch.clone().requires_grad_()
+        out = m(x)
+        out.sum().backward()
+        results.append([out, x.grad, *(p.grad for p in m.parameters())])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+def wrapped_blocks(model):
+    return [name for name, b in model.layers.items() if isinstance(b, CheckpointWrapper)]
+
+
+@pytest.mark.parametrize(
+    "option, expected", [("0", "0123"), ("1", "0123"), ("2", "13"), ("3", "2"), ("9", "")]
+)
+def test_every_nth_block_is_wrapped(option, expected):
+    config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+    for _ in range(2):  # a model before it in the process makes no difference
+        assert wrapped_blocks(build(config, num_blocks=4, size=4)) == list(expected)
+
+
+def test_pipeline_stage_wraps_the_blocks_that_the_whole_model_would():
+    config = ActivationCheckpoint(mode="selective", selective_ac_option="2")
+    assert wrapped_blocks(build(config, num_blocks=3, size=4, first=3)) == ["3", "5"]
+
+
+def test_op_policy_without_save_list_recomputes_everything():
+    model = Model()
+    apply_ac(model, op_config([]))
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    out = model(x)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() / FLOPS_UNIT == 12
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (ActivationCheckpoint(mode="none"), "must be full or selective.*got 'none'"),
+        (
+            ActivationCheckpoint(mode="selective", selective_ac_option="ops"),
+            "must be 'op' or a number n .* got 'ops'",
+        ),
+        (op_config(["moe.router"]), "'moe.router' matches layers.0.moe.router, a Module"),
+        (ActivationCheckpoint(mode="memory_budget"), "compile.enable = true"),
+    ],
+    ids=["none", "option", "not a Linear", "budget without compile"],
+)
+def test_wrong_option_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        build(config, size=4)
+
+
+def test_memory_budget_is_handed_to_the_partitioner(tmp_path):
+    import torch._functorch.config as functorch_config
+
+    config = ActivationCheckpoint(
+        mode="memory_budget", memory_budget=0.25, visualize_memory_budget_pareto=True
+    )
+    model = Model(size=4)
+    with functorch_config.patch({}):
+        apply_ac(model, config, model_compile_enabled=True, base_folder=str(tmp_path))
+        assert functorch_config.activation_memory_budget == 0.25
+        assert functorch_config.memory_budget_pareto_dir == str(tmp_path / "memory_budget_pareto")
+        assert (tmp_path / "memory_budget_pareto").is_dir()
+        functorch_config.activation_memory_budget = 1.0
+        functorch_config.visualize_memory_budget_pareto = False
+    assert wrapped_blocks(model) == []

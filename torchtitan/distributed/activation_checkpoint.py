@@ -1,0 +1,224 @@
+"""Activation checkpointing: keep less of the forward pass, compute it again in backward."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # noqa: F401  registers torch.ops.torch_attn._varlen_attn
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
+
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.tools.logging import logger
+
+# Only matrices of these shapes are always computed again: (in_features, out_features).
+_Shapes = set[tuple[int, int]]
+
+_MM = torch.ops.aten.mm.default
+_COPY = torch.ops.aten._to_copy.default
+
+
+def apply_ac(
+    model: nn.Module,
+    ac_config: ActivationCheckpoint,
+    *,
+    model_compile_enabled: bool = False,
+    op_sac_save_list: set[Any] | None = None,
+    base_folder: str = "",
+) -> None:
+    """Checkpoint the blocks in `model.layers`, in place, as `ac_config.mode` says.
+
+    full: every block keeps only its input.
+    selective: with selective_ac_option a number n, every n-th block is checkpointed in full
+    (0 or 1: all); with "op", outputs of the ops in `op_sac_save_list` are kept, of matrix
+    products every second one, and all else is computed again.
+    memory_budget: the compiler decides what to keep; blocks aren't wrapped.
+
+    Raises ValueError for other modes and options, for memory_budget without compile, and for a
+    name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches something but a Linear.
+    """
+    # Of the compiled variants of a wrapped block, dynamo should take the first that fits, not the
+    # one used last: forward and recompute may use different ones, and must not change places.
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
+
+    if ac_config.mode == "memory_budget":
+        _set_memory_budget(ac_config, model_compile_enabled, base_folder)
+        return
+    layers = model.get_submodule("layers")
+    for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
+        # By the block's number in the whole model, so that pipeline stages wrap the same blocks.
+        number = int(layer_id) + 1 if layer_id.isdecimal() else position
+        wrapped = _apply_ac_to_transformer_block(
+            block,
+            ac_config,
+            number=number,
+            base_fqn=f"layers.{layer_id}",
+            op_sac_save_list=op_sac_save_list or set(),
+        )
+        layers.register_module(layer_id, wrapped)
+    logger.info("activation checkpointing: %s", ac_config.mode)
+
+
+def _set_memory_budget(
+    ac_config: ActivationCheckpoint, model_compile_enabled: bool, base_folder: str
+) -> None:
+    if not model_compile_enabled:
+        raise ValueError(
+            "activation_checkpoint.mode = 'memory_budget' is carried out by the compiler; set "
+            "compile.enable = true with 'model' among compile.components, or choose another mode"
+        )
+    import torch._functorch.config
+
+    if ac_config.visualize_memory_budget_pareto:
+        folder = os.path.join(base_folder, "memory_budget_pareto")
+        os.makedirs(folder, exist_ok=True)
+        torch._functorch.config.memory_budget_pareto_dir = folder
+        torch._functorch.config.visualize_memory_budget_pareto = True
+    torch._functorch.config.activation_memory_budget = ac_config.memory_budget
+    logger.info("activation memory budget: %s", ac_config.memory_budget)
+
+
+def _apply_ac_to_transformer_block(
+    block: nn.Module,
+    ac_config: ActivationCheckpoint,
+    *,
+    number: int,
+    base_fqn: str,
+    op_sac_save_list: set[Any],
+) -> nn.Module:
+    if ac_config.mode == "full":
+        return _apply_full_ac(block, ac_config)
+    if ac_config.mode != "selective":
+        raise ValueError(
+            f"activation_checkpoint.mode must be full or selective to wrap blocks, "
+            f"got {ac_config.mode!r}"
+        )
+    option = ac_config.selective_ac_option
+    if option == "op":
+        return _apply_op_sac(block, ac_config, base_fqn, op_sac_save_list)
+    if not option.isdecimal():
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option must be 'op' or a number n (every n-th "
+            f"block), got {option!r}"
+        )
+    every = max(int(option), 1)
+    return _apply_full_ac(block, ac_config) if number % every == 0 else block
+
+
+def _apply_full_ac(
+    block: nn.Module, ac_config: ActivationCheckpoint, **checkpoint_options: Any
+) -> nn.Module:
+    return checkpoint_wrapper(
+        block,
+        preserve_rng_state=ac_config.preserve_rng_state,
+        determinism_check=ac_config.determinism_check,
+        early_stop=ac_config.early_stop,
+        debug=ac_config.debug,
+        **checkpoint_options,
+    )
+
+
+def _apply_op_sac(
+    block: nn.Module,
+    ac_config: ActivationCheckpoint,
+    base_fqn: str,
+    op_sac_save_list: set[Any],
+) -> nn.Module:
+    recomputed_shapes = _linear_shapes(
+        block, base_fqn, ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
+    )
+    saved_ops = _expand_packets(op_sac_save_list)
+    return _apply_full_ac(
+        block,
+        ac_config,
+        context_fn=partial(_selective_contexts, saved_ops, recomputed_shapes),
+    )
+
+
+def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Shapes:
+    shapes = set()
+    for name, module in block.named_modules():
+        fqn = f"{base_fqn}.{name}"
+        matched = [part for part in fqn_parts if part in fqn]
+        if not matched:
+            continue
+        if not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns must name "
+                f"Linear modules, but {matched[0]!r} matches {fqn}, a {type(module).__name__}"
+            )
+        shapes.add((module.in_features, module.out_features))
+    return shapes
+
+
+def _expand_packets(ops: set[Any]) -> frozenset[Any]:
+    """The ops, with each overload packet replaced by its overloads: those are what runs."""
+    expanded = set()
+    for op in ops:
+        if isinstance(op, OpOverloadPacket):
+            expanded.update(getattr(op, overload) for overload in op.overloads())
+        else:
+            expanded.add(op)
+    return frozenset(expanded)
+
+
+def _selective_contexts(saved_ops: frozenset[Any], recomputed_shapes: _Shapes) -> tuple[Any, Any]:
+    """Contexts for one forward pass and for its recomputation."""
+    policy = _op_policy(saved_ops, recomputed_shapes)
+    forward, _ = create_selective_checkpoint_contexts(policy)
+    recompute = _RecomputeMode(policy, forward.storage, False)
+    recompute.maybe_saved_ops = saved_ops | {_COPY}
+    return forward, recompute
+
+
+def _op_policy(
+    saved_ops: frozenset[Any], recomputed_shapes: _Shapes
+) -> Callable[..., CheckpointPolicy]:
+    num_mms: Counter[bool] = Counter()  # in forward, in recompute
+
+    def policy(
+        ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        if op is _COPY and _copies_to_cpu(*args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE  # the copy would wait for the device once more
+        if op is _MM:
+            if tuple(args[1].shape) in recomputed_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            num_mms[ctx.is_recompute] += 1
+            if num_mms[ctx.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _copies_to_cpu(source: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return source.device.type != "cpu" and device is not None and torch.device(device).type == "cpu"
+
+
+class _RecomputeMode(_CachedTorchDispatchMode):
+    """Torch's mode for recomputation, which also runs ops that forward didn't.
+
+    From torch 2.13 on, its own raises on them. Hooks that exist only in backward (FLOP counters,
+    say) issue views of their own.
+    """
+
+    maybe_saved_ops: frozenset[Any]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.maybe_saved_ops:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
