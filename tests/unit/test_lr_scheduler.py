@@ -174,7 +174,9 @@ def test_unknown_decay_type_is_refused_when_decay_begins():
     schedulers = build_lr_schedulers(
         [optimizer], LRScheduler(warmup_steps=1, decay_type="steps"), training_steps=4
     )
-    with pytest.raises(ValueError, match="decay_type must be 'linear', 'sqrt' or 'cosine'.*'steps'"):
+    with pytest.raises(
+        ValueError, match="decay_type must be 'linear', 'sqrt' or 'cosine'.*'steps'"
+    ):
         optimizer.step()
         schedulers.step()
         schedulers.step()

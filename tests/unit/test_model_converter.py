@@ -22,9 +22,7 @@ EMULATED = ["--model.converters", "quantize.linear.float8", "--quantize.linear.f
 
 
 def one_rank() -> ParallelDims:
-    return ParallelDims(
-        dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1
-    )
+    return ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
 
 def build(*flags: str) -> ModelConvertersContainer:

@@ -20,7 +20,13 @@ from torchtitan.config import LRScheduler, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
 
-ADAM_KWARGS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "foreach": False}
+ADAM_KWARGS = {
+    "lr": 0.1,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "fused": True,
+    "foreach": False,
+}
 
 
 def one_rank(**degrees) -> ParallelDims:

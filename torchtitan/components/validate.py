@@ -38,7 +38,7 @@ class Validator(BaseValidator):
     """Reports the mean loss per token over the validation batches of all ranks.
 
     The mean is taken once over all tokens, not over batch means, so that every token weighs
-    the same however batches and ranks are cut.
+    the same however batches and ranks are cut. Every validation reads the same batches.
     """
 
     validation_dataloader: BaseDataLoader
@@ -78,6 +78,7 @@ class Validator(BaseValidator):
             tokenizer=tokenizer,
             infinite=job_config.validation.steps != -1,
         )
+        self._start_of_data: dict[str, Any] | None = None
 
     def post_dataloading_process(
         self,
@@ -136,7 +137,7 @@ class Validator(BaseValidator):
 
         A rank that runs out of data before the others repeats its last batch with no label in it.
         """
-        batches = iter(self.validation_dataloader)
+        batches = self._batches_from_the_start()
         input_dict, labels = self._empty_batch()
         max_batches = self.job_config.validation.steps
         num_batches = 0
@@ -151,6 +152,14 @@ class Validator(BaseValidator):
                 self.metrics_processor.ntokens_since_last_log += labels.numel()
             yield input_dict, labels
             num_batches += 1
+
+    def _batches_from_the_start(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        # The same text each time, so that losses compare, also across a resumed run.
+        if self._start_of_data is None:
+            self._start_of_data = self.validation_dataloader.state_dict()
+        else:
+            self.validation_dataloader.load_state_dict(self._start_of_data)
+        return iter(self.validation_dataloader)
 
     def _forward(
         self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
