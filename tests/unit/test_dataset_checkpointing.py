@@ -75,16 +75,16 @@ def assert_resume_repeats(dataset, world_size, rank, num_before, num_after, num_
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream", "small_shuffled_stream"])
-@pytest.mark.parametrize("num_before", [7, 260])  # in the first pass, and after several
+@pytest.mark.parametrize("num_before", [7, 130])  # in the first pass, and after several
 def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, num_before):
     for rank in range(world_size):
-        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=120)
+        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=40)
 
 
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
-@pytest.mark.parametrize("num_before", [1, 301])
+@pytest.mark.parametrize("num_before", [1, 151])
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
-    assert_resume_repeats(dataset, 2, 1, num_before, num_after=60, num_workers=2)
+    assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
 
 
 def test_c4_test_resumes_in_the_middle(c4_test):
