@@ -205,6 +205,7 @@ class Trainer(TrainingEngine):
             )
         config = self.job_config
         self.checkpointer.load(step=config.checkpoint.load_step)
+        self.metrics_processor.start(self.step)
         logger.info("training starts at step %d", self.step + 1)
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug
