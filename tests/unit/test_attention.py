@@ -1,0 +1,416 @@
+"""Every kernel against attention written out densely in float64, on the CPU.
+
+Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, so fp32 results
+are good to a few 1e-6.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    ScaledDotProductAttentionWrapper,
+    VarlenAttentionWrapper,
+    VarlenMetadata,
+    attend,
+    build_inner_attention,
+    create_attention_mask,
+    create_causal_block_mask,
+    create_document_block_mask,
+    create_document_varlen_metadata,
+    create_varlen_metadata_for_document,
+    get_causal_mask_mod,
+    get_document_mask_mod,
+    get_fixed_block_mask_mod,
+    get_sliding_window_mask_mod,
+)
+
+FP32 = {"rtol": 1e-5, "atol": 5e-6}
+EOS = 2
+
+
+def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=8, value_dim=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, value_dim or head_dim)]
+    return tuple(
+        torch.randn(n_rows, seq_len, heads, size, generator=generator)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads, size in shapes
+    )
+
+
+def dense(q, k, v, allowed, scale=None):
+    """Softmax over allowed pairs, step by step; zeros for a query that sees nothing.
+
+    q: [B, H, T, D]; k, v: [B, K, T, D]; allowed: bool, broadcastable to [B, H, T, T].
+    """
+    n_rep = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(n_rep, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * scale
+    weights = torch.where(allowed, (scores - scores.amax(-1, keepdim=True)).exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    return (weights / torch.where(total > 0, total, 1.0)) @ v.double()
+
+
+def allowed_pairs(document_ids):
+    """bool [B, 1, T, T]: causal, within a run of one id, padding only with itself."""
+    n_rows, seq_len = document_ids.shape
+    allowed = torch.zeros(n_rows, 1, seq_len, seq_len, dtype=torch.bool)
+    for row, ids in enumerate(document_ids.tolist()):
+        for q in range(seq_len):
+            key = q
+            while key >= 0 and ids[key] == ids[q] and (key == q or ids[q] >= 0):
+                allowed[row, 0, q, key] = True
+                key -= 1
+    return allowed
+
+
+def assert_same(actual, expected, inputs, **tolerance):
+    """Outputs and the gradients of all inputs agree."""
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(expected.shape, generator=generator)
+    torch.testing.assert_close(actual.double(), expected.double(), **tolerance)
+    actual_grads = torch.autograd.grad(actual, inputs, grad.to(actual.dtype), retain_graph=True)
+    expected_grads = torch.autograd.grad(expected, inputs, grad.to(expected.dtype), retain_graph=True)
+    for got, want in zip(actual_grads, expected_grads, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), **tolerance)
+
+
+@st.composite
+def packings(draw):
+    """Ids [B, T] with single tokens and padding anywhere."""
+    seq_len = draw(st.integers(1, 40))
+    n_rows = draw(st.integers(1, 3))
+    rows = []
+    for _ in range(n_rows):
+        row, document = [], 0
+        while len(row) < seq_len:
+            length = draw(st.integers(1, 12))
+            is_padding = draw(st.integers(0, 3)) == 0
+            row += [-1 if is_padding else document] * length
+            document += not is_padding
+        rows.append(row[:seq_len])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+HEADS = st.sampled_from([(2, 2), (4, 2), (4, 1)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(packings(), HEADS, st.sampled_from([None, 0.3]))
+def test_flex_and_varlen_agree_with_dense_on_packed_batch(document_ids, heads, scale):
+    inputs = tensors(*document_ids.shape, *heads)
+    expected = dense(*inputs, allowed_pairs(document_ids), scale).transpose(1, 2)
+    for attn_type, mask in (
+        ("flex", create_document_block_mask(document_ids, block_size=16)),
+        ("varlen", create_document_varlen_metadata(document_ids)),
+    ):
+        out = attend(build_inner_attention(attn_type), *inputs, mask, scale)
+        assert_same(out, expected, inputs, **FP32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(packings(), HEADS)
+def test_arbitrary_mask_path_agrees_with_the_document_path(document_ids, heads):
+    inputs = tensors(*document_ids.shape, *heads)
+    mask = create_document_block_mask(document_ids, block_size=16)
+    by_document = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
+    del mask.varlen_metadata
+    by_mask = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
+    assert_same(by_mask, by_document, inputs, **FP32)
+
+
+def test_each_document_is_bitwise_what_it_is_alone():
+    lengths = [9, 1, 20, 3]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    packed = tensors(1, 33, 4, 2)
+    metadata = create_document_varlen_metadata(ids)
+    out = VarlenAttentionWrapper()(*packed, metadata)
+    grads = torch.autograd.grad(out, packed, out.detach())
+    start = 0
+    for length in lengths:
+        alone = [x.detach()[:, :, start : start + length].requires_grad_() for x in packed]
+        one = create_document_varlen_metadata(torch.zeros(1, length, dtype=torch.int32))
+        out_alone = VarlenAttentionWrapper()(*alone, one)
+        assert torch.equal(out[start : start + length], out_alone)
+        grads_alone = torch.autograd.grad(out_alone, alone, out_alone.detach())
+        for grad, grad_alone in zip(grads, grads_alone, strict=True):
+            assert torch.equal(grad[:, :, start : start + length], grad_alone)
+        start += length
+
+
+def test_padding_sees_itself_and_is_seen_by_nobody():
+    ids = torch.tensor([[0, 0, -1, -1, 1, 1, -1]])
+    inputs = tensors(1, 7, 2, 2)
+    for attn_type, mask in (
+        ("flex", create_document_block_mask(ids)),
+        ("varlen", create_document_varlen_metadata(ids)),
+    ):
+        out = attend(build_inner_attention(attn_type), *inputs, mask)
+        values = inputs[2].transpose(1, 2)
+        assert torch.equal(out[:, [2, 3, 6]], values[:, [2, 3, 6]])
+        (grad,) = torch.autograd.grad(out[:, [0, 1, 4, 5]].sum(), inputs[2])
+        assert torch.count_nonzero(grad[:, :, [2, 3, 6]]) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(packings(), st.sampled_from([4, 16]))
+def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block_size):
+    allowed = allowed_pairs(document_ids)[:, 0]
+    n_rows, seq_len = document_ids.shape
+
+    def by_lookup(b, h, q_idx, kv_idx):
+        return allowed[b, q_idx, kv_idx]
+
+    wanted = create_block_mask(
+        by_lookup, n_rows, None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
+    )
+    mask = create_document_block_mask(document_ids, block_size=block_size)
+    assert mask.shape == wanted.shape
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(mask, f"{kind}_num_blocks")
+        assert torch.equal(counts, getattr(wanted, f"{kind}_num_blocks")), kind
+        indices, wanted_indices = (getattr(m, f"{kind}_indices") for m in (mask, wanted))
+        for place in (counts > 0).nonzero().tolist():
+            n = counts[tuple(place)]
+            assert set(indices[tuple(place)][:n].tolist()) == set(
+                wanted_indices[tuple(place)][:n].tolist()
+            )
+    q_idx, kv_idx = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+    for row in range(n_rows):
+        assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
+
+
+def test_causal_block_mask_has_one_row_for_the_whole_batch():
+    mask = create_causal_block_mask(3, 40, torch.device("cpu"), block_size=16)
+    assert mask.shape == (1, 1, 40, 40)
+    inputs = tensors(3, 40, 2, 2)
+    out = FlexAttentionWrapper()(*inputs, block_mask=mask)
+    assert_same(out, dense(*inputs, torch.ones(40, 40).tril().bool()), inputs, **FP32)
+
+
+def lookup(mask_mod, n_rows, seq_len):
+    """The mask mod's own word on every pair: bool [B, 1, T, T]."""
+    pairs = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+    return torch.stack([mask_mod(torch.tensor(b), 0, *pairs) for b in range(n_rows)])[:, None]
+
+
+def client_masks():
+    tokens = torch.tensor([[5, 5, EOS, 5, 5, 5, 5, EOS, 5, 5], [5, 5, 5, 5, 5, 5, 5, 5, EOS, 5]])
+    document = get_document_mask_mod(tokens, EOS)
+    window = get_sliding_window_mask_mod(3)
+    return {
+        "sliding window": window,
+        "sliding window in documents": and_masks(window, document),
+        "chunks": and_masks(get_causal_mask_mod(), get_fixed_block_mask_mod(4)),
+        "documents both ways": document,
+        "some queries see nothing": lambda b, h, q, kv: kv + 2 <= q,
+    }
+
+
+@pytest.mark.parametrize("name", client_masks())
+@pytest.mark.parametrize("block_size", [4, 128])
+def test_block_mask_of_a_client_trains(name, block_size):
+    mask_mod = client_masks()[name]
+    mask = create_block_mask(mask_mod, 2, None, 10, 10, device="cpu", BLOCK_SIZE=block_size)
+    inputs = tensors(2, 10, 4, 2)
+    out = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
+    assert_same(out, dense(*inputs, lookup(mask_mod, 2, 10)), inputs, **FP32)
+
+
+def test_create_attention_mask_takes_the_arguments_of_create_block_mask():
+    mask = create_attention_mask(get_causal_mask_mod(), 1, None, 10, 10, device="cpu")
+    inputs = tensors(1, 10, 2, 2)
+    out = FlexAttentionWrapper()(*inputs, block_mask=mask)
+    assert_same(out, dense(*inputs, torch.ones(10, 10).tril().bool()), inputs, **FP32)
+
+
+def test_flex_without_mask_is_full_attention():
+    inputs = tensors(2, 5, 2, 2)
+    out = FlexAttentionWrapper()(*inputs)
+    assert_same(out, dense(*inputs, torch.tensor(True)), inputs, **FP32)
+
+
+def test_score_mod_changes_the_scores():
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + 0.1 * (kv_idx - q_idx) * (h + 1)
+
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    mask = create_document_block_mask(ids, block_size=4)
+    inputs = tensors(1, 6, 2, 2)
+    out = FlexAttentionWrapper()(*inputs, score_mod=bias, block_mask=mask)
+    q, k, v = (x.double() for x in inputs)
+    distance = torch.arange(6)[None] - torch.arange(6)[:, None]
+    scores = q @ k.mT / 8**0.5 + 0.1 * distance * torch.tensor([1, 2])[:, None, None]
+    weights = scores.masked_fill(~allowed_pairs(ids), float("-inf")).softmax(-1)
+    assert_same(out, weights @ v, inputs, **FP32)
+
+
+def test_log_sum_exp_is_returned_and_has_a_gradient():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    mask = create_document_block_mask(ids, block_size=4)
+    q, k, v = inputs = tensors(1, 6, 2, 2)
+    out, lse = FlexAttentionWrapper()(*inputs, block_mask=mask, return_lse=True)
+    scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(
+        ~allowed_pairs(ids), float("-inf")
+    )
+    assert_same(lse, scores.logsumexp(-1), (q, k), **FP32)
+    assert_same(out, scores.softmax(-1) @ v.double(), inputs, **FP32)
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen", "sdpa"])
+def test_values_may_have_another_head_size(attn_type):
+    ids = torch.zeros(2, 7, dtype=torch.int32)
+    mask = {
+        "flex": create_document_block_mask(ids),
+        "varlen": create_document_varlen_metadata(ids),
+        "sdpa": None,
+    }[attn_type]
+    inputs = tensors(2, 7, 4, 2, head_dim=12, value_dim=8)
+    out = attend(build_inner_attention(attn_type), *inputs, mask)
+    assert out.shape == (2, 7, 4, 8)
+    expected = dense(*inputs, torch.ones(7, 7).tril().bool()).transpose(1, 2)
+    assert_same(out, expected, inputs, **FP32)
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_bf16_differs_from_fp32_by_its_own_rounding(attn_type):
+    ids = torch.tensor([[0] * 20 + [1] * 11 + [-1]])
+    inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(1, 32, 4, 2)]
+    masks = {
+        "flex": create_document_block_mask,
+        "varlen": create_document_varlen_metadata,
+    }
+    out = attend(build_inner_attention(attn_type), *inputs, masks[attn_type](ids))
+    assert out.dtype == torch.bfloat16
+    expected = dense(*inputs, allowed_pairs(ids)).transpose(1, 2)
+    # bf16 keeps 8 bits: 4e-3 relative per rounding, a few of them.
+    assert_same(out, expected, inputs, rtol=2e-2, atol=3e-2)
+
+
+def test_varlen_metadata_has_the_known_boundaries():
+    batch = torch.tensor([[5, 5, 2, 5, 5, 2], [5, 5, 5, 5, 2, 5]])
+    metadata = create_varlen_metadata_for_document(batch, EOS)
+    assert metadata.cu_seq_q.tolist() == [0, 3, 6, 11, 12]
+    assert metadata.cu_seq_q.dtype == torch.int32
+    assert metadata.cu_seq_k is metadata.cu_seq_q
+    assert (metadata.max_q, metadata.max_k) == (5, 5)
+
+
+def test_varlen_output_is_packed():
+    metadata = create_document_varlen_metadata(torch.zeros(2, 5, dtype=torch.int32))
+    assert VarlenAttentionWrapper()(*tensors(2, 5, 4, 2), metadata).shape == (10, 4, 8)
+
+
+def test_varlen_documents_may_run_over_the_rows_of_a_batch():
+    cu_seqlens = torch.tensor([0, 3, 12], dtype=torch.int32)
+    inputs = tensors(2, 6, 2, 2)
+    out = VarlenAttentionWrapper()(*inputs, VarlenMetadata(cu_seqlens, cu_seqlens, 9, 9))
+    flat = [x.transpose(1, 2).reshape(1, 12, 2, 8).transpose(1, 2) for x in inputs]
+    ids = torch.tensor([[0] * 3 + [1] * 9])
+    expected = dense(*flat, allowed_pairs(ids)).transpose(1, 2)[0]
+    assert_same(out, expected, inputs, **FP32)
+
+
+def test_varlen_with_more_keys_than_queries_is_causal_from_the_end():
+    q, _, _ = tensors(1, 3, 2, 2)
+    _, k, v = tensors(1, 7, 2, 1)
+    metadata = VarlenMetadata(torch.tensor([0, 1, 3]), torch.tensor([0, 3, 7]), 2, 4)
+    out = VarlenAttentionWrapper()(q, k, v, metadata)
+    allowed = torch.zeros(3, 7, dtype=torch.bool)
+    allowed[0, :3] = allowed[1, 3:6] = allowed[2, 3:7] = True
+    assert_same(out, dense(q, k, v, allowed).transpose(1, 2)[0], (q, k, v), **FP32)
+
+
+def test_mask_of_another_batch_names_both_sizes():
+    metadata = create_document_varlen_metadata(torch.zeros(1, 6, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cover 6 tokens and the batch has 5"):
+        VarlenAttentionWrapper()(*tensors(1, 5, 2, 2), metadata)
+
+
+def test_sdpa_is_causal():
+    inputs = tensors(2, 9, 4, 2)
+    out = ScaledDotProductAttentionWrapper()(*inputs, enable_gqa=True)
+    assert_same(out, dense(*inputs, torch.ones(9, 9).tril().bool()), inputs, **FP32)
+
+
+@pytest.mark.parametrize(
+    "attn_type, mask, what",
+    [
+        ("flex", None, "a BlockMask, got NoneType"),
+        ("varlen", None, "a VarlenMetadata, got NoneType"),
+        ("sdpa", "metadata", "no attention_masks, got VarlenMetadata"),
+    ],
+)
+def test_wrong_kind_of_mask_is_named(attn_type, mask, what):
+    if mask is not None:
+        mask = create_document_varlen_metadata(torch.zeros(1, 4, dtype=torch.int32))
+    with pytest.raises(TypeError, match=what):
+        attend(build_inner_attention(attn_type), *tensors(1, 4, 2, 2), mask)
+
+
+def test_unknown_attention_type_lists_the_choices():
+    with pytest.raises(ValueError, match="sdpa, flex, varlen, got 'spda'"):
+        build_inner_attention("spda")
+
+
+def test_document_mask_mod_keeps_an_eos_in_the_document_it_closes():
+    batch = torch.tensor([[5, 5, 2, 5, 5, 2], [5, 5, 5, 5, 2, 5]])
+    before = batch.clone()
+    pairs = lookup(get_document_mask_mod(batch, EOS), 2, 6)[:, 0]
+    one = torch.ones(3, 3, dtype=torch.bool)
+    assert torch.equal(pairs[0], torch.block_diag(one, one).bool())
+    five = torch.ones(5, 5, dtype=torch.bool)
+    assert torch.equal(pairs[1], torch.block_diag(five, torch.ones(1, 1)).bool())
+    assert torch.equal(batch, before)
+
+
+def test_mask_mods_are_named_after_their_size():
+    assert get_fixed_block_mask_mod(8).__name__ == "blocked_mask_mod_fixed_block_size_8"
+    assert get_sliding_window_mask_mod(8).__name__ == "sliding_window_mod_window_size_8"
+
+
+def test_sliding_window_below_one_is_refused():
+    with pytest.raises(ValueError, match="window_size=0"):
+        get_sliding_window_mask_mod(0)
+
+
+def test_changing_documents_do_not_recompile_after_warm_up():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    inputs = tensors(1, 24, 2, 2)
+    wrapper = torch.compile(VarlenAttentionWrapper(), backend=counter, fullgraph=True)
+    seen = []
+    for lengths in ([10, 14], [5, 5, 14], [24], [3, 3, 3, 15], [1] * 24, [20, 4]):
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        out = wrapper(*inputs, create_document_varlen_metadata(ids))
+        assert_same(
+            out, dense(*inputs, allowed_pairs(ids)).transpose(1, 2)[0], inputs, **FP32
+        )
+        seen.append(counter.frame_count)
+    assert seen[1:] == [seen[1]] * 5
+
+
+def test_importing_the_protocols_loads_no_kernel():
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import torchtitan.models.attention, torchtitan.protocols.model\n"
+        "from torchtitan.protocols.model import AttentionMasksType\n"
+        "def f(masks: AttentionMasksType | None = None): ...\n"
+        "heavy = ('torch._dynamo', 'torch._inductor', 'torch.nn.attention.flex_attention',"
+        " 'torch.nn.attention.varlen', 'torch.distributed.tensor')\n"
+        "print([m for m in heavy if m in set(sys.modules) - before])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout.strip() == "[]"
