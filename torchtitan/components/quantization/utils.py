@@ -37,7 +37,7 @@ def model_is_compiled(job_config: JobConfig) -> bool:
 
 
 def set_group_alignment(alignment: int) -> None:
-    """Have MoE layers pad each expert's token group to a multiple of `alignment`."""
+    """Pad the tokens of each expert up to a multiple of `alignment` from here on."""
     from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 
     set_token_group_alignment_size_m(alignment)
