@@ -1,13 +1,14 @@
 """Process groups, seeds, reductions over meshes, gradient clipping."""
 
 import contextlib
+import functools
 import math
 import os
 import platform
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -214,9 +215,18 @@ def _use_deterministic_kernels(warn_only: bool) -> None:
     # attention module has compiled no kernel with it.
     attention = sys.modules.get("torchtitan.models.attention")
     if attention is not None:
-        from torch.nn.attention.flex_attention import flex_attention
+        attention.FlexAttentionWrapper._compiled_flex_attn = _flex_attention_without_autotuning
 
-        attention.FlexAttentionWrapper._compiled_flex_attn = torch.compile(flex_attention)
+
+def _flex_attention_without_autotuning(*args: Any, **kwargs: Any) -> Any:
+    return _compile_flex_attention()(*args, **kwargs)
+
+
+@functools.cache
+def _compile_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # loads inductor
+
+    return torch.compile(flex_attention)
 
 
 def _generator_seed() -> Tensor:

@@ -49,8 +49,8 @@ def run_ranks(
     """Results of `fn(*args)` from `world_size` new processes, in rank order.
 
     `fn`, `args` and the results must be picklable, so `fn` lives at the top of a module.
-    Each rank has one torch thread, a copy of this process's environment, and torchrun's
-    variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With `init_process_group` it
+    Each rank has one torch thread, no accelerator, a copy of this process's environment, and
+    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With `init_process_group` it
     also has a gloo process group, which is destroyed afterwards; without, `fn` makes its own.
 
     Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
@@ -63,6 +63,9 @@ def run_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(_free_port()),
+            # These ranks are CPU ranks on a machine with accelerators too.
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "",
         }
         context = _process_context()
         processes: list[BaseProcess] = []

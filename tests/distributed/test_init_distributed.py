@@ -1,0 +1,339 @@
+"""Joining, reusing and refusing process groups; contexts and reductions on them."""
+
+import contextlib
+import logging
+import os
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchtitan.distributed.utils as dist_utils
+from torchtitan.config.job_config import Comm
+from torchtitan.distributed import ParallelDims
+from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def dims(**degrees):
+    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    return ParallelDims(**(ones | degrees))
+
+
+@contextlib.contextmanager
+def messages_of_torchtitan():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("torchtitan").addHandler(handler)
+    yield messages
+    logging.getLogger("torchtitan").removeHandler(handler)
+
+
+def init_without_torchrun(folder):
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
+    before = dict(os.environ)
+    size = dist_utils.init_distributed(Comm(), base_folder=folder)
+    changed = {k for k in os.environ if os.environ[k] != before.get(k)}
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    mesh_sizes = {mesh.size() for mesh in (dims(world_size=1).build_mesh(),)}
+    return size, dist.get_backend(), changed, x.tolist(), mesh_sizes
+
+
+def test_without_torchrun_one_process_is_its_own_world(tmp_path):
+    (result,) = run_ranks(init_without_torchrun, 1, str(tmp_path), init_process_group=False)
+    size, backend, changed, reduced, mesh_sizes = result
+    assert (size, backend, reduced, mesh_sizes) == (1, "gloo", [1.0] * 3, {1})
+    assert changed == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    }
+    assert (tmp_path / "comm_traces").is_dir()
+
+
+def init_with_torchrun(folder):
+    size = dist_utils.init_distributed(Comm(trace_buf_size=0), base_folder=folder)
+    return size, dist.get_rank(), os.environ["TORCH_FR_BUFFER_SIZE"]
+
+
+def test_with_torchrun_all_ranks_join(tmp_path):
+    results = run_ranks(init_with_torchrun, 2, str(tmp_path), init_process_group=False)
+    assert results == [(2, 0, "0"), (2, 1, "0")]
+    assert not list(tmp_path.iterdir()), "no flight recorder, no folder"
+
+
+def init_with_part_of_torchrun(missing):
+    del os.environ[missing]
+    try:
+        dist_utils.init_distributed(Comm(trace_buf_size=0))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_half_a_torchrun_environment_names_what_is_missing(missing):
+    (message,) = run_ranks(init_with_part_of_torchrun, 1, missing, init_process_group=False)
+    assert f"not {missing};" in message and "unset RANK and WORLD_SIZE" in message
+
+
+def init_over_existing_group(folder):
+    group = dist.distributed_c10d._get_default_group()
+    with messages_of_torchtitan() as messages:
+        size = dist_utils.init_distributed(Comm(init_timeout_seconds=1), base_folder=folder)
+    same = group is dist.distributed_c10d._get_default_group()
+    return size, same, messages, "TORCH_FR_DUMP_TEMP_FILE" in os.environ
+
+
+def test_existing_group_is_reused_with_a_warning(tmp_path):
+    for size, same, messages, recorder_set in run_ranks(init_over_existing_group, 2, str(tmp_path)):
+        assert size == 2 and same and recorder_set
+        (message,) = messages
+        assert "exists already" in message and "comm.init_timeout_seconds" in message
+
+
+def refusal_on(device_type, backend, enable_cpu_backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.get_device_module(device_type)
+    with patch.object(dist_utils, "get_device_info", return_value=(device_type, module)):
+        try:
+            dist_utils.init_distributed(
+                Comm(trace_buf_size=0), enable_cpu_backend=enable_cpu_backend
+            )
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    "device_type, backend, cpu_too, wanted",
+    [
+        ("cuda", "gloo", False, "cuda tensors.*'nccl'"),
+        ("cuda", "cpu:gloo", False, "cuda tensors.*'nccl'"),
+        ("cpu", "cuda:gloo", False, "cpu tensors.*'gloo'"),
+        ("cuda", "cuda:fake", True, "cpu tensors.*'cuda:nccl,cpu:gloo'"),
+    ],
+)
+def test_existing_group_that_cannot_serve_the_device_is_refused(
+    device_type, backend, cpu_too, wanted
+):
+    import re
+
+    (message,) = run_ranks(refusal_on, 1, device_type, backend, cpu_too, init_process_group=False)
+    assert message and re.search(wanted, message), message
+
+
+@pytest.mark.parametrize(
+    "device_type, backend, cpu_too",
+    [("cpu", "gloo", True), ("cuda", "cuda:fake,cpu:gloo", True), ("cpu", "fake", False)],
+)
+def test_existing_group_that_serves_the_device_is_not_refused(device_type, backend, cpu_too):
+    assert run_ranks(
+        refusal_on, 1, device_type, backend, cpu_too, init_process_group=False
+    ) == [None]  # fmt: skip
+
+
+def fake_world(ngpu):
+    os.environ.pop("NGPU", None)
+    if ngpu is not None:
+        os.environ["NGPU"] = ngpu
+    try:
+        return dist_utils.init_distributed(Comm(mode="fake_backend")), dist.get_backend()
+    except ValueError as error:
+        return str(error)
+
+
+def test_fake_mode_takes_its_world_size_from_ngpu():
+    assert run_ranks(fake_world, 1, "8", init_process_group=False) == [(8, "fake")]
+    for wrong in (None, "two", "0"):
+        (message,) = run_ranks(fake_world, 1, wrong, init_process_group=False)
+        assert "NGPU" in message and repr(wrong or "") in message
+
+
+def reduce_and_set_timeouts():
+    rank = dist.get_rank()
+    d = dims(dp_shard=2, world_size=2)
+    mesh = d.get_mesh("batch")
+    dist_utils.set_pg_timeouts(timedelta(seconds=7), d)
+    x = torch.tensor(float(rank + 1))
+    return (
+        dist_utils.dist_max(x, mesh),
+        dist_utils.dist_sum(x, mesh),
+        dist_utils.dist_mean(x, mesh),
+        dist_utils.dist_sum(x, mesh, extra_pg=dist.group.WORLD),
+        dist_utils.dist_sum(torch.tensor([rank + 1]), mesh),
+        dist_utils.dist_sum(x),
+        mesh.get_group()._get_backend(torch.device("cpu")).options._timeout,
+    )
+
+
+def test_reductions_over_a_mesh_give_python_numbers():
+    first, second = run_ranks(reduce_and_set_timeouts, 2)
+    assert first[:5] == second[:5] == (2.0, 3.0, 1.5, 6.0, 3)
+    assert isinstance(first[4], int)
+    assert (first[5], second[5]) == (1.0, 2.0)  # without a mesh: this rank's own
+
+
+def clip_over_pipeline(norm_type):
+    torch.manual_seed(dist.get_rank())
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+    if dist.get_rank() == 0:
+        parameters[1].grad = torch.randn(4)
+    else:
+        parameters[0].grad = torch.randn(3)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    pp_mesh = dims(pp=2, world_size=2).get_mesh("pp")
+    norm = dist_utils.clip_grad_norm_(parameters, 0.5, norm_type=norm_type, pp_mesh=pp_mesh)
+    return norm, before, [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+def test_norm_over_pipeline_stages_is_that_of_all_their_gradients(norm_type):
+    results = run_ranks(clip_over_pipeline, 2, norm_type)
+    everything = torch.cat([grad for _, before, _ in results for grad in before])
+    expected = torch.linalg.vector_norm(everything, norm_type)
+    for norm, before, after in results:
+        torch.testing.assert_close(norm, expected)
+        for old, new in zip(before, after, strict=True):
+            torch.testing.assert_close(new, old * 0.5 / (expected + 1e-6))
+
+
+def clip_with_experts():
+    """Dense parameters on the fsdp mesh, experts on the ep mesh: two meshes, one norm."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    d = dims(dp_shard=2, ep=2, world_size=2)
+    torch.manual_seed(0)
+    wholes = [torch.randn(5, 3), torch.randn(4, 2)]
+    parameters = []
+    for whole, axis in zip(wholes, ("fsdp", "ep"), strict=True):
+        mesh = d.get_mesh(axis)
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        parameters.append(parameter)
+    norm = dist_utils.clip_grad_norm_(parameters, 0.5, foreach=True, ep_enabled=True)
+    try:
+        plain = nn.Parameter(torch.zeros(1))
+        plain.grad = torch.ones(1)
+        dist_utils.clip_grad_norm_([plain], 0.5, ep_enabled=True)
+    except AssertionError as error:
+        return norm, wholes, [p.grad.full_tensor() for p in parameters], str(error)
+
+
+def test_norm_over_dense_and_expert_meshes_is_that_of_all_gradients():
+    for norm, wholes, clipped, refusal in run_ranks(clip_with_experts, 2):
+        expected = torch.cat([w.flatten() for w in wholes]).norm()
+        torch.testing.assert_close(norm, expected)
+        for whole, grad in zip(wholes, clipped, strict=True):
+            torch.testing.assert_close(grad, whole * 0.5 / (expected + 1e-6))
+        assert "every parameter is a DTensor" in refusal
+
+
+def test_nonfinite_norm_raises_only_if_asked():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([float("nan"), 1.0])
+    with pytest.raises(RuntimeError, match="nan"):
+        dist_utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    assert torch.isnan(dist_utils.clip_grad_norm_([parameter], 1.0))
+
+
+def test_gradients_below_the_bound_stay_as_they_are():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert dist_utils.clip_grad_norm_(parameter, 10.0) == 5.0
+    assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+# ---- contexts ----
+
+
+def test_autocast_context_can_be_entered_again_and_again():
+    context = dist_utils.maybe_enable_amp(dims(world_size=1), "bfloat16", "cpu")
+    x = torch.ones(2, 2)
+    for _ in range(3):
+        with context:
+            assert (x @ x).dtype == torch.bfloat16
+        assert (x @ x).dtype == torch.float32
+
+
+def test_no_autocast_under_fsdp_or_in_float32():
+    x = torch.ones(2, 2)
+    for d, dtype in ((dims(dp_shard=2, world_size=2), "bfloat16"), (dims(world_size=1), "float32")):
+        with dist_utils.maybe_enable_amp(d, dtype, "cpu"):
+            assert (x @ x).dtype == torch.float32
+
+
+def test_tensor_parallel_without_fsdp_warns_that_bf16_has_no_effect(caplog):
+    with caplog.at_level(logging.WARNING, logger="torchtitan"):
+        context = dist_utils.maybe_enable_amp(dims(tp=2, world_size=2), "bfloat16", "cpu")
+    assert isinstance(context, contextlib.nullcontext)
+    assert "no effect" in caplog.text
+
+
+def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplog, monkeypatch):
+    monkeypatch.setattr(dist_utils, "_cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr("torchtitan.tools.logging._logged", set())
+    with caplog.at_level(logging.WARNING, logger="torchtitan"):
+        for _ in range(2):
+            dist_utils.maybe_enable_amp(dims(dp_shard=2, world_size=2), "bfloat16", "cpu")
+            dist_utils.maybe_enable_amp(dims(dp_shard=2, world_size=2), "float32", "cpu")
+    (record,) = caplog.records
+    assert 'training.mixed_precision_param = "float32"' in record.getMessage()
+
+
+def test_this_cpu_is_asked_what_it_can():
+    assert dist_utils._cpu_multiplies_bf16() in (True, False)
+
+
+def test_train_context_is_a_factory():
+    context = dist_utils.get_train_context(enable_loss_parallel=False)
+    for _ in range(2):
+        with context():
+            pass
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert dist_utils.get_train_context(enable_loss_parallel=True) is loss_parallel
+
+
+# ---- the helper that all of the above stands on ----
+
+
+def fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("what was missing")
+    dist.barrier()
+
+
+def hang_on_rank_1():
+    if dist.get_rank() == 1:
+        import time
+
+        time.sleep(600)
+    dist.barrier()
+
+
+def die_on_rank_1():
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def test_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(RankFailure, match="(?s)rank 1 failed first.*fail_on_rank_1") as caught:
+        run_ranks(fail_on_rank_1, 2)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_hung_rank_is_killed_and_its_stack_shown():
+    with pytest.raises(RankTimeout, match="(?s)did not end in time.*hang_on_rank_1"):
+        run_ranks(hang_on_rank_1, 2, timeout_seconds=3)
+
+
+def test_dead_rank_is_reported_with_its_exit_code():
+    with pytest.raises(RankFailure, match="rank 1 .*exit code 3|exit code 3"):
+        run_ranks(die_on_rank_1, 2)
