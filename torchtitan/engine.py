@@ -216,7 +216,7 @@ class TrainingEngine(Stateful):
 
     def _build_checkpointer(self) -> CheckpointManager:
         adapter_cls = self.train_spec.state_dict_adapter
-        return CheckpointManager(
+        checkpointer = CheckpointManager(
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -230,6 +230,9 @@ class TrainingEngine(Stateful):
             ),
             base_folder=self.job_config.job.dump_folder,
         )
+        model = self.job_config.model
+        checkpointer.model_description = f"{model.name} {model.flavor}"
+        return checkpointer
 
     def _build_contexts(self) -> None:
         self.train_context = dist_utils.get_train_context(

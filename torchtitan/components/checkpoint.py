@@ -73,6 +73,10 @@ TRAIN_STATE = "train_state"
 
 _CONSOLIDATION_THREADS = 5
 _KEYS_SHOWN = 5
+_WEIGHTS_ONLY = (
+    "the optimizer, step and data position start from zero. To continue from an earlier full "
+    "checkpoint, name its step in checkpoint.load_step"
+)
 
 # Name of an entry -> its shape, or None when it is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -483,8 +487,7 @@ class CheckpointManager:
         from_hf = chosen.contents == Contents.HF
         if from_hf:
             logger.warning(
-                f"{chosen.path} holds weights only, in Hugging Face format: the optimizer, "
-                "step and data position start from zero"
+                f"{chosen.path} holds weights only, in Hugging Face format: {_WEIGHTS_ONLY}"
             )
         return _Source(chosen.path, model_only=from_hf or chosen.step == 0, from_hf=from_hf)
 
@@ -569,10 +572,7 @@ class CheckpointManager:
             saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
             _check_same_model(weights, saved_weights, source.path, self.model_description)
         if others and not saved_others:
-            logger.warning(
-                f"{source.path} holds weights only: the optimizer, step and data position start "
-                "from zero. To continue from an earlier full one, name it in checkpoint.load_step"
-            )
+            logger.warning(f"{source.path} holds weights only: {_WEIGHTS_ONLY}")
             return {name: states[name] for name in model_names if name in states}
 
         if DATALOADER in others:
