@@ -50,8 +50,9 @@ def run_ranks(
 
     `fn`, `args` and the results must be picklable, so `fn` lives at the top of a module.
     Each rank has one torch thread, no accelerator, a copy of this process's environment, and
-    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With `init_process_group` it
-    also has a gloo process group, which is destroyed afterwards; without, `fn` makes its own.
+    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With
+    `init_process_group` it also has a gloo process group, which is destroyed afterwards;
+    without, `fn` makes its own.
 
     Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
     outlives the call.
