@@ -9,7 +9,7 @@ import argparse
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpoint import load_from_hf, zero_weights
+from torchtitan.components.checkpoint_contents import load_from_hf, zero_weights
 from torchtitan.components.checkpoint_folder import HashingWriter
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger

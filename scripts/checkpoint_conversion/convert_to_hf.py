@@ -7,7 +7,7 @@ import argparse
 
 import torch
 
-from torchtitan.components.checkpoint import load_weights, save_to_hf, zero_weights
+from torchtitan.components.checkpoint_contents import load_weights, save_to_hf, zero_weights
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.components.checkpoint import load_weights, zero_weights
+from torchtitan.components.checkpoint_contents import load_weights, zero_weights
 from torchtitan.components.checkpoint_folder import mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 

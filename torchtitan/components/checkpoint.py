@@ -1,7 +1,8 @@
 """Saving and loading a run: model, optimizer, schedulers, data position and step.
 
 Everything is written and read by torch's distributed checkpoint (DCP), so that a run may
-continue on another number of ranks. `checkpoint_folder.py` says when a step folder is whole.
+continue on another number of ranks. `checkpoint_folder.py` says when a step folder is whole,
+`checkpoint_contents.py` compares what it holds with what the model wants.
 Model entries stand at the top level of a checkpoint under their parameter names; the other
 components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
 """
@@ -12,9 +13,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,23 +34,33 @@ from torch.distributed.checkpoint.state_dict_saver import (
     AsyncSaveResponse,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 
+from torchtitan.components.checkpoint_contents import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    check_no_key_missing,
+    check_same_model,
+    flat_keys,
+    keys_of,
+    keys_outside_model,
+    load_from_hf,
+    one_error,
+    save_to_hf,
+    saved_shapes_in,
+)
 from torchtitan.components.checkpoint_folder import (
-    DCP_METADATA,
-    HF_INDEX,
     Contents,
     HashingWriter,
     StepFolder,
     all_ranks,
     contents_of,
     find_damage,
-    finish_writing,
     from_rank_zero,
-    hash_over_ranks,
     list_steps,
     mark_unfinished,
-    start_writing,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
@@ -65,21 +74,25 @@ if TYPE_CHECKING:
     from torchtitan.config.job_config import Checkpoint
     from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-MODEL = "model"
-OPTIMIZER = "optimizer"
-LR_SCHEDULER = "lr_scheduler"
-DATALOADER = "dataloader"
-TRAIN_STATE = "train_state"
+__all__ = [
+    "DATALOADER",
+    "LR_SCHEDULER",
+    "MODEL",
+    "OPTIMIZER",
+    "TRAIN_STATE",
+    "AsyncMode",
+    "CheckpointManager",
+    "HuggingFaceStorageWriter",
+    "ModelWrapper",
+    "SaveDone",
+    "Terminate",
+    "purge_thread",
+]
 
-_CONSOLIDATION_THREADS = 5
-_KEYS_SHOWN = 5
 _WEIGHTS_ONLY = (
     "the optimizer, step and data position start from zero. To continue from an earlier full "
     "checkpoint, name its step in checkpoint.load_step"
 )
-
-# Name of an entry -> its shape, or None when it is not a tensor.
-Shapes = dict[str, tuple[int, ...] | None]
 
 
 class AsyncMode(StrEnum):
@@ -298,7 +311,7 @@ class CheckpointManager:
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
-        with _one_error(f"The checkpoint {checkpoint_id} could not be written"):
+        with one_error(f"The checkpoint {checkpoint_id} could not be written"):
             if to_hf:
                 save_to_hf(state_dict, self._require_adapter(), checkpoint_id)
                 return None
@@ -380,7 +393,7 @@ class CheckpointManager:
             return False
         future, path = self.save_future, self._saving_to
         self.save_future = self._saving_to = None
-        with _one_error(f"The asynchronous save to {path} failed"):
+        with one_error(f"The asynchronous save to {path} failed"):
             future.result()
         return True
 
@@ -465,7 +478,7 @@ class CheckpointManager:
             )
             self.states[MODEL].load_state_dict(loaded)
             return
-        with _one_error(f"The checkpoint {checkpoint_id} could not be read"):
+        with one_error(f"The checkpoint {checkpoint_id} could not be read"):
             dcp.load(state_dict, checkpoint_id=checkpoint_id)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -559,31 +572,31 @@ class CheckpointManager:
         Raises ValueError, the same on every rank, when the checkpoint lacks something or is
         one of another model.
         """
-        saved = from_rank_zero(lambda: _saved_shapes_in(source.path))
+        saved = from_rank_zero(lambda: saved_shapes_in(source.path))
         if saved is None:
             return states
         model_names = self.states[MODEL].state_dict().keys()
         others = {name: state for name, state in states.items() if name not in model_names}
-        own_keys = {name: _flat_keys(name, state) for name, state in others.items()}
-        saved_others = _keys_outside_model(saved, self.states)
+        own_keys = {name: flat_keys(name, state) for name, state in others.items()}
+        saved_others = keys_outside_model(saved, self.states)
 
         if model_names <= states.keys():
             weights = {name: states[name] for name in model_names}
             saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
-            _check_same_model(weights, saved_weights, source.path, self.model_description)
+            check_same_model(weights, saved_weights, source.path, self.model_description)
         if others and not saved_others:
             logger.warning(f"{source.path} holds weights only: {_WEIGHTS_ONLY}")
             return {name: states[name] for name in model_names if name in states}
 
         if DATALOADER in others:
-            saved_positions = _keys_of(DATALOADER, saved)
-            own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
+            saved_positions = keys_of(DATALOADER, saved)
+            own_positions = keys_of(DATALOADER, own_keys[DATALOADER])
             if saved_positions and saved_positions != set().union(*all_ranks(own_positions)):
                 positions = _AllPositions(others[DATALOADER], saved_positions)
                 states = states | {DATALOADER: positions}
                 own_keys[DATALOADER] = set()
         for name, keys in own_keys.items():
-            _check_no_key_missing(name, keys - saved.keys(), source.path)
+            check_no_key_missing(name, keys - saved.keys(), source.path)
         return states
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
@@ -640,218 +653,6 @@ class CheckpointManager:
         return self.sd_adapter
 
 
-# Hugging Face format
-
-
-def load_from_hf(
-    state_dict: dict[str, Any],
-    adapter: "BaseStateDictAdapter",
-    path: str,
-    from_quantized: bool = False,
-    model_description: str = "the model",
-) -> dict[str, Any]:
-    """The weights in the safetensors files under `path`, under our names. Collective.
-
-    state_dict: the model's own entries; they tell which tensors are wanted.
-    Raises ValueError if the two sides do not match.
-    """
-    wanted = adapter.to_hf(state_dict)
-    reader = adapter.get_hf_storage_reader(path, from_quantized)
-    if not from_quantized:  # quantized files have other shapes, and scales beside the weights
-        saved = from_rank_zero(lambda: _saved_shapes(reader))
-        if not saved:
-            raise ValueError(f"There are no safetensors files in {path}")
-        ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
-        relevant = {name: shape for name, shape in saved.items() if name not in ignored}
-        _check_same_model(wanted, relevant, path, model_description)
-    with _one_error(f"The safetensors files in {path} could not be read"):
-        dcp.load(wanted, storage_reader=reader)
-    loaded = adapter.from_hf(wanted)
-    if kept := sorted(state_dict.keys() - loaded.keys()):
-        logger.warning(f"Not in {path}, left as they are: {_shorten(kept)}")
-    return loaded
-
-
-def save_to_hf(state_dict: dict[str, Any], adapter: "BaseStateDictAdapter", folder: str) -> None:
-    """Write the model to safetensors files with an index. Collective.
-
-    The shards are those of `hf_assets_path` where the adapter knows them, else one file. Every
-    rank first writes its own part to `<folder>/sharded`.
-    """
-    state_dict = adapter.to_hf(state_dict)
-    from_rank_zero(lambda: start_writing(folder))
-    if adapter.fqn_to_index_mapping:
-        sharded = os.path.join(folder, "sharded")
-        file_index = _file_index(state_dict, adapter.fqn_to_index_mapping)
-        writer = HuggingFaceStorageWriter(
-            path=sharded,
-            save_distributed=True,
-            fqn_to_index_mapping=file_index,
-            enable_consolidation=False,
-        )
-        dcp.save(state_dict, storage_writer=writer, checkpoint_id=None)
-        _consolidate(sharded, folder, file_index)
-    else:
-        writer = HuggingFaceStorageWriter(
-            path=folder, save_distributed=True, enable_consolidation=True
-        )
-        dcp.save(state_dict, storage_writer=writer, checkpoint_id=None)
-    names = from_rank_zero(lambda: _hf_files(folder))
-    hashes = hash_over_ranks(folder, names)
-    from_rank_zero(lambda: finish_writing(folder, hashes))
-    logger.info(f"Wrote {len(names)} Hugging Face files to {folder}")
-
-
-def _hf_files(folder: str) -> list[str]:
-    return [n for n in os.listdir(folder) if n.endswith(".safetensors") or n == HF_INDEX]
-
-
-def _file_index(state_dict: dict[str, Any], known: dict[str, int]) -> dict[str, int]:
-    """HF name -> number of its shard, for exactly the tensors that any rank has."""
-    names = sorted({name for part in all_ranks(list(state_dict)) for name in part})
-    if unknown := [name for name in names if name not in known]:
-        # Not an error: it would come at the end of the training and cost its result.
-        logger.warning(
-            f"The index under model.hf_assets_path does not list {_shorten(unknown)}; "
-            "writing them into the last file"
-        )
-    last = max(known.values())
-    return {name: known.get(name, last) for name in names}
-
-
-def _consolidate(sharded: str, folder: str, file_index: dict[str, int]) -> None:
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-        consolidate_safetensors_files,
-        consolidate_safetensors_files_on_every_rank,
-    )
-
-    # Without a process group the function for every rank would leave the index file out.
-    consolidate = (
-        consolidate_safetensors_files_on_every_rank
-        if dist.is_initialized()
-        else consolidate_safetensors_files
-    )
-    consolidate(
-        input_dir=sharded,
-        output_dir=folder,
-        fqn_to_index_mapping=file_index,
-        num_threads=_CONSOLIDATION_THREADS,
-    )
-
-
-# Weights alone, for conversions
-
-
-def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it."""
-    with torch.device("meta"):
-        model = model_cls(model_args)
-    names = ModelWrapper(model).state_dict()
-    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in names.items()}
-
-
-def load_weights(weights: dict[str, Any], path: str, model_description: str) -> None:
-    """Read the model's entries of a DCP checkpoint into `weights`, in place. Collective.
-
-    Raises ValueError if `path` is not a whole checkpoint of this model.
-    """
-    if damage := find_damage(path):
-        raise ValueError(f"The checkpoint {path} is damaged: {damage}")
-    saved = from_rank_zero(lambda: _saved_shapes_in(path))
-    if saved is None or contents_of(path) == Contents.UNFINISHED:
-        raise ValueError(f"{path} is not the folder of a finished checkpoint")
-    saved_weights = {key: saved[key] for key in saved.keys() - _keys_outside_model(saved)}
-    _check_same_model(weights, saved_weights, path, model_description)
-    with _one_error(f"The checkpoint {path} could not be read"):
-        dcp.load(weights, checkpoint_id=path)
-
-
-# What a checkpoint holds, and what the model wants
-
-
-def _shapes_of(state_dict: dict[str, Any]) -> Shapes:
-    return {
-        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        for name, value in state_dict.items()
-    }
-
-
-def _saved_shapes(reader: StorageReader) -> Shapes:
-    entries = reader.read_metadata().state_dict_metadata
-    return {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in entries.items()
-    }
-
-
-def _saved_shapes_in(path: str) -> Shapes | None:
-    """None if the folder has no DCP metadata to tell."""
-    metadata = os.path.join(path, DCP_METADATA)
-    if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
-        return None
-    return _saved_shapes(dcp.FileSystemReader(path))
-
-
-def _flat_keys(name: str, state: Any) -> set[str]:
-    """The keys under which DCP stores one component."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    content = state.state_dict() if isinstance(state, Stateful) else state
-    return set(flatten_state_dict({name: content})[0])
-
-
-def _keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *states} - {MODEL}
-    return {key for key in saved if key.split(".")[0] in components}
-
-
-def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
-    """The keys inside one component, without its name."""
-    return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
-
-
-def _check_same_model(
-    weights: dict[str, Any], saved: Shapes, path: str, model_description: str
-) -> None:
-    """Compare the weights that all ranks together want with those that are saved. Collective."""
-    wanted = {k: shape for part in all_ranks(_shapes_of(weights)) for k, shape in part.items()}
-    other_shape = [
-        f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
-        for name in sorted(wanted.keys() & saved.keys())
-        if wanted[name] != saved[name]
-    ]
-    differences = {
-        "not in the checkpoint": sorted(wanted.keys() - saved.keys()),
-        "not in the model": sorted(saved.keys() - wanted.keys()),
-        "of another shape": other_shape,
-    }
-    found = [f"{what}: {_shorten(keys)}" for what, keys in differences.items() if keys]
-    if found:
-        raise ValueError(
-            f"The checkpoint {path} is not one of {model_description}, the model that the config "
-            f"asks for ({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
-            "or load another checkpoint"
-        )
-
-
-def _check_no_key_missing(component: str, missing: set[str], path: str) -> None:
-    """Collective."""
-    missing = set().union(*all_ranks(missing))
-    if missing:
-        raise ValueError(
-            f"The checkpoint {path} lacks entries of {component}: {_shorten(sorted(missing))}. "
-            f"Add {component} to checkpoint.exclude_from_loading to load without it"
-        )
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _KEYS_SHOWN} more" if len(names) > _KEYS_SHOWN else ""
-    return ", ".join(names[:_KEYS_SHOWN]) + more
-
-
-# Small helpers
-
-
 def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None") -> None:
     """Raises ValueError for settings that contradict each other."""
     if not config.enable:
@@ -885,14 +686,3 @@ def _rank() -> int:
         return dist.get_rank()
     except ValueError:  # a single process without process group
         return 0
-
-
-@contextmanager
-def _one_error(what: str) -> Generator[None, None, None]:
-    """Turn DCP's exception, a BaseException that quotes every rank's stack, into one sentence."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
-        ranks = ", ".join(map(str, sorted(error.failures)))
-        raise RuntimeError(f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}") from error
