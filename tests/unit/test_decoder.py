@@ -1,0 +1,333 @@
+"""The shared decoder through llama3: sizes, names, initial weights, masks, compile."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Compile
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
+from torchtitan.models.parallelize import apply_compile
+from torchtitan.models.rope import RoPEScalingArgs
+
+EOS = 2
+
+# (parameters, FLOPs per token at sequence length 2048)
+KNOWN_SIZES = {
+    "debugmodel": (6_163_712, 71_585_280),
+    "debugmodel_flex_attn": (6_163_712, 71_585_280),
+    "debugmodel_varlen_attn": (6_163_712, 71_585_280),
+    "8B": (8_030_261_248, 48_250_773_504),
+    "8B_flex": (8_030_261_248, 48_250_773_504),
+    "8B_varlen": (8_030_261_248, 48_250_773_504),
+    "70B": (70_553_706_496, 433_124_327_424),
+    "405B": (405_853_388_800, 2_473_246_556_160),
+}
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return Transformer(args)
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "multiple_of": 16,
+        "max_seq_len": 64,
+        "rope_theta": 500000,
+    }
+    return TransformerModelArgs(**sizes | changes)
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    model = Transformer(tiny_args(**changes))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize("flavor", llama3_args)
+def test_flavor_has_its_known_size_and_flops(flavor):
+    args = llama3_args[flavor]
+    assert args.get_nparams_and_flops(meta_model(args), 2048) == KNOWN_SIZES[flavor]
+
+
+def test_flavors_are_the_known_ones():
+    assert list(llama3_args) == list(KNOWN_SIZES)
+    hidden = {name: args.ffn_hidden_dim for name, args in llama3_args.items()}
+    assert hidden == {
+        **dict.fromkeys(["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"], 768),
+        **dict.fromkeys(["8B", "8B_flex", "8B_varlen"], 14336),
+        "70B": 28672,
+        "405B": 53248,
+    }
+    for name, args in llama3_args.items():
+        kind = "flex" if "flex" in name else "varlen" if "varlen" in name else "sdpa"
+        mask = "causal" if kind == "sdpa" else "block_causal"
+        assert (args.attn_type, args.attn_mask_type, args.rope_theta) == (kind, mask, 500000)
+
+
+def test_names_and_order_of_the_state_dict_are_fixed():
+    block = [
+        *(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")),
+        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
+        "attention_norm.weight",
+        "ffn_norm.weight",
+    ]
+    names = ["tok_embeddings.weight"]
+    names += [f"layers.{i}.{name}" for i in range(6) for name in block]
+    names += ["norm.weight", "output.weight"]
+    model = meta_model(llama3_args["debugmodel"])
+    assert list(model.state_dict()) == names and len(names) == 57
+    assert [name for name, _ in model.named_buffers()] == ["freqs_cis"]
+
+
+def test_attributes_that_clients_read():
+    args = llama3_args["8B"]
+    model = meta_model(copy.copy(args))
+    attention = model.layers["0"].attention
+    assert (model.vocab_size, model.n_layers, model.model_args) == (128256, 32, args)
+    assert (attention.n_heads, attention.n_kv_heads, attention.n_rep) == (32, 8, 4)
+    assert (attention.head_dim, attention.enable_gqa, attention.attn_type) == (128, True, "sdpa")
+    assert model.layers["0"].moe_enabled is False
+
+
+def test_initial_weights_have_the_spread_of_the_table():
+    model = tiny_model(dim=128, vocab_size=512, attention_bias=True)
+    expected = {"tok_embeddings.weight": 1.0, "output.weight": 128**-0.5}
+    for layer in range(2):
+        residual = 0.02 / (2 * (layer + 1)) ** 0.5
+        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+            expected[f"layers.{layer}.{name}.weight"] = 0.02
+        for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
+            expected[f"layers.{layer}.{name}.weight"] = residual
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            # 8,000 draws or more: 4 standard errors of a std are 4 / sqrt(16,000) = 3.2 %
+            assert parameter.std().item() == pytest.approx(expected[name], rel=0.032), name
+        elif "norm" in name:
+            assert torch.all(parameter == 1), name
+        else:
+            assert name.endswith("bias") and torch.all(parameter == 0), name
+    assert model.output.weight.abs().max() <= 3 * 128**-0.5
+
+
+def test_depth_init_off_scales_every_block_by_the_whole_depth():
+    model = meta_model(tiny_args(depth_init=False, n_layers=3))
+    assert [b.weight_init_std for b in model.layers.values()] == [0.02 / 6**0.5] * 3
+
+
+def test_weights_filled_after_meta_equal_weights_filled_at_once():
+    torch.manual_seed(3)
+    model = meta_model(tiny_args()).to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    torch.manual_seed(3)
+    other = Transformer(tiny_args())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        other.init_weights()
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), other.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert torch.equal(model.freqs_cis, other.freqs_cis)
+
+
+def test_tied_embedding_is_one_parameter_also_after_allocation():
+    model = meta_model(tiny_args(enable_weight_tying=True)).to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert model.output.weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    untied = meta_model(tiny_args())
+    args = model.model_args
+    n_params, flops = args.get_nparams_and_flops(model, 16)
+    n_untied, _ = tiny_args().get_nparams_and_flops(untied, 16)
+    assert n_params == n_untied - 2 * 64 * 32
+    assert "output.weight" in model.state_dict()
+
+
+def test_tied_embedding_over_two_pipeline_stages_is_refused():
+    model = meta_model(tiny_args(enable_weight_tying=True))
+    model.output = None
+    with pytest.raises(ValueError, match="one pipeline stage"):
+        model.init_weights()
+
+
+def test_future_tokens_do_not_change_a_logit():
+    model = tiny_model()
+    tokens = torch.randint(0, 64, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 64
+    a, b = model(tokens), model(changed)
+    assert a.shape == (2, 12, 64)
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.equal(a[:, 7:], b[:, 7:])
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+@pytest.mark.parametrize("mask_type", ["block_causal", "position_block_causal"])
+def test_packed_documents_have_the_logits_of_documents_alone(attn_type, mask_type):
+    model = tiny_model(attn_type=attn_type, attn_mask_type=mask_type)
+    alone_model = tiny_model()
+    documents = [[5, 6, 7, EOS], [8, EOS], [9, 10, 11, 12, 13, EOS]]
+    packed = torch.tensor([sum(documents, [])])
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+
+    class Tokenizer:
+        eos_id = EOS
+
+    masks = model.get_attention_masks(packed, Tokenizer(), {"positions": positions})
+    logits = model(packed, attention_masks=masks, positions=positions)
+    alone = torch.cat([alone_model(torch.tensor([d])) for d in documents], dim=1)
+    # The weights are equal; only the kernels' sums may round differently.
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_explicit_document_ids_win_over_the_positions():
+    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    extra = {"positions": torch.arange(4)[None], "document_ids": torch.tensor([[0, 0, 1, 1]])}
+    assert model.get_attention_masks(tokens, None, extra).cu_seq_q.tolist() == [0, 2, 4]
+
+
+def test_flex_with_causal_mask_equals_sdpa():
+    tokens = torch.randint(0, 64, (2, 12))
+    model = tiny_model(attn_type="flex")
+    masks = model.get_attention_masks(tokens, None)
+    torch.testing.assert_close(model(tokens, attention_masks=masks), tiny_model()(tokens))
+
+
+def test_sdpa_has_no_masks_to_give():
+    with pytest.raises(TypeError, match="sdpa"):
+        tiny_model().get_attention_masks(torch.ones(1, 4), None)
+
+
+def test_varlen_with_causal_mask_type_has_no_boundaries_to_give():
+    with pytest.raises(ValueError, match="varlen.*position_block_causal"):
+        tiny_model(attn_type="varlen").get_attention_masks(torch.ones(1, 4), None)
+
+
+def test_sdpa_with_a_document_mask_names_both_ways_out():
+    with pytest.raises(ValueError, match="'flex' or 'varlen'.*'causal'"):
+        meta_model(tiny_args(attn_mask_type="block_causal"))
+
+
+def test_unknown_mask_type_lists_the_choices():
+    with pytest.raises(ValueError, match="causal, block_causal, position_block_causal.*'blok'"):
+        meta_model(tiny_args(attn_mask_type="blok", attn_type="flex"))
+
+
+def test_config_sets_length_and_overrides_attention():
+    config = JobConfig()
+    config.training.seq_len = 512
+    args = copy.deepcopy(llama3_args["debugmodel"])
+    args.update_from_config(config)
+    assert (args.max_seq_len, args.attn_type, args.attn_mask_type) == (512, "sdpa", "causal")
+    config.model.attn_type = "varlen"
+    config.model.attn_mask_type = "position_block_causal"
+    args.update_from_config(config)
+    assert (args.attn_type, args.attn_mask_type) == ("varlen", "position_block_causal")
+    assert llama3_args["debugmodel"].max_seq_len == 131072
+
+
+def test_longer_rows_than_the_flavor_was_made_for_are_warned_of(caplog):
+    config = JobConfig()
+    config.training.seq_len = 128
+    args = tiny_args()
+    args.update_from_config(config)
+    assert "128 is longer than the 64 positions" in caplog.text and args.max_seq_len == 128
+
+
+def test_pipeline_stages_compute_what_the_whole_model_does():
+    model = tiny_model()
+    tokens = torch.randint(0, 64, (2, 12))
+    whole = model(tokens)
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], last.layers["0"]
+    assert torch.equal(last(first(tokens)), whole)
+
+
+def test_head_dim_hidden_dim_and_biases_can_be_given():
+    args = tiny_args(head_dim=16, hidden_dim=40, attention_bias=True, mlp_bias=True)
+    shapes = {name: tuple(p.shape) for name, p in meta_model(args).named_parameters()}
+    assert shapes["layers.0.attention.wq.weight"] == (64, 32)
+    assert shapes["layers.0.attention.wk.bias"] == (32,)
+    assert shapes["layers.0.attention.wo.weight"] == (32, 64)
+    assert shapes["layers.0.attention.wo.bias"] == (32,)
+    assert shapes["layers.0.feed_forward.w2.weight"] == (32, 40)
+    assert shapes["layers.0.feed_forward.w2.bias"] == (32,)
+
+
+@pytest.mark.parametrize("attn_type", ["sdpa", "flex", "varlen"])
+def test_compiled_blocks_give_the_same_loss_and_gradients(attn_type):
+    mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
+    model = tiny_model(attn_type=attn_type, attn_mask_type=mask_type)
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, Compile(enable=True, backend="aot_eager"))
+    tokens = torch.randint(0, 64, (2, 12))
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4])[None]
+    masks = None
+    if attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None, {"positions": positions})
+    losses = []
+    for one in (model, compiled):
+        loss = one(tokens, attention_masks=masks, positions=positions).pow(2).sum()
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[0], losses[1])
+    for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_attention_with_qk_norm_normalises_each_head_before_rope():
+    from torchtitan.models.decoder import Attention
+    from torchtitan.models.rope import precompute_freqs_cis
+
+    attention = Attention(32, 4, 2, 8, qk_norm_eps=1e-6)
+    assert list(dict(attention.named_children()))[:3] == ["q_norm", "k_norm", "wq"]
+    with torch.no_grad():
+        attention.init_weights(0.02)
+    rows = precompute_freqs_cis(8, 6)[None]
+    x = torch.randn(1, 6, 32)
+    out = attention(x, rows)
+    with torch.no_grad():
+        for linear in (attention.wq, attention.wk):
+            linear.weight.mul_(3)
+    # Normalised heads don't notice the scale of the projection, up to eps.
+    torch.testing.assert_close(attention(x, rows), out, rtol=1e-2, atol=1e-4)
+
+
+def test_sdpa_forward_and_backward_load_no_compiler():
+    code = (
+        "import torch\n"
+        "from torchtitan.models.llama3 import Transformer, llama3_args\n"
+        "with torch.device('meta'): model = Transformer(llama3_args['debugmodel'])\n"
+        "model.model_args.max_seq_len = 64\n"
+        "model.to_empty(device='cpu')\n"
+        "with torch.no_grad(): model.init_weights()\n"
+        "model(torch.ones(1, 8, dtype=torch.long)).sum().backward()\n"
+        "import sys; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def test_rope_scaling_can_be_left_out():
+    plain = tiny_model(rope_scaling_args=None)
+    neutral = tiny_model(rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))
+    assert torch.equal(plain.freqs_cis, neutral.freqs_cis)
+    assert isinstance(plain.norm, nn.RMSNorm)
