@@ -1,19 +1,21 @@
 """Converters change a model in place between building and parallelizing it, e.g. to float8."""
 
 import importlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
 
 
 class ModelConverter(Protocol):
     """What a converter must offer."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None: ...
+    def __init__(self, job_config: JobConfig, parallel_dims: "ParallelDims") -> None: ...
 
     def convert(self, model: nn.Module) -> None:
         """Change `model` in place; its parameters may be on the meta device."""
@@ -73,7 +75,7 @@ def find_model_converter(name: str) -> type[ModelConverter]:
 class ModelConvertersContainer(ModelConverter):
     """Applies the converters of `model.converters`, in that order."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(self, job_config: JobConfig, parallel_dims: "ParallelDims") -> None:
         self.converters: list[ModelConverter] = [
             find_model_converter(name)(job_config, parallel_dims)
             for name in job_config.model.converters
@@ -92,7 +94,7 @@ class ModelConvertersContainer(ModelConverter):
 
 
 def build_model_converters(
-    job_config: JobConfig, parallel_dims: ParallelDims
+    job_config: JobConfig, parallel_dims: "ParallelDims"
 ) -> ModelConvertersContainer:
     """Return the converters the config asks for; an empty container if it asks for none."""
     return ModelConvertersContainer(job_config, parallel_dims)
