@@ -79,7 +79,9 @@ def assert_same(actual, expected, inputs, **tolerance):
     grad = torch.randn(expected.shape, generator=generator)
     torch.testing.assert_close(actual.double(), expected.double(), **tolerance)
     actual_grads = torch.autograd.grad(actual, inputs, grad.to(actual.dtype), retain_graph=True)
-    expected_grads = torch.autograd.grad(expected, inputs, grad.to(expected.dtype), retain_graph=True)
+    expected_grads = torch.autograd.grad(
+        expected, inputs, grad.to(expected.dtype), retain_graph=True
+    )
     for got, want in zip(actual_grads, expected_grads, strict=True):
         torch.testing.assert_close(got.double(), want.double(), **tolerance)
 
@@ -259,9 +261,7 @@ def test_log_sum_exp_is_returned_and_has_a_gradient():
     mask = create_document_block_mask(ids, block_size=4)
     q, k, v = inputs = tensors(1, 6, 2, 2)
     out, lse = FlexAttentionWrapper()(*inputs, block_mask=mask, return_lse=True)
-    scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(
-        ~allowed_pairs(ids), float("-inf")
-    )
+    scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed_pairs(ids), float("-inf"))
     assert_same(lse, scores.logsumexp(-1), (q, k), **FP32)
     assert_same(out, scores.softmax(-1) @ v.double(), inputs, **FP32)
 

@@ -103,10 +103,10 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
 
 def _heads_are_whole(tensor: DTensor, n_heads: int) -> bool:
     """True if each rank holds whole heads, in order, so that they can be reordered in place."""
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if any(type(tensor.placements[axis]) is not Shard for axis in axes):
+    split = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if any(type(placement) is not Shard for _, placement in split):
         return False
-    row_axes = [axis for axis in axes if tensor.placements[axis].dim == 0]
+    row_axes = [axis for axis, placement in split if placement.dim == 0]
     return not row_axes or (
         len(row_axes) == 1 and n_heads % tensor.device_mesh.size(row_axes[0]) == 0
     )
