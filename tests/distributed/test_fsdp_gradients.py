@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, reshard_model
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.testing.gloo import run_ranks
@@ -81,14 +83,24 @@ def backward_on_slice(model, rank, world_size, microbatches):
     return total
 
 
+def checkpoint_and_compile(model):
+    """As training does: block by block, checkpointing inside. No inductor, which takes long."""
+    config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    apply_ac(model, config, op_sac_save_list={torch.ops.aten.mm.default})
+    for name, block in list(model.layers.items()):
+        model.layers[name] = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+
 def full_grads(model):
     return {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        name.replace("_orig_mod._checkpoint_wrapped_module.", ""): p.grad.full_tensor()
+        if isinstance(p.grad, DTensor)
+        else p.grad
         for name, p in model.named_parameters()
     }
 
 
-def gradients(layout, microbatches=1, tied=False, reshard_policy="default"):
+def gradients(layout, microbatches=1, tied=False, reshard_policy="default", compiled=False):
     """Runs on each rank: gradients of the whole model, and the norm that clipping finds."""
     replicate, shard = layout
     dims = ParallelDims(
@@ -96,8 +108,10 @@ def gradients(layout, microbatches=1, tied=False, reshard_policy="default"):
         world_size=replicate * shard,
     )  # fmt: skip
     model = build_toy(tied)
+    if compiled:
+        checkpoint_and_compile(model)
     if replicate > 1 and shard == 1:
-        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=False)
+        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=compiled)
     else:
         apply_fsdp(
             model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False,
@@ -144,6 +158,12 @@ def test_gradients_and_norm_equal_one_process(layout, microbatches):
 def test_tied_embeddings_get_gradients_of_one_process(layout):
     results = run_ranks(gradients, layout[0] * layout[1], layout, 2, True)
     assert_equal_to_reference(results, tied=True)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["fsdp", "ddp"])
+def test_compiled_and_checkpointed_blocks_get_gradients_of_one_process(layout):
+    results = run_ranks(gradients, 2, layout, 2, False, "default", True)
+    assert_equal_to_reference(results)
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])
