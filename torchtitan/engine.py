@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import LossFunction
@@ -63,7 +62,7 @@ def resolve_batch_size(job_config: JobConfig, dp_degree: int) -> tuple[int, int]
     return global_size, global_size // (local * dp_degree)
 
 
-class TrainingEngine(Stateful):
+class TrainingEngine:
     """Everything between a config and an optimizer step, wired once.
 
     Never builds a tokenizer, dataloader or validator. An existing default process group is

@@ -7,22 +7,41 @@ import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
-from torchtitan.config.checks import ConfigError, check_against_spec, check_job_config
+from torchtitan.config.checks import (
+    ConfigError,
+    check_against_spec,
+    check_datasets,
+    check_job_config,
+)
+from torchtitan.protocols.model_converter import known_converter_names
 
 
 def resolve_job(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if the job cannot run."""
     if job_config.experimental.custom_import:
         importlib.import_module(job_config.experimental.custom_import)
-    # Looked up through the module: embedders replace `get_train_spec` there.
+    world_size = _world_size(job_config)
+    check_job_config(job_config, world_size, known_converters=known_converter_names())
+    train_spec = _find_train_spec(job_config)
+    check_against_spec(job_config, train_spec, world_size)
+    _check_dataset_names(job_config, train_spec)
+    return train_spec
+
+
+def _find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     try:
-        train_spec = train_spec_module.get_train_spec(job_config.model.name)
+        # Looked up through the module: embedders replace `get_train_spec` there.
+        return train_spec_module.get_train_spec(job_config.model.name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    world_size = _world_size(job_config)
-    check_job_config(job_config, world_size)
-    check_against_spec(job_config, train_spec, world_size)
-    return train_spec
+
+
+def _check_dataset_names(job_config: JobConfig, train_spec: "train_spec_module.TrainSpec") -> None:
+    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+
+    # A dataloader of the model's own has datasets of its own.
+    if train_spec.build_dataloader_fn is build_text_dataloader:
+        check_datasets(job_config, DATASETS)
 
 
 def _world_size(job_config: JobConfig) -> int | None:

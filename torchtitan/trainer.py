@@ -204,7 +204,8 @@ class Trainer(TrainingEngine):
                 "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
             )
         config = self.job_config
-        self.checkpointer.load(step=config.checkpoint.load_step)
+        if not self._load_checkpoint():
+            return
         self.metrics_processor.start(self.step)
         logger.info("training starts at step %d", self.step + 1)
         self.gc_handler = utils.GarbageCollection(
@@ -220,6 +221,33 @@ class Trainer(TrainingEngine):
         finally:
             self.gc_handler.close()
         logger.info("training completed")
+
+    def _load_checkpoint(self) -> bool:
+        """Continue from the newest checkpoint, if any; False if the run is complete already.
+
+        Raises ValueError rather than begin anew, over its own checkpoints, a run whose newest
+        one holds weights only.
+        """
+        config = self.job_config
+        newest = self.checkpointer.newest_step()
+        continues = config.checkpoint.load_step == -1 and newest > 0
+        if continues and newest >= config.training.steps:
+            logger.info(
+                "this run is complete: its checkpoint of step %d reaches training.steps = %d",
+                newest,
+                config.training.steps,
+            )
+            return False
+        self.checkpointer.load(step=config.checkpoint.load_step)
+        excluded = config.checkpoint.exclude_from_loading
+        if continues and self.step == 0 and "train_state" not in excluded:
+            raise ValueError(
+                f"the newest checkpoint, of step {newest}, holds weights only "
+                "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
+                "checkpoint.load_step to an earlier full one, or start a new run from these "
+                "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
+            )
+        return True
 
     def _loop(self, profilers: list[Any]) -> None:
         config = self.job_config

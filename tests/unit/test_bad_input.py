@@ -154,8 +154,8 @@ def test_checkpoint_step_that_is_not_there_is_an_error_not_a_fresh_start(tmp_pat
             f"--job.dump_folder={tmp_path}",
         ]
     )
-    assert result.returncode == 1
-    assert "step-7" in result.stderr or "load_step" in result.stderr
+    assert result.returncode == 2
+    assert "checkpoint.load_step" in result.stderr and "7" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -13,6 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import (
     ConfigError,
     check_against_spec,
+    check_datasets,
     check_degrees_match_world_size,
     check_global_batch_size,
     check_job_config,
@@ -276,13 +277,13 @@ def test_unknown_converter_is_named_with_the_nearest():
 
 def test_unknown_dataset_is_named_with_the_nearest():
     config = config_with(training__dataset="python_doc", validation__dataset="none")
-    message = message_of(check_job_config, config, known_datasets=["c4", "python_docs"])
+    message = message_of(check_datasets, config, ["c4", "python_docs"])
     assert "training.dataset" in message and "'python_doc'" in message
     assert "(c4, python_docs)" in message and "did you mean 'python_docs'?" in message
     config.training.dataset = "C4"
-    check_job_config(config, known_datasets=["c4"])
+    check_datasets(config, ["c4"])
     config.validation.enable = True
-    assert "validation.dataset" in message_of(check_job_config, config, known_datasets=["c4"])
+    assert "validation.dataset" in message_of(check_datasets, config, ["c4"])
 
 
 # --- Processes and batches --------------------------------------------------------------------
@@ -437,3 +438,15 @@ def test_tokenizer_with_more_tokens_than_the_model_is_refused():
     assert "2049" in message and "2048" in message and "flavor" in message
     check_tokenizer_fits(tokenizer, ModelArgs(vocab_size=2049))
     check_tokenizer_fits(tokenizer, SimpleNamespace())
+
+
+def test_early_step_in_backward_cannot_accumulate_gradients():
+    config = config_with(
+        optimizer__early_step_in_backward=True,
+        training__local_batch_size=2,
+        training__global_batch_size=8,
+    )
+    message = message_of(check_job_config, config, 2)
+    assert "optimizer.early_step_in_backward" in message
+    assert "training.global_batch_size = 8" in message and "to 4" in message
+    check_job_config(config, 4)

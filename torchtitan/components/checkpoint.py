@@ -644,6 +644,10 @@ class CheckpointManager:
         steps = [f.step for f in list_steps(folder or self.folder) if f.contents in complete]
         return max(steps, default=-1)
 
+    def newest_step(self) -> int:
+        """The newest finished step in this run's folder; -1 if there is none. Collective."""
+        return from_rank_zero(self._find_load_step) if self.enable else -1
+
     def _require_adapter(self) -> "BaseStateDictAdapter":
         if self.sd_adapter is None:
             raise ValueError(

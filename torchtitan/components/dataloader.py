@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,7 +20,7 @@ class DataloaderExhaustedError(Exception):
     """
 
 
-class BaseDataLoader(Stateful, ABC):
+class BaseDataLoader(ABC):
     """Batches `(input_dict, labels)` with a position that can be saved and restored."""
 
     @abstractmethod

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.components.optimizer import OptimizersContainer
@@ -15,7 +14,7 @@ from torchtitan.tools.logging import logger
 __all__ = ["LRSchedulersContainer", "build_lr_schedulers"]
 
 
-class LRSchedulersContainer(Stateful):
+class LRSchedulersContainer:
     """One scheduler per optimizer, all following the same schedule.
 
     That is why one state serves them all, whatever the number of model parts it is loaded into.

@@ -5,19 +5,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     from torchtitan.components.ft import FTManager
 
 __all__ = [
@@ -35,7 +30,7 @@ _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
 _IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 
 
-class OptimizersContainer(Optimizer, Stateful, Generic[T]):
+class OptimizersContainer(Optimizer, Generic[T]):
     """Steps, zeroes, saves and loads one optimizer per model part as if they were one.
 
     It is a torch Optimizer itself, so step hooks can be registered on it: they fire once per
@@ -85,6 +80,8 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
             optimizer.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         self._reshard()
         state_dict: dict[str, Any] = {}
         for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
@@ -94,6 +91,8 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
         self._reshard()
         for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
             set_optimizer_state_dict(
@@ -317,6 +316,8 @@ def _expert_counts(block: Any) -> torch.Tensor:
 
 
 def _sum_over_ranks(counts: torch.Tensor, parallel_dims: ParallelDims) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
     if isinstance(counts, DTensor):
         return counts.redistribute(placements=[Replicate()] * counts.device_mesh.ndim).to_local()
     mesh = parallel_dims.get_optional_mesh("loss")
@@ -325,7 +326,9 @@ def _sum_over_ranks(counts: torch.Tensor, parallel_dims: ParallelDims) -> torch.
     return counts
 
 
-def _state_dict_options() -> StateDictOptions:
+def _state_dict_options() -> "StateDictOptions":
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 

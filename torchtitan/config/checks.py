@@ -24,12 +24,11 @@ def check_job_config(
     job_config: JobConfig,
     world_size: int | None = None,
     known_converters: Collection[str] | None = None,
-    known_datasets: Collection[str] | None = None,
 ) -> None:
     """Raise ConfigError at the first rule the config breaks, as far as it alone can tell.
 
     world_size: number of processes in the job; None leaves out the rules that depend on it.
-    known_converters, known_datasets: the registered names; None leaves the names unchecked.
+    known_converters: the registered names; None leaves the names unchecked.
     """
     check_choices(job_config)
     check_smallest_values(job_config)
@@ -49,8 +48,6 @@ def check_job_config(
     check_dataset_paths(job_config)
     if known_converters is not None:
         check_converters(job_config, known_converters)
-    if known_datasets is not None:
-        check_datasets(job_config, known_datasets)
 
     check_degrees(job_config)
     check_expert_tensor_parallel_degree(job_config)
@@ -413,6 +410,12 @@ def check_global_batch_size(job_config: JobConfig, world_size: int) -> None:
             f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
             f"ranks, got {global_batch} with {training.local_batch_size} * {dp}; "
             f"the nearest that fits is {nearest}"
+        )
+    if job_config.optimizer.early_step_in_backward and global_batch > unit:
+        raise ConfigError(
+            f"optimizer.early_step_in_backward updates in every backward, so it cannot accumulate "
+            f"gradients, got training.global_batch_size = {global_batch} with {unit} sequences per "
+            f"microbatch; set global_batch_size to {unit} or turn early_step_in_backward off"
         )
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -114,7 +113,7 @@ def _validate_dataset(
 # ---- packing ----
 
 
-class HuggingFaceTextDataset(IterableDataset, Stateful):
+class HuggingFaceTextDataset(IterableDataset):
     """Sequences of `seq_len` tokens, cut from the documents of a dataset set end to end.
 
     Yields `({"input": x[:-1]}, x[1:])` of LongTensors [seq_len]; x are the next seq_len + 1

@@ -1,0 +1,89 @@
+"""What importing costs, and which way the imports point."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "torchtitan"
+HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """Names of the modules in memory after `statement` that `import torch` had not loaded."""
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        f"{statement}\n"
+        "print('\\n'.join(set(sys.modules) - before))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split("\n"))
+
+
+def loaded_packages(modules: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules}
+
+
+def test_import_torchtitan_loads_nothing_of_its_own():
+    ours = {name for name in modules_loaded_by("import torchtitan") if name.startswith("torchtit")}
+    assert ours == {"torchtitan"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torchtitan",
+        "import torchtitan.config",
+        "import torchtitan.train",
+        "from torchtitan.train import Trainer",
+        "from torchtitan.models.llama3 import get_train_spec; get_train_spec()",
+    ],
+)
+def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):
+    modules = modules_loaded_by(statement)
+    assert not loaded_packages(modules) & set(HEAVY)
+    assert not any(name.startswith(("torch._inductor", "torch._dynamo")) for name in modules)
+
+
+def test_config_errors_and_help_need_no_distributed_checkpointing():
+    modules = modules_loaded_by("import torchtitan.train")
+    assert "torch.distributed.checkpoint" not in modules
+
+
+def package_imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports at module level or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("torchtitan.")}
+
+
+# folder (or file) -> what it must not import
+FORBIDDEN = {
+    "tools": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
+    "config": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
+    "distributed": ["models", "components", "engine", "trainer", "hf_datasets", "rl"],
+    "components": ["engine", "trainer", "train", "rl"],
+    "models": ["engine", "trainer", "train", "config.manager", "rl"],
+    "hf_datasets": ["engine", "trainer", "train", "models", "distributed", "rl"],
+    "engine.py": ["trainer", "train", "hf_datasets", "models", "rl"],
+    "trainer.py": ["train", "models", "rl"],
+}
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_no_import_points_against_the_data_flow(part):
+    root = PACKAGE / part
+    files = [root] if root.is_file() else sorted(root.rglob("*.py"))
+    assert files
+    banned = [f"torchtitan.{name}" for name in FORBIDDEN[part]]
+    for path in files:
+        for name in package_imports(path):
+            for ban in banned:
+                assert name != ban and not name.startswith(ban + "."), f"{path} imports {name}"
