@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.logging import logger, warn_once
 
 # What wrappers put into parameter names.
@@ -104,7 +103,7 @@ class seeded_init(TorchDispatchMode):
             return False
         key = _key(self._seed, name, self._num_draws[name])
         self._num_draws[name] += 1
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
         flat = values.view(-1)
         start = 0
@@ -192,7 +191,9 @@ def _signed(bits: int) -> int:
 def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     """Index in the flattened whole parameter of every local element, in order. [n] int64 each."""
     offsets: tuple[int, ...] = (0,) * local.ndim
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         shape, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
@@ -218,7 +219,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
 
 def _memory_of(tensor: Any) -> tuple | None:
     """Identifies the tensor by where it lies, so that `parameter.data` is recognised too."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
         return None
     return local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride()

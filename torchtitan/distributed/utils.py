@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.job_config import Comm, Debug
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
@@ -363,7 +364,7 @@ def dist_mean(
 def _dist_reduce(
     x: Tensor, op: str, mesh: DeviceMesh | None, extra_pg: dist.ProcessGroup | None
 ) -> float:
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         x = x.full_tensor()
     if extra_pg is not None:
         x = funcol.all_reduce(x, reduceOp=op, group=extra_pg)
@@ -404,7 +405,7 @@ def clip_grad_norm_(
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None
             by_mesh.setdefault(mesh, []).append(parameter)
 
     norms = [_norm_of_grads(group, norm_type, foreach) for group in by_mesh.values()]
@@ -435,7 +436,7 @@ def _clip_grad_norm_with_ep(
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
-            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), (
+            assert is_dtensor(parameter) and is_dtensor(parameter.grad), (
                 f"with expert parallelism every parameter is a DTensor, "
                 f"got {type(parameter)} of shape {tuple(parameter.shape)}"
             )
@@ -445,7 +446,7 @@ def _clip_grad_norm_with_ep(
 def _norm_of_grads(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     grads = [_row_norms(parameter.grad, norm_type) for parameter in parameters]
     norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def _row_norms(grad: Tensor, norm_type: float) -> Tensor:

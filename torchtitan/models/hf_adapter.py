@@ -5,12 +5,15 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
@@ -91,7 +94,9 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. Ours has the two
     numbers that turn together as neighbours, HF's has them half a head apart.
     """
-    if isinstance(tensor, DTensor) and not _heads_are_whole(tensor, n_heads):
+    if is_dtensor(tensor) and not _heads_are_whole(tensor, n_heads):
+        from torch.distributed.tensor import Replicate
+
         gathered = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         swapped = swap_rope_layout(gathered, n_heads, to_hf)
         return swapped.redistribute(placements=tensor.placements)
@@ -101,8 +106,10 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     return rows.transpose(1, 2).reshape(tensor.shape)
 
 
-def _heads_are_whole(tensor: DTensor, n_heads: int) -> bool:
+def _heads_are_whole(tensor: "DTensor", n_heads: int) -> bool:
     """True if each rank holds whole heads, in order, so that they can be reordered in place."""
+    from torch.distributed.tensor import Shard
+
     split = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate()]
     if any(type(placement) is not Shard for _, placement in split):
         return False
