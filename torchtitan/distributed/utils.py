@@ -201,7 +201,9 @@ def set_determinism(
     if parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
-            torch.distributed.tensor._random.manual_seed(seed, world_mesh)
+            from torch.distributed.tensor import _random
+
+            _random.manual_seed(seed, world_mesh)
     return base_seed
 
 

@@ -6,6 +6,7 @@ seconds, which count against its timeout.
 """
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -116,7 +117,7 @@ def _rank_main(
     stack_folder: str,
     pipe: Connection,
 ) -> None:
-    """One rank: sends ("result", value) or ("failure", traceback text, exception or None)."""
+    """One rank: sends ("result", value) or ("failure", time, traceback text, exception or None)."""
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if hasattr(faulthandler, "register"):
@@ -128,6 +129,7 @@ def _rank_main(
         message = _failure_message(error)
     pipe.send_bytes(message)
     pipe.close()
+    _leave_group()
 
 
 def _run_with_group(
@@ -146,33 +148,37 @@ def _run_with_group(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    try:
-        fn, args = pickle.loads(call)
-        result = fn(*args)
-        if group is not None and dist.is_initialized():
-            # A rank that leaves early would cut the connections of those still working.
-            dist.barrier()
-        return result
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    fn, args = pickle.loads(call)
+    result = fn(*args)
+    if group is not None and dist.is_initialized():
+        # A rank that leaves early would cut the connections of those still working.
+        dist.barrier()
+    return result
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _failure_message(error: BaseException) -> bytes:
+    failed_at = time.monotonic()
     text = "".join(traceback.format_exception(error))
     try:
-        message = pickle.dumps(("failure", text, error))
+        message = pickle.dumps(("failure", failed_at, text, error))
         pickle.loads(message)  # some exceptions pickle but cannot be rebuilt
         return message
     except Exception:
-        return pickle.dumps(("failure", text, None))
+        return pickle.dumps(("failure", failed_at, text, None))
 
 
 def _collect(
     processes: list[BaseProcess], pipes: list[Connection], stack_folder: Path, deadline: float
 ) -> list[Any]:
     results: dict[int, Any] = {}
-    failures: list[tuple[int, str, BaseException | None]] = []
+    failures: list[tuple[float, int, str, BaseException | None]] = []
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -184,12 +190,15 @@ def _collect(
             if kind == "result":
                 results[rank] = payload[0]
             else:
-                failures.append((rank, *payload))
+                failed_at, text, error = payload
+                failures.append((failed_at, rank, text, error))
                 # The others now wait for a rank that is gone: don't wait for them for long.
                 deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
     if failures:
-        rank, text, error = failures[0]
-        also = f" (then also rank {[r for r, *_ in failures[1:]]})" if failures[1:] else ""
+        # Whoever fails first takes the others' connections along.
+        failures.sort(key=lambda failure: failure[0])
+        _, rank, text, error = failures[0]
+        also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""
         raise RankFailure(f"rank {rank} failed first{also}:\n{text}") from error
     if waiting:
         raise RankTimeout(_describe_hang(sorted(waiting.values()), processes, stack_folder))
@@ -201,7 +210,8 @@ def _receive(pipe: Connection, process: BaseProcess) -> tuple:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(timeout=5)
-        return "failure", f"the process ended without a word, exit code {process.exitcode}", None
+        text = f"the process ended without a word, exit code {process.exitcode}"
+        return "failure", -math.inf, text, None  # nothing else kills a process: the first cause
 
 
 def _describe_hang(ranks: list[int], processes: list[BaseProcess], stack_folder: Path) -> str:
