@@ -1,5 +1,6 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in backward."""
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.tools.logging import logger
 
 # Only matrices of these shapes are always computed again: (in_features, out_features).
-_Shapes = set[tuple[int, int]]
+_Shapes = frozenset[tuple[int, int]]
 
 _MM = torch.ops.aten.mm.default
 _COPY = torch.ops.aten._to_copy.default
@@ -138,11 +139,15 @@ def _apply_op_sac(
         block, base_fqn, ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
     )
     saved_ops = _expand_packets(op_sac_save_list)
-    return _apply_full_ac(
-        block,
-        ac_config,
-        context_fn=partial(_selective_contexts, saved_ops, recomputed_shapes),
-    )
+    return _apply_full_ac(block, ac_config, context_fn=_context_fn(saved_ops, recomputed_shapes))
+
+
+@functools.cache
+def _context_fn(
+    saved_ops: frozenset[Any], recomputed_shapes: _Shapes
+) -> Callable[[], tuple[Any, Any]]:
+    """One object for all blocks of one policy: for each other one dynamo compiles them anew."""
+    return partial(_selective_contexts, saved_ops, recomputed_shapes)
 
 
 def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Shapes:
@@ -158,7 +163,7 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
                 f"Linear modules, but {matched[0]!r} matches {fqn}, a {type(module).__name__}"
             )
         shapes.add((module.in_features, module.out_features))
-    return shapes
+    return frozenset(shapes)
 
 
 def _expand_packets(ops: set[Any]) -> frozenset[Any]:

@@ -55,7 +55,7 @@ def _apply_model_parallel(parallel_dims: "ParallelDims") -> None:
             )
 
 
-def _ops_saved_by_selective_checkpointing() -> set[Any]:
+def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     """Outputs that are kept in "op" mode: those that cost more to compute than to store."""
     import torch._higher_order_ops
     import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
@@ -75,8 +75,11 @@ def _ops_saved_by_selective_checkpointing() -> set[Any]:
         ops.torchtitan.document_attention.default,
         ops._c10d_functional.reduce_scatter_tensor.default,
         torch._higher_order_ops.flex_attention,
-        torch._higher_order_ops.inductor_compiled_code,
     }
+    if not compile_blocks:
+        # Flex attention compiled by itself is one such region. Inside a compiled block there is
+        # none, and dynamo cannot trace a policy that mentions it.
+        saved.add(torch._higher_order_ops.inductor_compiled_code)
     if get_device_type() != "cpu":
         import torch.nn.attention.varlen  # noqa: F401 (registers operators; loads inductor)
 
@@ -92,12 +95,14 @@ def _maybe_checkpoint_activations(
         return
     from torchtitan.distributed.activation_checkpoint import apply_ac
 
-    is_per_op = ac_config.mode == "selective" and ac_config.selective_ac_option == "op"
+    save_list = None
+    if ac_config.mode == "selective" and ac_config.selective_ac_option == "op":
+        save_list = _ops_saved_by_selective_checkpointing(compile_blocks)
     apply_ac(
         model,
         ac_config,
         model_compile_enabled=compile_blocks,
-        op_sac_save_list=_ops_saved_by_selective_checkpointing() if is_per_op else None,
+        op_sac_save_list=save_list,
         base_folder=job_config.job.dump_folder,
     )
 

@@ -1,0 +1,123 @@
+"""The one parallelize plan on a single process: what it applies, in which order, what it refuses."""
+
+import pytest
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.parallelize import (
+    _ops_saved_by_selective_checkpointing,
+    parallelize_decoder,
+)
+
+
+def dims(**degrees):
+    everything = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")}
+    everything |= degrees
+    world_size = 1
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        world_size *= everything[name]
+    return ParallelDims(**everything, world_size=world_size)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    # Otherwise the tests together meet dynamo's limit of variants per function.
+    torch._dynamo.reset()
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "multiple_of": 16}
+    model = Transformer(TransformerModelArgs(**sizes | changes, max_seq_len=64))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize(
+    "degree, key",
+    [("tp", "tensor"), ("ep", "expert"), ("cp", "context"), ("pp", "pipeline")],
+)
+def test_parallelism_that_is_not_there_yet_is_refused_by_its_key(degree, key):
+    with pytest.raises(ValueError, match=f"parallelism.{key}_parallel_degree = 2 is not available"):
+        parallelize_decoder(tiny_model(), dims(**{degree: 2}), JobConfig())
+
+
+def test_one_process_without_options_gets_the_model_as_it_is():
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    model = tiny_model()
+    names = [name for name, _ in model.named_modules()]
+    assert parallelize_decoder(model, dims(), config) is model
+    assert [name for name, _ in model.named_modules()] == names
+
+
+@pytest.mark.parametrize("attn_type", ["sdpa", "flex", "varlen"])
+@pytest.mark.parametrize("mode, option", [("full", "op"), ("selective", "op"), ("selective", "1")])
+def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type, mode, option):
+    mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
+    changes = {"attn_type": attn_type, "attn_mask_type": mask_type}
+    plain, wrapped = tiny_model(**changes), tiny_model(**changes)
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = option
+    config.compile.enable = True
+    config.compile.backend = "aot_eager"
+    parallelize_decoder(wrapped, dims(), config)
+
+    tokens = torch.randint(0, 64, (2, 12))
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4])[None]
+    masks = None
+    if attn_type != "sdpa":
+        masks = plain.get_attention_masks(tokens, None, {"positions": positions})
+    for model in (plain, wrapped):
+        model(tokens, attention_masks=masks, positions=positions).pow(2).sum().backward()
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_all_blocks_share_one_compiled_graph(mode):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = tiny_model(n_layers=10)  # more than dynamo's limit of 8 variants
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.compile.enable = True
+    config.compile.backend = "aot_eager"
+    parallelize_decoder(model, dims(), config)
+    model(torch.randint(0, 64, (2, 12))).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_selective_checkpointing_keeps_what_attention_computed_on_the_cpu():
+    class Attentions(torch.utils._python_dispatch.TorchDispatchMode):
+        seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "document_attention.default" in str(func):
+                self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
+    config = JobConfig()
+    config.activation_checkpoint.mode = "selective"
+    config.activation_checkpoint.selective_ac_option = "op"
+    parallelize_decoder(model, dims(), config)
+    tokens, positions = torch.randint(0, 64, (1, 6)), torch.arange(6)[None]
+    masks = model.get_attention_masks(tokens, None, {"positions": positions})
+    with Attentions() as attentions:
+        model(tokens, attention_masks=masks, positions=positions).sum().backward()
+    # Once per layer: backward did not run it again.
+    assert len(attentions.seen) == 2
+
+
+def test_save_list_holds_matmul_and_every_attention_there_is():
+    saved = {str(op) for op in _ops_saved_by_selective_checkpointing(compile_blocks=False)}
+    assert {"aten.mm.default", "aten.max.default", "torchtitan.document_attention.default"} <= saved
+    assert "aten._scaled_dot_product_flash_attention.default" in saved
+    assert any("flex_attention" in name for name in saved)
