@@ -17,6 +17,7 @@ import torch
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import LossFunction
+from torchtitan.components.packing import Packing
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -33,10 +34,6 @@ Batch = dict[str, Any]
 """`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`"""
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 10
-
-# Entries of a batch that say where documents begin: read by `get_attention_masks`, unknown to
-# the model's forward.
-_BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +171,17 @@ class TrainingEngine:
         return model
 
     def _count_parameters(self, model: torch.nn.Module) -> None:
-        self.num_params, self.num_flops_per_token = self.model_args.get_nparams_and_flops(
-            model, self.job_config.training.seq_len
-        )
+        seq_len = self.job_config.training.seq_len
+        count = self.model_args.get_nparams_and_flops
+        self.num_params, self.num_flops_per_token = count(model, seq_len)
+        self._flops_without_attention = count(model, 0)[1]
         logger.info("model size: %s parameters", f"{self.num_params:,}")
+
+    def flops_per_token(self, attended_length: float) -> float:
+        """FLOPs of a token whose attention spans so many tokens; `num_flops_per_token` if seq_len."""
+        attention = self.num_flops_per_token - self._flops_without_attention
+        share = attended_length / self.job_config.training.seq_len
+        return self._flops_without_attention + share * attention
 
     def _parallelize(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         if self.parallel_dims.pp_enabled:
@@ -263,6 +267,11 @@ class TrainingEngine:
         """The ranks that read different batches of one step; None if there is only one."""
         return self._batch_mesh.get_group() if self._batch_mesh else None
 
+    @property
+    def packing(self) -> Packing:
+        """How documents in a batch are told apart; follows a tokenizer that is set later."""
+        return Packing.of(self.job_config.training, self.model_args, self.tokenizer)
+
     # ---- one step ----
 
     def to_device(self, batch: Batch) -> Batch:
@@ -281,18 +290,9 @@ class TrainingEngine:
 
         `extra_inputs` are wanted by the first pipeline stage alone, `extra_kwargs` by all.
         """
-        inputs = input_dict["input"]
-        extra_inputs = {key: value for key, value in input_dict.items() if key != "input"}
-        extra_kwargs: Batch = {}
-        if (
-            getattr(self.model_args, "attn_type", "sdpa") != "sdpa"
-            and "attention_masks" not in extra_inputs
-        ):
-            extra_kwargs["attention_masks"] = self.model_parts[0].get_attention_masks(
-                input_batch=inputs, tokenizer=self.tokenizer, extra_inputs=extra_inputs
-            )
-        for key in _BOUNDARY_KEYS:
-            extra_inputs.pop(key, None)
+        inputs, extra_inputs, extra_kwargs = self.packing.model_inputs(
+            self.model_parts[0], input_dict, self.tokenizer
+        )
         return inputs, labels, extra_inputs, extra_kwargs
 
     def _forward(self, input_dict: Batch, labels: torch.Tensor | None = None):

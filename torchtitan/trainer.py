@@ -27,6 +27,7 @@ class Trainer(TrainingEngine):
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
+        self._attended_pairs = self._attending_tokens = 0  # since the last log
         self._build_metrics()
         self._build_validator()
         self._log_summary()
@@ -119,6 +120,9 @@ class Trainer(TrainingEngine):
     ) -> tuple[list[tuple[Batch, torch.Tensor]], int, float]:
         """Fetch one step's microbatches; return them, own and global valid token counts.
 
+        Labels across a document boundary are ignored here already, if the job wants that: in
+        the counts, too.
+
         The counts are summed over ranks together with a flag of those that ran out of data,
         so that all ranks stop at the same step: raises DataloaderExhaustedError on every rank.
         """
@@ -127,6 +131,9 @@ class Trainer(TrainingEngine):
         try:
             for _ in range(self.gradient_accumulation_steps):
                 input_dict, labels = next(data_iterator)
+                labels = self.packing.mask_labels(input_dict, labels)
+                self._attended_pairs += self.packing.attended_pairs(input_dict)
+                self._attending_tokens += input_dict["input"].numel()
                 local_valid_tokens += int((labels != IGNORE_INDEX).sum())
                 microbatches.append((input_dict, labels))
         except (DataloaderExhaustedError, StopIteration):
@@ -179,6 +186,7 @@ class Trainer(TrainingEngine):
         local_avg_loss = loss * global_valid_tokens / max(local_valid_tokens, 1)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+        self._count_flops()
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
@@ -189,6 +197,16 @@ class Trainer(TrainingEngine):
                 "lr": lr,
             },
         )
+
+    def _count_flops(self) -> None:
+        """Let throughput be measured by the documents that attention worked on since the last log.
+
+        Without documents, that is whole rows, and the number stays what it was.
+        """
+        if self.packing.separates_documents and self._attending_tokens:
+            attended_length = self._attended_pairs / self._attending_tokens
+            self.metrics_processor.num_flops_per_token = self.flops_per_token(attended_length)
+        self._attended_pairs = self._attending_tokens = 0
 
     # ---- the loop ----
 

@@ -11,6 +11,7 @@ from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.packing import Packing
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -96,15 +97,14 @@ class Validator(BaseValidator):
                 "validation under context parallelism is not available yet; "
                 "set validation.enable = false"
             )
-        inputs = input_dict["input"]
-        extra_inputs = {key: value for key, value in input_dict.items() if key != "input"}
-        extra_kwargs: dict[str, Any] = {}
-        model_args = getattr(model_parts[0], "model_args", None)
-        if getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen"):
-            extra_kwargs["attention_masks"] = model_parts[0].get_attention_masks(
-                input_batch=inputs, tokenizer=self.tokenizer, extra_inputs=extra_inputs
-            )
+        inputs, extra_inputs, extra_kwargs = self._packing(model_parts).model_inputs(
+            model_parts[0], input_dict, self.tokenizer
+        )
         return inputs, labels, extra_inputs, extra_kwargs
+
+    def _packing(self, model_parts: list[nn.Module]) -> Packing:
+        model_args = getattr(model_parts[0], "model_args", None)
+        return Packing.of(self.job_config.training, model_args, self.tokenizer)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -166,6 +166,7 @@ class Validator(BaseValidator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's summed loss and number of valid labels, two scalars."""
         device_type = get_device_type()
+        labels = self._packing(model_parts).mask_labels(input_dict, labels)
         input_dict = {
             key: value.to(device_type) if isinstance(value, torch.Tensor) else value
             for key, value in input_dict.items()

@@ -237,6 +237,18 @@ class Training:
     on, stop the job, or step all the same
     """
 
+    restart_positions: bool = True
+    """
+    Count RoPE positions from 0 in each document where the model keeps documents apart and the
+    batch brings no positions of its own; under a causal mask there is one count per row anyway
+    """
+
+    mask_boundary_loss: bool | None = None
+    """
+    Leave out of the loss what a document's last token predicts, the first token of the next;
+    None does so where the model keeps documents apart, and not under a causal mask
+    """
+
     gc_freq: int = 50
     """Collect Python garbage every this many steps, on all ranks at once"""
 

@@ -281,6 +281,7 @@ def build_text_dataloader(
     infinite: bool = True,
 ) -> ParallelAwareDataloader:
     """Batches of the dataset in `[training]`."""
+    _check_boundaries(job_config)
     return _build(job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
@@ -292,7 +293,17 @@ def build_text_validation_dataloader(
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
     """Batches of the dataset in `[validation]`."""
+    _check_boundaries(job_config)
     return _build(job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
+
+
+def _check_boundaries(job_config: JobConfig) -> None:
+    if job_config.model.attn_mask_type == "position_block_causal":
+        raise ValueError(
+            "model.attn_mask_type 'position_block_causal' reads document boundaries from "
+            "'positions', which text datasets don't have: set it to 'block_causal', which reads "
+            "the end-of-text tokens, or bring a dataloader whose batches have 'positions' [B, T]"
+        )
 
 
 def _build(

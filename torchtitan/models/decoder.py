@@ -34,7 +34,7 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import choose_separator
+from torchtitan.models.documents import read_document_ids
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
 
@@ -282,7 +282,7 @@ class Decoder(ModelProtocol):
 
         batch = {"input": input_batch, **(extra_inputs or {})}
         eos_id = getattr(tokenizer, "eos_id", None)
-        document_ids = choose_separator(batch, args.attn_mask_type, eos_id).document_ids(batch)
+        document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
         if args.attn_type == "varlen":
             return create_document_varlen_metadata(document_ids)
         return create_document_block_mask(document_ids)

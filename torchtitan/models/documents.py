@@ -5,7 +5,8 @@ A document is a contiguous run of one id: when an id comes back after another on
 document begins. Everything downstream (masks, kernels, loss boundaries, positions) reads ids
 and does not know where they came from.
 
-Nothing here reads a device value on the host: shapes depend on B and T alone.
+Shapes depend on B and T alone, so nothing here reads a device value on the host, but for one
+comparison: a batch with two sources, which `read_document_ids` warns about.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchtitan.tools.logging import logger
+
 PADDING = -1
+
+BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
+"""Entries of a batch that say where documents begin and nothing else, the strongest first."""
 
 
 def _number_runs(is_start: Tensor) -> Tensor:
@@ -92,6 +98,27 @@ def document_starts(document_ids: Tensor) -> Tensor:
     return torch.where(is_start, columns, 0).cummax(dim=1).values
 
 
+def positions_from_document_ids(document_ids: Tensor) -> Tensor:
+    """Count the tokens of each document from 0; padding gets -1.
+
+    document_ids: [B, T] int. Returns [B, T] int64: [0 0 0 1 -1 2 2] -> [0 1 2 0 -1 0 1]. A row
+    that begins inside a document counts from 0 there, as from where it was cut.
+    """
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    positions = columns - document_starts(document_ids)
+    return positions.masked_fill(document_ids == PADDING, PADDING)
+
+
+def last_tokens(document_ids: Tensor) -> Tensor:
+    """bool [B, T]: is the next token of the row not of this token's document?
+
+    True for padding. What follows the row's last token, ids [B, T] don't say: False there.
+    """
+    is_last = document_ids == PADDING
+    is_last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
+    return is_last
+
+
 class DocumentSeparator(Protocol):
     """Reads document ids out of a batch."""
 
@@ -103,14 +130,10 @@ class DocumentSeparator(Protocol):
         ...
 
 
-def _entry(batch: Mapping[str, Any], *keys: str) -> Tensor:
-    for key in keys:
-        if batch.get(key) is not None:
-            return batch[key]
-    raise ValueError(
-        f"document boundaries are to come from {' or '.join(map(repr, keys))}, but the batch only "
-        f"has {sorted(batch)}; put it into the batch or choose another model.attn_mask_type"
-    )
+def _entry(batch: Mapping[str, Any], key: str) -> Tensor:
+    if batch.get(key) is None:
+        raise ValueError(f"the batch has no {key!r}, only {sorted(batch)}; put it in")
+    return batch[key]
 
 
 @dataclass(frozen=True)
@@ -128,8 +151,13 @@ class PositionSeparator:
     """A document ends where `positions` don't go up by one."""
 
     def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        tokens, positions = _entry(batch, "input"), _entry(batch, "positions")
-        return document_ids_from_positions(positions.expand(tokens.shape))
+        if batch.get("positions") is None:
+            raise ValueError(
+                "attn_mask_type 'position_block_causal' reads document boundaries from 'positions',"
+                f" and the batch has only {sorted(batch)}; put 'positions' [B, T] into it, or set "
+                "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
+            )
+        return document_ids_from_positions(batch["positions"].expand(_entry(batch, "input").shape))
 
 
 @dataclass(frozen=True)
@@ -143,7 +171,7 @@ class LengthsSeparator:
         n_rows, seq_len = _entry(batch, "input").shape
         if batch.get("seq_lens") is not None:
             return document_ids_from_lengths(batch["seq_lens"], seq_len)
-        cu_seqlens = _entry(batch, "seq_lens", "cu_seqlens")
+        cu_seqlens = _entry(batch, "cu_seqlens")
         if cu_seqlens.dim() == 2:
             return document_ids_from_cu_seqlens(cu_seqlens, seq_len)
         flat = document_ids_from_cu_seqlens(cu_seqlens[None], n_rows * seq_len)
@@ -158,26 +186,109 @@ class DocumentIdSeparator:
         return _entry(batch, "document_ids").to(torch.int32)
 
 
+_EOS = "end-of-text tokens"
+
+
 def choose_separator(
     batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
 ) -> DocumentSeparator:
     """Return the separator in force for a batch.
 
-    Explicit boundaries (`document_ids`, then `seq_lens` or `cu_seqlens`) lose nothing and win;
-    otherwise attn_mask_type "block_causal" means the end-of-text token and
+    Explicit boundaries (`document_ids`, then `seq_lens`, then `cu_seqlens`) lose nothing and
+    win; otherwise attn_mask_type "block_causal" means the end-of-text token and
     "position_block_causal" the positions.
     Raises ValueError if the end-of-text token is wanted and unknown.
     """
-    if batch.get("document_ids") is not None:
-        return DocumentIdSeparator()
-    if batch.get("seq_lens") is not None or batch.get("cu_seqlens") is not None:
-        return LengthsSeparator()
+    return _source_in_force(batch, attn_mask_type, eos_id)[1]
+
+
+def _source_in_force(
+    batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
+) -> tuple[str, DocumentSeparator]:
+    """(name of the source, its separator); see `choose_separator`."""
+    for key in BOUNDARY_KEYS:
+        if batch.get(key) is not None:
+            return key, _SEPARATOR_OF[key]
     if attn_mask_type == "position_block_causal":
-        return PositionSeparator()
+        return "positions", PositionSeparator()
     if eos_id is None:
         raise ValueError(
             "attn_mask_type 'block_causal' needs the tokenizer's end-of-text id and there is none;"
             " give a tokenizer that has one, or put 'positions' into the batch and set "
             "model.attn_mask_type to 'position_block_causal'"
         )
-    return EosSeparator(eos_id)
+    return _EOS, EosSeparator(eos_id)
+
+
+_SEPARATOR_OF: dict[str, DocumentSeparator] = {
+    "document_ids": DocumentIdSeparator(),
+    "seq_lens": LengthsSeparator(),
+    "cu_seqlens": LengthsSeparator(),
+    "positions": PositionSeparator(),
+}
+
+
+def read_document_ids(
+    batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
+) -> Tensor:
+    """Return the document ids [B, T] of a batch from the source in force.
+
+    Warns once per process if the batch has another source as well, `positions` included, and
+    once if the two disagree, with the first place where they do. To find that out on an
+    accelerator one has to wait for it: there only the first such batch is compared, on the CPU
+    all until a disagreement was found.
+    Raises ValueError like `choose_separator`, or if the batch lacks the source in force.
+    """
+    name, separator = _source_in_force(batch, attn_mask_type, eos_id)
+    document_ids = separator.document_ids(batch)
+    for other in (*BOUNDARY_KEYS, "positions"):
+        if other != name and batch.get(other) is not None:
+            _warn_of_second_source(batch, name, document_ids, other)
+    return document_ids
+
+
+# Pairs of sources that this process has warned about.
+_seen_together: set[tuple[str, str]] = set()
+_seen_to_disagree: set[tuple[str, str]] = set()
+
+
+def _warn_of_second_source(
+    batch: Mapping[str, Any], name: str, document_ids: Tensor, other: str
+) -> None:
+    pair = (name, other)
+    is_new = pair not in _seen_together
+    if pair in _seen_to_disagree or not (is_new or document_ids.device.type == "cpu"):
+        return
+    _seen_together.add(pair)
+    theirs = _SEPARATOR_OF[other].document_ids({"input": batch["input"], other: batch[other]})
+    difference = _first_difference(document_ids, theirs)
+    message = f"document boundaries come from {name!r}; the {other!r} of the batch are not asked"
+    if difference is not None:
+        _seen_to_disagree.add(pair)
+        row, index, our_reading, their_reading = difference
+        message += (
+            f", and they disagree: in row {row} token {index} {our_reading} by {name!r} and "
+            f"{their_reading} by {other!r}"
+        )
+    if is_new or difference is not None:
+        logger.warning(message)
+
+
+_READINGS = ("continues a document", "begins a document", "is padding")
+
+
+def _first_difference(ours: Tensor, theirs: Tensor) -> tuple[int, int, str, str] | None:
+    """(row, index, reading of ours, of theirs) where two ids [B, T] first differ in meaning."""
+    readings = [_reading(ids) for ids in (ours, theirs)]
+    differs = readings[0] != readings[1]
+    if not differs.any():
+        return None
+    row, index = differs.nonzero()[0].tolist()
+    return row, index, *(_READINGS[int(reading[row, index])] for reading in readings)
+
+
+def _reading(document_ids: Tensor) -> Tensor:
+    """Index into `_READINGS` for each token, [B, T]; what the documents are numbered is no matter."""
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = (document_starts(document_ids) == columns).long()
+    return begins.masked_fill(document_ids == PADDING, 2)

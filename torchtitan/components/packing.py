@@ -1,0 +1,142 @@
+"""What a job does with the documents that are packed into the rows of its batches.
+
+Trainer, validator and engine share this: where a document ends the loss asks for no next token,
+RoPE positions begin anew, and attention costs the square of each document's length.
+
+B rows, T tokens per row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.job_config import Training
+from torchtitan.models.documents import (
+    BOUNDARY_KEYS,
+    PADDING,
+    last_tokens,
+    positions_from_document_ids,
+    read_document_ids,
+)
+from torchtitan.tools.logging import logger, warn_once
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The choices of one job; see `Packing.of` for where they come from.
+
+    attn_type: "sdpa" takes no mask. attn_mask_type: "causal" keeps no documents apart.
+    eos_id: the end-of-text token, None if unknown.
+    """
+
+    attn_type: str
+    attn_mask_type: str
+    eos_id: int | None
+    restart_positions: bool
+    mask_boundary_loss: bool
+
+    @classmethod
+    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "Packing":
+        """Read the choices off a job; unset ones follow the model's attn_mask_type."""
+        attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
+        mask_loss = training.mask_boundary_loss
+        return cls(
+            getattr(model_args, "attn_type", "sdpa"),
+            attn_mask_type,
+            getattr(tokenizer, "eos_id", None),
+            training.restart_positions,
+            attn_mask_type != "causal" if mask_loss is None else mask_loss,
+        )
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.attn_mask_type != "causal"
+
+    def document_ids(self, batch: Batch) -> Tensor:
+        """Document ids [B, T] of a batch; under a causal mask, those of "block_causal".
+
+        Raises ValueError if the batch does not say where its documents begin.
+        """
+        mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
+        return read_document_ids(batch, mask_type, self.eos_id)
+
+    # ---- what the loss and the FLOP count see ----
+
+    def mask_labels(self, batch: Batch, labels: Tensor) -> Tensor:
+        """Return labels [B, T], ignored where the next token is of another document.
+
+        Padding is ignored, too. A row's last label is ignored only if the row's last token is
+        padding or closes its document with the end-of-text id: nothing else tells. Batches
+        with an attention mask of their own have labels of their own: returned as they are.
+        """
+        if not self.mask_boundary_loss or "attention_masks" in batch:
+            return labels
+        ends = last_tokens(self.document_ids(batch))
+        if self.eos_id is not None and self._reads_eos(batch):
+            ends[:, -1] |= batch["input"][:, -1] == self.eos_id
+        return labels.masked_fill(ends, IGNORE_INDEX)
+
+    def _reads_eos(self, batch: Batch) -> bool:
+        has_explicit = any(batch.get(key) is not None for key in BOUNDARY_KEYS)
+        return self.attn_mask_type != "position_block_causal" and not has_explicit
+
+    def attended_pairs(self, batch: Batch) -> int:
+        """Sum of squared document lengths: the pairs of tokens that attention works on.
+
+        As FLOP counts have it, both halves of each square count, and for a causal mask the
+        square of whole rows.
+        """
+        tokens = batch["input"]
+        if not self.separates_documents or "attention_masks" in batch:
+            return tokens.shape[0] * tokens.shape[1] ** 2
+        document_ids = self.document_ids(batch)
+        # The n-th token of a document adds n^2 - (n - 1)^2 = 2n - 1 to its square.
+        added = 2 * positions_from_document_ids(document_ids) + 1
+        return int(added.masked_fill(document_ids == PADDING, 0).sum())
+
+    # ---- what the model sees ----
+
+    def model_inputs(
+        self, model: nn.Module, batch: Batch, tokenizer: Any
+    ) -> tuple[Tensor, Batch, Batch]:
+        """Return (inputs [B, T], extra_inputs, extra_kwargs) for the model's forward.
+
+        extra_inputs: the batch's other entries, without those that only say where documents
+            begin; with positions that restart in each document if the model keeps documents
+            apart and the batch brings none.
+        extra_kwargs: the attention masks of a model that wants some, unless the batch has them.
+        """
+        inputs = batch["input"]
+        extra_inputs = {key: value for key, value in batch.items() if key != "input"}
+        extra_kwargs: Batch = {}
+        if self.attn_type != "sdpa" and "attention_masks" not in batch:
+            for_masks = dict(extra_inputs)
+            if self.separates_documents:
+                # Read once: the mask gets them as the one source that it has to ask.
+                document_ids = self.document_ids(batch)
+                for key in (*BOUNDARY_KEYS, "positions"):
+                    for_masks.pop(key, None)
+                for_masks["document_ids"] = document_ids
+                if self.restart_positions and "positions" not in batch:
+                    extra_inputs["positions"] = positions_from_document_ids(document_ids)
+            extra_kwargs["attention_masks"] = model.get_attention_masks(
+                input_batch=inputs, tokenizer=tokenizer, extra_inputs=for_masks
+            )
+        for key in BOUNDARY_KEYS:
+            if extra_inputs.pop(key, None) is not None and not self.separates_documents:
+                _warn_of_unused(key)
+        return inputs, extra_inputs, extra_kwargs
+
+
+def _warn_of_unused(key: str) -> None:
+    warn_once(
+        logger,
+        f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set "
+        "it to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
+    )
