@@ -17,7 +17,7 @@ import torch
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import LossFunction
-from torchtitan.components.packing import Packing
+from torchtitan.components.packing import PackingPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -268,9 +268,9 @@ class TrainingEngine:
         return self._batch_mesh.get_group() if self._batch_mesh else None
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingPolicy:
         """How documents in a batch are told apart; follows a tokenizer that is set later."""
-        return Packing.of(self.job_config.training, self.model_args, self.tokenizer)
+        return PackingPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
 
     # ---- one step ----
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.models import documents
 from torchtitan.models.documents import (
     PADDING,
     DocumentIdSeparator,
@@ -17,6 +18,9 @@ from torchtitan.models.documents import (
     document_ids_from_lengths,
     document_ids_from_positions,
     document_starts,
+    last_tokens,
+    positions_from_document_ids,
+    read_document_ids,
 )
 
 EOS = 2
@@ -165,7 +169,7 @@ def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
 
 
 def test_missing_positions_name_the_entry_and_what_the_batch_has():
-    with pytest.raises(ValueError, match=r"'positions'.*\['input'\].*model.attn_mask_type"):
+    with pytest.raises(ValueError, match=r"'positions'.*only \['input'\].*'block_causal'"):
         PositionSeparator().document_ids({"input": torch.ones(1, 3)})
 
 
@@ -188,3 +192,102 @@ def test_block_causal_without_an_end_of_text_id_says_what_to_do():
 def test_cu_seqlens_that_stop_early_leave_padding():
     ids = document_ids_from_cu_seqlens(torch.tensor([[0, 2, 3]], dtype=torch.int32), seq_len=5)
     assert ids.tolist() == [[0, 0, 1, PADDING, PADDING]]
+
+
+@given(rows_of(st.integers(-1, 2)))
+def test_positions_count_within_each_document(rows):
+    ids = torch.tensor(rows, dtype=torch.int32)
+    expected = []
+    for row in rows:
+        positions = []
+        for i, value in enumerate(row):
+            goes_on = i > 0 and row[i - 1] == value
+            positions.append(PADDING if value == PADDING else positions[-1] + 1 if goes_on else 0)
+        expected.append(positions)
+    positions = positions_from_document_ids(ids)
+    assert positions.tolist() == expected
+    # Read back they say the same, whatever the documents were numbered.
+    read_back = document_ids_from_positions(positions)
+    assert torch.equal(document_starts(read_back), document_starts(ids))
+
+
+@given(rows_of(st.integers(-1, 2)))
+def test_last_tokens_are_those_whose_next_token_is_of_another_document(rows):
+    expected = [
+        [
+            value == PADDING or (i + 1 < len(row) and row[i + 1] != value)
+            for i, value in enumerate(row)
+        ]
+        for row in rows
+    ]
+    assert last_tokens(torch.tensor(rows, dtype=torch.int32)).tolist() == expected
+
+
+# ---- two sources in one batch ----
+
+
+@pytest.fixture
+def warnings_anew(monkeypatch):
+    """As in a fresh process: nothing was warned about yet."""
+    monkeypatch.setattr(documents, "_seen_together", set())
+    monkeypatch.setattr(documents, "_seen_to_disagree", set())
+
+
+def two_rows(*second_row_positions):
+    return {
+        "input": torch.ones(2, 4, dtype=torch.long),
+        "positions": torch.tensor([[0, 1, 0, 1], second_row_positions]),
+        "seq_lens": torch.tensor([[2, 2], [4, 0]]),
+    }
+
+
+def test_second_source_that_agrees_is_warned_about_once(caplog, warnings_anew):
+    for _ in range(3):
+        ids = read_document_ids(two_rows(0, 1, 2, 3), "position_block_causal", None)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert caplog.messages == [
+        "document boundaries come from 'seq_lens'; the 'positions' of the batch are not asked"
+    ]
+
+
+def test_disagreement_names_row_index_and_both_readings(caplog, warnings_anew):
+    ids = read_document_ids(two_rows(0, 1, 0, 1), "position_block_causal", None)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert caplog.messages == [
+        "document boundaries come from 'seq_lens'; the 'positions' of the batch are not asked, and "
+        "they disagree: in row 1 token 2 continues a document by 'seq_lens' and begins a document "
+        "by 'positions'"
+    ]
+
+
+def test_padding_by_one_source_alone_is_a_disagreement(caplog, warnings_anew):
+    read_document_ids(two_rows(0, 1, 2, -1), "position_block_causal", None)
+    assert "row 1 token 3 continues a document by 'seq_lens' and is padding by" in caplog.text
+
+
+def test_disagreement_in_a_later_batch_is_found_once(caplog, warnings_anew):
+    for last in (3, 3, 0, 0):
+        read_document_ids(two_rows(0, 1, 2, last), "position_block_causal", None)
+    assert ["disagree" in message for message in caplog.messages] == [False, True]
+
+
+def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog, warnings_anew):
+    batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
+    assert caplog.messages == [
+        "document boundaries come from 'end-of-text tokens'; the 'positions' of the batch are not "
+        "asked, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
+        "continues a document by 'positions'"
+    ]
+
+
+def test_end_of_text_tokens_are_no_second_source_beside_positions(caplog, warnings_anew):
+    batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
+    read_document_ids(batch, "position_block_causal", EOS)
+    assert caplog.messages == []
+
+
+def test_one_source_is_no_reason_to_warn(caplog, warnings_anew):
+    batch = {"input": torch.ones(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 3])}
+    assert read_document_ids(batch, "block_causal", None).tolist() == [[0, 1, 1]]
+    assert caplog.messages == []

@@ -27,8 +27,8 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Packing:
-    """The choices of one job; see `Packing.of` for where they come from.
+class PackingPolicy:
+    """The choices of one job; see `PackingPolicy.of` for where they come from.
 
     attn_type: "sdpa" takes no mask. attn_mask_type: "causal" keeps no documents apart.
     eos_id: the end-of-text token, None if unknown.
@@ -41,7 +41,7 @@ class Packing:
     mask_boundary_loss: bool
 
     @classmethod
-    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "Packing":
+    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "PackingPolicy":
         """Read the choices off a job; unset ones follow the model's attn_mask_type."""
         attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
         mask_loss = training.mask_boundary_loss

@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.packing import Packing
+from torchtitan.components.packing import PackingPolicy
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -102,9 +102,9 @@ class Validator(BaseValidator):
         )
         return inputs, labels, extra_inputs, extra_kwargs
 
-    def _packing(self, model_parts: list[nn.Module]) -> Packing:
+    def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
-        return Packing.of(self.job_config.training, model_args, self.tokenizer)
+        return PackingPolicy.of(self.job_config.training, model_args, self.tokenizer)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:

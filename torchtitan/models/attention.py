@@ -35,6 +35,7 @@ __all__ = [
     "create_document_varlen_metadata",
     "create_varlen_metadata_for_document",
     "get_causal_mask_mod",
+    "get_document_id_mask_mod",
     "get_document_mask_mod",
     "get_fixed_block_mask_mod",
     "get_sliding_window_mask_mod",
@@ -77,7 +78,14 @@ def get_document_mask_mod(batch: Tensor, eos_id: int) -> MaskMod:
 
     batch: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
     """
-    document_ids = document_ids_from_eos(batch, eos_id)
+    return get_document_id_mask_mod(document_ids_from_eos(batch, eos_id))
+
+
+def get_document_id_mask_mod(document_ids: Tensor) -> MaskMod:
+    """Like `get_document_mask_mod`, for documents [B, T] from any source.
+
+    Every token needs an id of 0 or more here: padding, -1, would see all padding of its row.
+    """
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return document_ids[b, q_idx] == document_ids[b, kv_idx]
