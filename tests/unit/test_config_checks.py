@@ -99,6 +99,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "profile": ({"profiling__profile_freq": 0}, ["profiling.profile_freq", "got 0", "10"]),
     "workers": ({"training__dataloader__num_workers": -1}, ["training.dataloader.num_workers"]),
     "validation": ({"validation__freq": 0}, ["validation.freq", "got 0", "10"]),
+    "validation steps": ({"validation__steps": 0}, ["validation.steps", "got 0", "-1 for all"]),
     "warm-up": ({"lr_scheduler__warmup_steps": -1}, ["lr_scheduler.warmup_steps", "-1", "200"]),
     "timeout": ({"comm__train_timeout_seconds": 0}, ["comm.train_timeout_seconds", "100"]),
     "negative lr": ({"optimizer__lr": -1e-3}, ["optimizer.lr", "-0.001", "0.0008"]),
@@ -162,6 +163,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "early step": (
         {"optimizer__early_step_in_backward": True, "parallelism__expert_parallel_degree": 2},
         ["optimizer.early_step_in_backward", "expert_parallel_degree", "2", "turn one"],
+    ),
+    "profiling": (
+        {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
+        ["profiling.profile_freq", "got 3 with 3 + 1", "set it to 4"],
     ),
     "torchft": ({"fault_tolerance__enable": True}, ["fault_tolerance.enable", "set it to false"]),
     "degree": (
@@ -264,6 +269,25 @@ def test_validation_data_is_looked_for_only_if_used():
     check_job_config(config)
     config.validation.enable = True
     assert "validation.dataset_path" in message_of(check_job_config, config)
+
+
+def test_validation_sequences_fit_into_the_model():
+    config = config_with(training__seq_len=64, validation__seq_len=65)
+    check_job_config(config)
+    config.validation.enable = True
+    message = message_of(check_job_config, config)
+    assert "validation.seq_len" in message and "65 with 64" in message and "64 or less" in message
+    config.validation.seq_len = 64
+    check_job_config(config)
+
+
+def test_local_dataset_needs_a_path_that_exists(tmp_path):
+    config = config_with(training__dataset="local")
+    assert "training.dataset_path" in message_of(check_datasets, config, ["local"])
+    config.training.dataset_path = "bare_name"  # elsewhere it could be one on the hub
+    assert "'bare_name'" in message_of(check_datasets, config, ["local"])
+    config.training.dataset_path = str(tmp_path)
+    check_datasets(config, ["local"])
 
 
 def test_unknown_converter_is_named_with_the_nearest():
@@ -450,3 +474,21 @@ def test_early_step_in_backward_cannot_accumulate_gradients():
     assert "optimizer.early_step_in_backward" in message
     assert "training.global_batch_size = 8" in message and "to 4" in message
     check_job_config(config, 4)
+
+
+def test_early_step_in_backward_is_refused_under_ddp_alone():
+    config = config_with(
+        optimizer__early_step_in_backward=True,
+        parallelism__data_parallel_replicate_degree=2,
+    )
+    check_job_config(config, 4)  # HSDP
+    message = message_of(check_job_config, config, 2)
+    assert "optimizer.early_step_in_backward" in message
+    assert "data_parallel_replicate_degree = 2" in message and "turn" in message
+
+
+@pytest.mark.parametrize("global_batch", [0, -2])
+def test_global_batch_below_one_is_refused(global_batch):
+    config = config_with(training__global_batch_size=global_batch)
+    message = message_of(check_job_config, config, 1)
+    assert f"got {global_batch}" in message and "the nearest that fits is 8" in message

@@ -46,6 +46,9 @@ def check_job_config(
     check_fault_tolerance_is_off(job_config)
     check_dump_folder(job_config)
     check_dataset_paths(job_config)
+    check_validation_seq_len(job_config)
+    check_validation_steps(job_config)
+    check_profiling_cycle(job_config)
     if known_converters is not None:
         check_converters(job_config, known_converters)
 
@@ -55,6 +58,7 @@ def check_job_config(
         check_degrees_match_world_size(job_config, world_size)
         check_global_batch_size(job_config, world_size)
         check_seed_checkpoint(job_config, world_size)
+        check_early_step_with_ddp(job_config, world_size)
 
 
 def check_against_spec(
@@ -257,6 +261,17 @@ def check_compile_components(job_config: JobConfig) -> None:
             )
 
 
+def check_profiling_cycle(job_config: JobConfig) -> None:
+    profiling = job_config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        raise ConfigError(
+            f"profiling.profile_freq must be at least profiler_warmup + profiler_active, got "
+            f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
+            f"{profiling.profiler_active}; set it to {needed} or more"
+        )
+
+
 def check_async_tensor_parallel(job_config: JobConfig) -> None:
     if job_config.parallelism.enable_async_tensor_parallel and not _compiles_model(job_config):
         raise ConfigError(
@@ -278,6 +293,20 @@ def check_early_step_in_backward(job_config: JobConfig) -> None:
             )
 
 
+def check_early_step_with_ddp(job_config: JobConfig, world_size: int) -> None:
+    """DDP reduces a gradient after the hook that would have stepped with it."""
+    parallelism = job_config.parallelism
+    replicas = parallelism.data_parallel_replicate_degree
+    is_sharded = _shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1
+    if job_config.optimizer.early_step_in_backward and replicas > 1 and not is_sharded:
+        raise ConfigError(
+            f"optimizer.early_step_in_backward would update with the gradient of one rank alone "
+            f"under DDP, got parallelism.data_parallel_replicate_degree = {replicas} without "
+            f"sharding; set data_parallel_shard_degree = {replicas} and data_parallel_replicate_degree "
+            f"= 1, or turn early_step_in_backward off"
+        )
+
+
 def check_fault_tolerance_is_off(job_config: JobConfig) -> None:
     if job_config.fault_tolerance.enable:
         raise ConfigError(
@@ -296,15 +325,19 @@ def check_converters(job_config: JobConfig, known: Collection[str]) -> None:
 
 
 def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
-    named = {"training.dataset": job_config.training.dataset}
-    if job_config.validation.enable:
-        named["validation.dataset"] = job_config.validation.dataset
-    for key, name in named.items():
+    for section in _data_sections(job_config):
+        name = getattr(job_config, section).dataset
+        path = getattr(job_config, section).dataset_path
         if name.lower() not in known:
             raise ConfigError(
-                f"{key} must be a registered dataset ({', '.join(known)}), got "
+                f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
                 f"{name!r}{_guess(name, known)}; correct it, or register it in the module that "
                 f"experimental.custom_import names"
+            )
+        if name.lower() == "local" and not os.path.exists(path or ""):
+            raise ConfigError(
+                f"{section}.dataset = 'local' reads the file or folder {section}.dataset_path, which "
+                f"must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
             )
 
 
@@ -333,9 +366,26 @@ def check_dump_folder(job_config: JobConfig) -> None:
 
 
 def check_dataset_paths(job_config: JobConfig) -> None:
-    check_dataset_path("training.dataset_path", job_config.training.dataset_path)
-    if job_config.validation.enable:
-        check_dataset_path("validation.dataset_path", job_config.validation.dataset_path)
+    for section in _data_sections(job_config):
+        check_dataset_path(f"{section}.dataset_path", getattr(job_config, section).dataset_path)
+
+
+def check_validation_seq_len(job_config: JobConfig) -> None:
+    training, validation = job_config.training.seq_len, job_config.validation.seq_len
+    if job_config.validation.enable and validation > training:
+        raise ConfigError(
+            f"validation.seq_len must not be above training.seq_len, which sets how many positions "
+            f"the model knows, got {validation} with {training}; set it to {training} or less"
+        )
+
+
+def check_validation_steps(job_config: JobConfig) -> None:
+    steps = job_config.validation.steps
+    if steps < 1 and steps != -1:
+        raise ConfigError(
+            f"validation.steps must be at least 1, or -1 for all of the data, got {steps}; "
+            f"the default is {JobConfig().validation.steps}"
+        )
 
 
 def check_dataset_path(key: str, path: str | None) -> None:
@@ -399,12 +449,12 @@ def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
 def check_global_batch_size(job_config: JobConfig, world_size: int) -> None:
     training = job_config.training
     global_batch = training.global_batch_size
-    if global_batch < 0:
+    if global_batch == -1:  # as many as the ranks process at once
         return
     replicas = job_config.parallelism.data_parallel_replicate_degree
     dp = replicas * _shard_degree(job_config, world_size)
     unit = training.local_batch_size * dp
-    if global_batch == 0 or global_batch % unit:
+    if global_batch < 1 or global_batch % unit:
         nearest = max(1, round(global_batch / unit)) * unit
         raise ConfigError(
             f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
@@ -523,6 +573,11 @@ def _value(job_config: JobConfig, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def _data_sections(job_config: JobConfig) -> list[str]:
+    """The sections that name data which this job reads."""
+    return ["training", "validation"] if job_config.validation.enable else ["training"]
 
 
 def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
