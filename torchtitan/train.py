@@ -7,8 +7,11 @@ Config mistakes and --help answer before anything heavy is imported: `Trainer` i
 `torchtitan.trainer` when it is first asked for.
 """
 
+import json
 import os
+import re
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +50,13 @@ def main(trainer_class: "type[Trainer] | None" = None) -> None:
         _run(config, trainer_class)
     except ConfigError as error:
         _exit_with_message(error, 2)
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         _exit_with_message(error, 1)
+    except Exception as error:
+        # A lost connection is another rank's failure, which that rank reports.
+        if "by peer" not in str(error):
+            _tell_torchrun(traceback.format_exc())
+        raise
 
 
 def _run(config: JobConfig, trainer_class: "type[Trainer] | None") -> None:
@@ -78,13 +86,33 @@ def _exit_with_message(error: Exception, exit_code: int) -> None:
     if os.environ.get("TORCHTITAN_TRACEBACK"):
         raise error
     where = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"error: {_without_stack(error)}"
     print(
-        f"error: {error}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
+        f"{message}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
         "the stack)",
         file=sys.stderr,
         flush=True,
     )
+    _tell_torchrun(message)
     sys.exit(exit_code)
+
+
+def _without_stack(error: Exception) -> str:
+    """The message; that of an error in a data worker comes with the worker's stack before it."""
+    text = str(error)
+    if "\nOriginal Traceback" not in text:
+        return text
+    return re.split(rf"\n[\w.]*{type(error).__name__}: ", text)[-1].strip()
+
+
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun show `message` when it ends, since this rank's own output may be hidden."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with open(path, "w") as file:
+        json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every mistake of a user gets one message that names the key, the value and the remedy."""
 
+import json
 import os
 import subprocess
 import sys
@@ -128,7 +129,8 @@ TINY_RUN = [
 ]
 
 
-def test_corrupt_jsonl_line_is_named_with_file_and_line(tmp_path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_corrupt_jsonl_line_is_named_with_file_and_line(num_workers, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"\n{"text": "three"}\n')
     result = run_process(
@@ -136,12 +138,36 @@ def test_corrupt_jsonl_line_is_named_with_file_and_line(tmp_path):
             *TINY_RUN,
             "--training.dataset=local",
             f"--training.dataset_path={path}",
+            f"--training.dataloader.num_workers={num_workers}",
             f"--job.dump_folder={tmp_path}",
         ]
     )
     assert result.returncode == 1
-    assert "data.jsonl" in result.stderr and "2" in result.stderr
+    assert "data.jsonl, line 2" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_torchrun_is_told_what_a_rank_with_hidden_output_failed_of(monkeypatch, capsys, tmp_path):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr(sys, "argv", ["train", f"--job.dump_folder={tmp_path}"])
+
+    def fails(error):
+        def build_trainer(_config):
+            raise error
+
+        return build_trainer
+
+    with pytest.raises(SystemExit):
+        train.main(fails(ValueError("data.jsonl, line 7")))
+    assert json.loads(report.read_text())["message"]["message"] == "error: data.jsonl, line 7"
+    with pytest.raises(KeyError):  # a fault of ours is told with its stack
+        train.main(fails(KeyError("step")))
+    assert "build_trainer" in json.loads(report.read_text())["message"]["message"]
+    report.unlink()
+    with pytest.raises(RuntimeError):
+        train.main(fails(RuntimeError("Connection closed by peer [127.0.0.1]:8938")))
+    assert not report.exists()
 
 
 def test_checkpoint_step_that_is_not_there_is_an_error_not_a_fresh_start(tmp_path):
