@@ -1,0 +1,143 @@
+"""What trainer, validator and engine do with documents in a batch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.packing import PackingPolicy
+from torchtitan.config.job_config import Training
+from torchtitan.models import documents
+from torchtitan.tools import logging as titan_logging
+
+EOS = 2
+TOKENIZER = SimpleNamespace(eos_id=EOS)
+
+
+@pytest.fixture(autouse=True)
+def warnings_anew(monkeypatch):
+    monkeypatch.setattr(documents, "_seen_together", set())
+    monkeypatch.setattr(titan_logging, "_logged", set())
+
+
+def policy(mask_type="block_causal", attn_type="flex", tokenizer=TOKENIZER, **training):
+    args = SimpleNamespace(attn_type=attn_type, attn_mask_type=mask_type)
+    return PackingPolicy.of(Training(**training), args, tokenizer)
+
+
+def ignored(policy, batch):
+    """Columns of a one-row batch whose label is left out."""
+    labels = torch.arange(10, 10 + batch["input"].shape[1])[None]
+    masked = policy.mask_labels(batch, labels)
+    assert torch.equal(masked[masked != IGNORE_INDEX], labels[masked != IGNORE_INDEX])
+    return (masked[0] == IGNORE_INDEX).nonzero().flatten().tolist()
+
+
+TOKENS = torch.tensor([[5, EOS, 7, 8, 9, EOS]])
+
+
+def test_last_token_of_a_document_is_not_asked_for_the_next_documents_first():
+    assert ignored(policy(), {"input": TOKENS}) == [1, 5]
+    assert ignored(policy(), {"input": TOKENS[:, :-1]}) == [1]
+
+
+def test_boundaries_of_other_sources_leave_the_rows_last_label():
+    positions = torch.tensor([[3, 4, 0, 1, 0, 1]])
+    batch = {"input": TOKENS, "positions": positions}
+    assert ignored(policy("position_block_causal"), batch) == [1, 3]
+    assert ignored(policy(), {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]])}) == [3]
+
+
+def test_padding_counts_in_no_loss():
+    batch = {"input": TOKENS, "document_ids": torch.tensor([[0, 0, -1, -1, 1, -1]])}
+    assert ignored(policy(), batch) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "mask_type, setting, masks",
+    [
+        ("causal", None, False),
+        ("causal", True, True),
+        ("causal", False, False),
+        ("block_causal", None, True),
+        ("block_causal", False, False),
+    ],
+)
+def test_boundaries_are_masked_by_default_where_documents_are_kept_apart(mask_type, setting, masks):
+    attn_type = "sdpa" if mask_type == "causal" else "flex"
+    chosen = policy(mask_type, attn_type, mask_boundary_loss=setting)
+    assert ignored(chosen, {"input": TOKENS}) == ([1, 5] if masks else [])
+
+
+def test_labels_are_not_changed_in_place():
+    labels = torch.zeros_like(TOKENS)
+    policy().mask_labels({"input": TOKENS}, labels)
+    assert labels.count_nonzero() == 0
+
+
+def test_batch_with_its_own_mask_keeps_its_labels_and_positions():
+    batch = {"input": TOKENS, "attention_masks": "own"}
+    assert ignored(policy(), batch) == []
+    _, extra_inputs, extra_kwargs = policy().model_inputs(None, batch, TOKENIZER)
+    assert extra_inputs == {"attention_masks": "own"} and extra_kwargs == {}
+
+
+def test_attended_pairs_are_the_squares_of_document_lengths():
+    assert policy().attended_pairs({"input": TOKENS}) == 2**2 + 4**2
+    padded = {"input": TOKENS, "seq_lens": torch.tensor([[3, 1]])}
+    assert policy().attended_pairs(padded) == 3**2 + 1**2
+    assert policy("causal", "sdpa").attended_pairs({"input": TOKENS}) == 6**2
+
+
+class Model:
+    def get_attention_masks(self, input_batch, tokenizer, extra_inputs):
+        self.asked_with = extra_inputs
+        return "masks"
+
+
+def test_positions_restart_with_each_document():
+    model = Model()
+    inputs, extra_inputs, extra_kwargs = policy().model_inputs(model, {"input": TOKENS}, TOKENIZER)
+    assert inputs is TOKENS and extra_kwargs == {"attention_masks": "masks"}
+    assert extra_inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert model.asked_with["document_ids"].tolist() == [[0, 0, 1, 1, 1, 1]]
+
+
+def test_positions_of_the_batch_are_kept():
+    batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
+    _, extra_inputs, _ = policy().model_inputs(Model(), batch, TOKENIZER)
+    assert extra_inputs["positions"] is batch["positions"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        policy(restart_positions=False),
+        policy("causal", "sdpa"),
+        policy("causal", "flex"),
+    ],
+    ids=["off", "sdpa", "flex causal"],
+)
+def test_positions_stay_away_where_they_are_not_wanted(chosen):
+    _, extra_inputs, _ = chosen.model_inputs(Model(), {"input": TOKENS}, TOKENIZER)
+    assert extra_inputs == {}
+
+
+def test_boundaries_do_not_reach_the_models_forward():
+    batch = {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]]), "weights": "kept"}
+    _, extra_inputs, _ = policy().model_inputs(Model(), batch, TOKENIZER)
+    assert sorted(extra_inputs) == ["positions", "weights"]
+
+
+def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
+    batch = {"input": TOKENS, "document_ids": torch.zeros(1, 6)}
+    for _ in range(2):
+        policy("causal", "sdpa").model_inputs(Model(), batch, None)
+    (message,) = caplog.messages
+    assert "'document_ids' keep no documents apart" in message and "'block_causal'" in message
+
+
+def test_missing_positions_name_both_ways_out():
+    with pytest.raises(ValueError, match=r"put 'positions' \[B, T\] into it.*'block_causal'"):
+        policy("position_block_causal").mask_labels({"input": TOKENS}, TOKENS)
