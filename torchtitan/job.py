@@ -18,14 +18,25 @@ from torchtitan.protocols.model_converter import known_converter_names
 
 def resolve_job(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if the job cannot run."""
-    if job_config.experimental.custom_import:
-        importlib.import_module(job_config.experimental.custom_import)
+    _import_custom_module(job_config.experimental.custom_import)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converters=known_converter_names())
     train_spec = _find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size)
     _check_dataset_names(job_config, train_spec)
     return train_spec
+
+
+def _import_custom_module(name: str) -> None:
+    if not name:
+        return
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"experimental.custom_import names a module to import, got {name!r}: {error}; give its "
+            "dotted name and start where Python can find it"
+        ) from error
 
 
 def _find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":

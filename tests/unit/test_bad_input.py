@@ -75,6 +75,7 @@ FLAG_MISTAKES = {
         ["data_parallel_shard_degree", "3", "2"],
         2,
     ),
+    "custom import": (["--experimental.custom_import=no.such"], ["custom_import", "no.such"], 1),
     "unknown model": (["--model.name=lama3"], ["lama3", "llama3"], 1),
     "unknown flavor": (["--model.flavor=8b"], ["8b", "8B"], 1),
     "unknown dataset": (["--training.dataset=c5"], ["c5", "c4"], 1),

@@ -232,6 +232,13 @@ def test_stepping_in_backward_is_refused_with_pipeline_and_expert_parallelism(de
         build_optimizers(two_parts(), Optimizer(early_step_in_backward=True), dims)
 
 
+def test_stepping_in_backward_says_what_it_makes_ineffective(caplog):
+    plain_container(two_parts(), early_step_in_backward=False)
+    assert not caplog.text
+    plain_container(two_parts(), early_step_in_backward=True)
+    assert "training.max_norm" in caplog.text and "training.nonfinite_grad_norm" in caplog.text
+
+
 def test_fault_tolerance_is_refused_only_when_enabled():
     build_optimizers(two_parts(), Optimizer(), one_rank(), SimpleNamespace(enabled=False))
     with pytest.raises(NotImplementedError, match="fault_tolerance.enable = false"):

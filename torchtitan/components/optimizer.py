@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -197,6 +198,10 @@ def build_optimizers(
                 "optimizer.early_step_in_backward does not work together with "
                 f"parallelism.{key} > 1; turn one of them off"
             )
+    logger.warning(
+        "optimizer.early_step_in_backward frees every gradient at once: training.max_norm and "
+        "training.nonfinite_grad_norm have no effect, and the gradient norm is logged as 0"
+    )
     return OptimizersInBackwardContainer(model_parts, optimizer_cls, optimizer_kwargs)
 
 

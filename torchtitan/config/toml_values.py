@@ -79,8 +79,11 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_to_any_of(value, arguments)
     if origin is Literal:
-        if value in arguments and type(value) in {type(choice) for choice in arguments}:
+        kinds = {type(choice) for choice in arguments}
+        if value in arguments and type(value) in kinds:
             return value
+        if type(value) in kinds:  # the caller's message shows the value
+            raise TypeError(f"expected {describe(annotation)}")
     elif origin in (list, tuple) or annotation in (list, tuple):
         if isinstance(value, list):
             return _convert_items(value, origin or annotation, arguments)
