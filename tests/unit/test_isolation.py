@@ -1,0 +1,116 @@
+"""Packed documents are isolated: hypothesis looks for a packing that says otherwise.
+
+The checks are those of `python -m torchtitan.testing.isolation`, whose oracle knows nothing of
+torchtitan.models; see there for tolerances.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.testing.isolation import Case, Certificate, attend_alone, certify
+from torchtitan.testing.packings import (
+    SEPARATORS,
+    Segment,
+    make_batch,
+    random_packing,
+    read_documents,
+    row_length,
+    smaller_packings,
+    spans_of,
+)
+
+MAX_TOKENS = 24
+
+
+@st.composite
+def packings(draw):
+    """Rows of one length, cut where hypothesis likes; any piece may be padding."""
+    seq_len = draw(st.integers(1, MAX_TOKENS))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.sets(st.integers(1, seq_len)))
+        bounds = sorted(cuts | {0, seq_len})
+        firsts = st.one_of(st.just(0), st.none(), st.integers(0, 40))
+        pieces = zip(bounds, bounds[1:], strict=False)
+        rows.append(tuple(Segment(end - start, draw(firsts)) for start, end in pieces))
+    return tuple(rows)
+
+
+@given(packing=packings(), seed=st.integers(0, 1000))
+@settings(max_examples=150, deadline=None)
+def test_every_separator_reads_back_the_packing_that_was_written(packing, seed):
+    for separator in SEPARATORS:
+        batch = make_batch(packing, separator, random.Random(seed))
+        assert read_documents(batch, separator) == spans_of(packing)
+
+
+@given(
+    packing=packings(),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]),
+    head_dim=st.sampled_from([8, 16]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_packed_documents_give_outputs_and_gradients_of_documents_alone(
+    packing, heads, head_dim, seed
+):
+    case = Case(packing, seed, *heads, head_dim)
+    assert Certificate().check(case) == []
+
+
+@given(packing=packings(), seed=st.integers(0, 1000))
+@settings(max_examples=12, deadline=None)
+def test_packed_documents_give_logits_and_parameter_gradients_of_documents_alone(packing, seed):
+    assert Certificate().check(Case(packing, seed, with_decoder=True)) == []
+
+
+def test_sixty_drawn_packings_are_isolated_bitwise_on_the_cpu():
+    certificate = Certificate()
+    assert certify(certificate, 60, seed=1) is None
+    tally = certificate.tally
+    assert tally.bitwise_documents == tally.documents > 500
+    assert {separator for separator, _ in tally.cases} == set(SEPARATORS)
+    assert max(tally.forward_error.values()) < 5e-6
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (4, 2)])
+def test_oracle_agrees_with_autograd_over_plain_attention(n_heads, n_kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    q, k, v, grad = (torch.randn(n, 7, 8, generator=generator).double() for n in sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(n_heads // n_kv_heads, 0) for x in (k, v))
+    scores = (q @ keys.transpose(1, 2)) / 8**0.5
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    out = scores.softmax(-1) @ values
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    for x, y in zip(
+        attend_alone(*(x.detach().numpy() for x in (q, k, v, grad))), expected, strict=True
+    ):
+        np.testing.assert_allclose(x, y.numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_random_packings_hold_every_kind_of_row():
+    rng = random.Random(0)
+    rows = [row for _ in range(300) for row in random_packing(rng, 2, 20)]
+    assert all(sum(segment.length for segment in row) == 20 for row in rows)
+    is_padding = [[segment.first_position is None for segment in row] for row in rows]
+    assert any(all(row) for row in is_padding)
+    assert any(row[-1] and not all(row) for row in is_padding)  # at the end
+    assert any(True in row[:-1] and not row[-1] for row in is_padding)  # in the middle
+    assert any(len(row) == 1 and not row[0] for row in is_padding)  # one document
+    assert any(row[0].first_position for row in rows)  # begins inside a document
+    assert any(all(segment.length == 1 for segment in row) for row in rows)
+
+
+@given(packing=packings())
+@settings(max_examples=30, deadline=None)
+def test_smaller_packings_are_smaller_and_well_formed(packing):
+    for smaller in smaller_packings(packing):
+        assert len({sum(segment.length for segment in row) for row in smaller}) == 1
+        assert (len(smaller), row_length(smaller)) < (len(packing), row_length(packing) + 1)

@@ -1,0 +1,278 @@
+"""Random packings, the batches that carry them, and a slow reading of those batches.
+
+A packing says how rows of T tokens are made up of documents and padding. It can be written into
+a batch in six ways (`SEPARATORS`); `read_documents` reads it back token by token, in plain Python
+and without anything of `torchtitan.models`, so that it can serve as an oracle.
+
+A padding token looks at itself alone, so here it counts as a document of one token.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+EOS_ID = 0
+VOCAB_SIZE = 32
+LARGEST_FIRST_POSITION = 40
+
+SEPARATORS = {
+    # name: the model.attn_mask_type under which a batch of this kind is read
+    "eos": "block_causal",
+    "positions": "position_block_causal",
+    "seq_lens": "block_causal",
+    "cu_seqlens": "position_block_causal",
+    "cu_seqlens of the batch": "block_causal",
+    "document_ids": "position_block_causal",
+}
+
+
+class Segment(NamedTuple):
+    """A document, whose first token stands at `first_position`, or padding (None)."""
+
+    length: int
+    first_position: int | None = 0
+
+
+Packing: TypeAlias = tuple[tuple[Segment, ...], ...]
+"""Rows of segments; all rows have one length."""
+
+Spans: TypeAlias = list[list[tuple[int, int]]]
+"""For each row the (start, end) of its documents; every padding token is one."""
+
+
+def row_length(packing: Packing) -> int:
+    """T."""
+    return sum(segment.length for segment in packing[0])
+
+
+def spans_of(packing: Packing) -> Spans:
+    """Where the documents of a packing are."""
+    rows = []
+    for row in packing:
+        lengths: list[int] = []
+        for segment in row:
+            lengths += _as_document_lengths(segment)
+        ends = list(accumulate(lengths))
+        rows.append(list(zip([0, *ends[:-1]], ends, strict=True)))
+    return rows
+
+
+def _as_document_lengths(segment: Segment) -> list[int]:
+    if segment.first_position is None:
+        return [1] * segment.length
+    return [segment.length]
+
+
+# ---- drawing ----
+
+
+def random_packing(rng: random.Random, n_rows: int, seq_len: int) -> Packing:
+    """Rows of every kind: one document, padding alone, single tokens, few and many documents."""
+    return tuple(_random_row(rng, seq_len) for _ in range(n_rows))
+
+
+def _random_row(rng: random.Random, seq_len: int) -> tuple[Segment, ...]:
+    kind = rng.random()
+    if kind < 0.05:
+        return (Segment(seq_len, None),)
+    if kind < 0.15:
+        return (Segment(seq_len, _random_first_position(rng, share_inside=0.5)),)
+    longest = rng.choice([1, 4, max(1, seq_len // 4), max(1, seq_len // 2), seq_len])
+    share_of_padding = rng.choice([0.0, 0.0, 0.1, 0.3])
+    row: list[Segment] = []
+    left = seq_len
+    while left > 0:
+        length = rng.randint(1, min(left, longest))
+        first = _random_first_position(rng, share_inside=0.2 if row else 0.4)
+        row.append(Segment(length, None if rng.random() < share_of_padding else first))
+        left -= length
+        if rng.random() < share_of_padding / 4:  # the rest of the row is padding
+            row += [Segment(left, None)] if left else []
+            left = 0
+    return tuple(row)
+
+
+def _random_first_position(rng: random.Random, share_inside: float) -> int:
+    """0, or for this share of documents a position inside: their beginning is elsewhere."""
+    return rng.randint(1, LARGEST_FIRST_POSITION) if rng.random() < share_inside else 0
+
+
+# ---- writing a packing into a batch ----
+
+
+def make_batch(packing: Packing, separator: str, rng: random.Random) -> dict[str, Tensor]:
+    """Return {"input": [B, T], ...} whose boundaries are those of `packing`."""
+    tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(row_length(packing))] for _ in packing]
+    if separator == "eos":
+        return {"input": torch.tensor([_tokens_with_eos(row, rng) for row in packing])}
+    batch = {"input": torch.tensor(tokens)}  # end-of-text tokens in them mean nothing
+    if separator == "positions":
+        batch["positions"] = torch.tensor([_positions(row, rng) for row in packing])
+    elif separator == "document_ids":
+        batch["document_ids"] = torch.tensor([_document_ids(row, rng) for row in packing])
+    elif separator == "seq_lens":
+        batch["seq_lens"] = _filled_up([_lengths(row, rng) for row in packing], longer=True)
+    elif separator == "cu_seqlens":
+        cumulative = [[0, *accumulate(_lengths(row, rng))] for row in packing]
+        batch["cu_seqlens"] = _filled_up(cumulative, longer=False)
+    elif separator == "cu_seqlens of the batch":
+        rows = [*(_lengths(row, rng, to_the_end=True) for row in packing[:-1])]
+        flat = [length for row in [*rows, _lengths(packing[-1], rng)] for length in row]
+        batch["cu_seqlens"] = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
+    else:
+        raise ValueError(f"separator must be one of {', '.join(SEPARATORS)}, got {separator!r}")
+    return batch
+
+
+def _tokens_with_eos(row: Sequence[Segment], rng: random.Random) -> list[int]:
+    """Documents end with the end-of-text token, the row's last one perhaps; padding is of it."""
+    tokens: list[int] = []
+    for segment in row:
+        if segment.first_position is None:
+            tokens += [EOS_ID] * segment.length
+        else:
+            tokens += [rng.randrange(1, VOCAB_SIZE) for _ in range(segment.length - 1)] + [EOS_ID]
+    if row[-1].first_position is not None and rng.random() < 0.5:
+        tokens[-1] = rng.randrange(1, VOCAB_SIZE)
+    return tokens
+
+
+def _positions(row: Sequence[Segment], rng: random.Random) -> list[int]:
+    positions: list[int] = []
+    for length, first in row:
+        if first is None:
+            positions += [-rng.randint(1, 3) for _ in range(length)]
+            continue
+        if positions and positions[-1] >= 0 and first == positions[-1] + 1:
+            first = 0  # would read as one document
+        positions += range(first, first + length)
+    return positions
+
+
+def _document_ids(row: Sequence[Segment], rng: random.Random) -> list[int]:
+    """Few labels, so that many come back after another one."""
+    ids: list[int] = []
+    for segment in row:
+        label = -1
+        if segment.first_position is not None:
+            label = rng.choice([i for i in range(3) if not ids or i != ids[-1]])
+        ids += [label] * segment.length
+    return ids
+
+
+def _lengths(row: Sequence[Segment], rng: random.Random, to_the_end: bool = False) -> list[int]:
+    """Document lengths, some of them 0; padding at the end is left out unless `to_the_end`."""
+    row = list(row)
+    while row and row[-1].first_position is None and not to_the_end:
+        row.pop()
+    lengths: list[int] = []
+    for segment in row:
+        lengths += [0] if rng.random() < 0.1 else []
+        lengths += _as_document_lengths(segment)
+    return lengths
+
+
+def _filled_up(rows: list[list[int]], longer: bool) -> Tensor:
+    """[B, n] of unequal rows: zeros follow lengths, the last entry again follows cumulative ones."""
+    width = max(1, *(len(row) for row in rows))
+    return torch.tensor([row + [0 if longer else row[-1]] * (width - len(row)) for row in rows])
+
+
+# ---- reading a batch, slowly ----
+
+
+def read_documents(batch: dict[str, Tensor], separator: str) -> Spans:
+    """Where the documents of a batch begin and end, by the rules as they are written down."""
+    n_rows, seq_len = batch["input"].shape
+    if separator == "eos":
+        starts = [_starts_after_eos(row) for row in batch["input"].tolist()]
+    elif separator == "positions":
+        starts = [_starts_by_position(row) for row in batch["positions"].tolist()]
+    elif separator == "document_ids":
+        starts = [_starts_by_id(row) for row in batch["document_ids"].tolist()]
+    elif separator == "seq_lens":
+        starts = [_starts_by_length(row, seq_len) for row in batch["seq_lens"].tolist()]
+    elif separator == "cu_seqlens":
+        starts = [
+            _starts_by_length([b - a for a, b in zip(row, row[1:], strict=False)], seq_len)
+            for row in batch["cu_seqlens"].tolist()
+        ]
+    else:
+        flat = batch["cu_seqlens"].tolist()
+        lengths = [b - a for a, b in zip(flat, flat[1:], strict=False)]
+        all_starts = _starts_by_length(lengths, n_rows * seq_len)
+        starts = [all_starts[i * seq_len : (i + 1) * seq_len] for i in range(n_rows)]
+    return [_spans_between(row) for row in starts]
+
+
+def _starts_after_eos(tokens: list[int]) -> list[bool]:
+    return [i == 0 or tokens[i - 1] == EOS_ID for i in range(len(tokens))]
+
+
+def _starts_by_position(positions: list[int]) -> list[bool]:
+    starts = []
+    for i, position in enumerate(positions):
+        goes_on = i > 0 and 0 <= positions[i - 1] == position - 1
+        starts.append(not goes_on)
+    return starts
+
+
+def _starts_by_id(ids: list[int]) -> list[bool]:
+    return [i == 0 or ids[i] == -1 or ids[i] != ids[i - 1] for i in range(len(ids))]
+
+
+def _starts_by_length(lengths: list[int], n_tokens: int) -> list[bool]:
+    starts: list[bool] = []
+    for length in lengths:
+        starts += [j == 0 for j in range(length)]
+    return starts + [True] * (n_tokens - len(starts))
+
+
+def _spans_between(starts: list[bool]) -> list[tuple[int, int]]:
+    bounds = [i for i, is_start in enumerate(starts) if is_start] + [len(starts)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+# ---- making a packing smaller ----
+
+
+def smaller_packings(packing: Packing) -> Iterator[Packing]:
+    """Packings with a row less, with one half of the columns, or with a column less."""
+    if len(packing) > 1:
+        for i in range(len(packing)):
+            yield packing[:i] + packing[i + 1 :]
+    columns = list(range(row_length(packing)))
+    half = len(columns) // 2
+    if half:
+        yield _with_columns(packing, columns[:half])
+        yield _with_columns(packing, columns[half:])
+        for i in columns:
+            yield _with_columns(packing, columns[:i] + columns[i + 1 :])
+
+
+def _with_columns(packing: Packing, columns: list[int]) -> Packing:
+    rows = []
+    for row in packing:
+        owner = [i for i, segment in enumerate(row) for _ in range(segment.length)]
+        left = Counter(owner[column] for column in columns)
+        rows.append(tuple(Segment(left[i], row[i].first_position) for i in sorted(left)))
+    return tuple(rows)
+
+
+def describe(packing: Packing) -> str:
+    """One line per row, such as `row 0: 3 tokens from position 0 | 2 padding`."""
+    lines = []
+    for i, row in enumerate(packing):
+        parts = [
+            f"{segment.length} padding"
+            if segment.first_position is None
+            else f"{segment.length} from position {segment.first_position}"
+            for segment in row
+        ]
+        lines.append(f"row {i}: " + " | ".join(parts))
+    return "\n".join(lines)
