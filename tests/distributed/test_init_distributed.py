@@ -59,6 +59,18 @@ def test_without_torchrun_one_process_is_its_own_world(tmp_path):
     assert (tmp_path / "comm_traces").is_dir()
 
 
+def test_only_a_setting_of_the_users_own_is_overruled_with_a_warning(monkeypatch, caplog, tmp_path):
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what torchrun gives to everybody
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path))
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and not caplog.text
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path))
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING changes from '2' to '3'" in caplog.text
+
+
 def init_with_torchrun(folder):
     size = dist_utils.init_distributed(Comm(trace_buf_size=0), base_folder=folder)
     return size, dist.get_rank(), os.environ["TORCH_FR_BUFFER_SIZE"]

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,9 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
         self._rank_id = f"dp_rank_{dp_rank}"
-        super().__init__(dataset, **kwargs)
+        with warnings.catch_warnings():  # torchdata 0.11 on torch 2.13: nothing a user can change
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            super().__init__(dataset, **kwargs)
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:

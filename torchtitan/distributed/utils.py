@@ -105,7 +105,8 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 def _configure_flight_recorder(comm_config: Comm, base_folder: str) -> None:
     """Have NCCL record its last collectives and write them down when one times out."""
     # 3: a failed collective ends the process but does not wait for the other ranks to notice.
-    _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    # torchrun sets 1 for everybody, so replacing it overrules nobody.
+    _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     _set_environment("TORCH_FR_BUFFER_SIZE", str(comm_config.trace_buf_size))
     if comm_config.trace_buf_size > 0:
         folder = os.path.join(base_folder, comm_config.save_traces_folder)
@@ -116,9 +117,9 @@ def _configure_flight_recorder(comm_config: Comm, base_folder: str) -> None:
         )
 
 
-def _set_environment(name: str, value: str) -> None:
+def _set_environment(name: str, value: str, launcher_default: str | None = None) -> None:
     old = os.environ.get(name)
-    if old is not None and old != value:
+    if old not in (None, value, launcher_default):
         logger.warning("environment variable %s changes from %r to %r", name, old, value)
     os.environ[name] = value
 
