@@ -1,0 +1,101 @@
+"""Training on packed documents with flex, varlen and a dense mask, for tests and benchmarks."""
+
+import json
+import random
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+
+from torchtitan.config import ConfigManager
+from torchtitan.models import decoder
+from torchtitan.trainer import Trainer
+
+KERNELS = ("flex", "varlen", "dense")
+
+
+def short_documents(folder) -> list[str]:
+    """Overrides for a dataset of a thousand documents of 1 to 60 words, written to `folder`."""
+    words = "the model reads one token after another and forgets what came before it".split()
+    draw = random.Random(0)
+    path = Path(folder) / "short.jsonl"
+    with open(path, "w") as file:
+        for _ in range(1000):
+            text = " ".join(draw.choices(words, k=draw.randint(1, 60)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return ["--training.dataset=local", f"--training.dataset_path={path}"]
+
+
+def make_trainer(dump_folder, attn_type: str, *overrides: str) -> Trainer:
+    """The debug model in fp32; documents end with the end-of-text token."""
+    return Trainer(
+        ConfigManager().parse_args(
+            [
+                f"--job.dump_folder={dump_folder}",
+                f"--model.attn_type={attn_type}",
+                "--model.attn_mask_type=block_causal",
+                "--training.local_batch_size=2",
+                "--training.seq_len=128",
+                "--training.mixed_precision_param=float32",
+                "--activation_checkpoint.mode=none",
+                "--lr_scheduler.warmup_steps=2",
+                "--metrics.log_freq=1",
+                "--debug.seed=1",
+                *overrides,
+            ]
+        )
+    )
+
+
+@contextmanager
+def dense_masks():
+    """Attention by a boolean mask [B, 1, T, T] written out from the tokens, through plain sdpa."""
+
+    def pairs(self, input_batch, tokenizer, extra_inputs=None):
+        after_eos = (input_batch == tokenizer.eos_id).cumsum(1)
+        document = after_eos - (input_batch == tokenizer.eos_id).long()
+        return (document[:, :, None] == document[:, None]).tril()[:, None]
+
+    def attend(inner_attention, q, k, v, mask):
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa).transpose(1, 2)
+
+    with (
+        mock.patch.object(decoder.Decoder, "get_attention_masks", pairs),
+        mock.patch.object(decoder, "attend", attend),
+    ):
+        yield
+
+
+def train(dump_folder, kernel: str, steps: int, *overrides: str) -> tuple[list[float], int]:
+    """(loss of each step, documents that ended in the text read) of one run."""
+    if kernel == "dense":
+        with dense_masks():
+            return _train(dump_folder, "flex", steps, *overrides)
+    return _train(dump_folder, kernel, steps, *overrides)
+
+
+def _train(dump_folder, attn_type, steps, *overrides) -> tuple[list[float], int]:
+    trainer = make_trainer(dump_folder, attn_type, f"--training.steps={steps}", *overrides)
+    losses, n_ends = [], 0
+    fetch = trainer._next_microbatches
+
+    def counting(data_iterator):
+        nonlocal n_ends
+        microbatches, *counts = fetch(data_iterator)
+        n_ends += sum(int((b["input"] == trainer.tokenizer.eos_id).sum()) for b, _ in microbatches)
+        return microbatches, *counts
+
+    trainer._next_microbatches = counting
+    trainer.metrics_processor.log = lambda step, loss, *_args, **_kwargs: losses.append(loss)
+    trainer.train()
+    trainer.close()
+    torch.distributed.destroy_process_group()
+    return losses, n_ends
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

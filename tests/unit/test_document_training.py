@@ -1,0 +1,157 @@
+"""Training on packed documents, from the text dataset to the loss, on one process in fp32."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.unit.document_runs import (
+    KERNELS,
+    largest_difference,
+    make_trainer,
+    short_documents,
+    train,
+)
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models import decoder
+
+
+def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
+    """The full size is benchmarks/documents.py."""
+    data = short_documents(tmp_path)
+    runs = {kernel: train(tmp_path / kernel, kernel, 4, *data) for kernel in KERNELS}
+    assert all(n_ends >= 12 for _, n_ends in runs.values())
+    losses = {kernel: run[0] for kernel, run in runs.items()}
+    assert losses["flex"] == losses["varlen"]  # one kernel on the CPU
+    assert largest_difference(losses["flex"], losses["dense"]) <= 1e-5
+
+
+def one_step(trainer):
+    """Microbatches of the first step, as the loss gets them, with their counts."""
+    return trainer._next_microbatches(trainer.batch_generator(trainer.dataloader))
+
+
+def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path):
+    trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path))
+    ((batch, labels),), valid, global_valid = one_step(trainer)
+    is_eos = batch["input"] == trainer.tokenizer.eos_id
+    assert is_eos.any()
+    assert torch.equal(labels == IGNORE_INDEX, is_eos)
+    assert valid == global_valid == labels.numel() - int(is_eos.sum())
+
+
+def test_causal_training_is_left_as_it_was(tmp_path):
+    trainer = make_trainer(
+        tmp_path, "sdpa", "--training.dataset=c4_test", "--model.attn_mask_type=causal"
+    )
+    ((batch, labels),), valid, _ = one_step(trainer)
+    assert list(batch) == ["input"] and valid == labels.numel()
+    _, _, extra_inputs, extra_kwargs = trainer.post_dataloading_process(batch, labels)
+    assert extra_inputs == {} and extra_kwargs == {}
+    before = trainer.metrics_processor.num_flops_per_token
+    trainer._count_flops()
+    assert trainer.metrics_processor.num_flops_per_token == before == trainer.num_flops_per_token
+
+
+def test_throughput_counts_the_squares_of_real_document_lengths(tmp_path):
+    trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path))
+    ((batch, _),), _, _ = one_step(trainer)
+    squares = 0
+    for row in batch["input"].tolist():
+        length = 0
+        for token in row:
+            length += 1
+            if token == trainer.tokenizer.eos_id:
+                squares, length = squares + length**2, 0
+        squares += length**2
+    trainer._count_flops()
+    args = trainer.model_args
+    per_length = 6 * args.n_layers * args.n_heads * 2 * args.attention_head_dim
+    whole_row = trainer.num_flops_per_token
+    expected = whole_row - per_length * (128 - squares / batch["input"].numel())
+    assert trainer.metrics_processor.num_flops_per_token == pytest.approx(expected, rel=1e-12)
+    assert expected < whole_row
+
+
+def test_validation_leaves_out_the_same_labels(tmp_path):
+    training_data = short_documents(tmp_path)
+    data = [option.replace("training", "validation") for option in training_data]
+    options = ["--validation.enable", "--validation.seq_len=128", "--validation.local_batch_size=2"]
+    trainer = make_trainer(tmp_path, "flex", *training_data, *data, *options)
+    input_dict, labels = next(iter(trainer.validator.validation_dataloader))
+    trainer.validator.validation_context = nullcontext
+    loss, n_tokens = trainer.validator._forward(trainer.model_parts, input_dict, labels)
+    n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
+    assert n_ends > 0 and n_tokens == labels.numel() - n_ends
+    masked = trainer.packing.mask_labels(input_dict, labels)
+    same = trainer.forward_backward_step(
+        input_dict=input_dict, labels=masked, global_valid_tokens=1.0
+    )
+    assert loss.item() == pytest.approx(same.item(), rel=1e-6)
+
+
+def test_restarted_positions_give_the_logits_of_positions_along_the_row(tmp_path):
+    """RoPE turns by distance: within a document only rounding can differ."""
+    outputs = []
+    for setting in ("--training.restart_positions", "--training.no-restart_positions"):
+        trainer = make_trainer(tmp_path, "varlen", *short_documents(tmp_path), setting)
+        ((batch, labels),), _, _ = one_step(trainer)
+        outputs += trainer.forward_step(batch)
+    _, _, extra_inputs, _ = trainer.post_dataloading_process(batch, labels)
+    assert extra_inputs == {}
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*outputs)
+
+
+def test_row_of_many_documents_may_be_longer_than_the_rope_table(tmp_path):
+    trainer = make_trainer(tmp_path, "varlen", "--training.seq_len=16")
+    tokens = torch.randint(3, 2048, (1, 40), generator=torch.Generator().manual_seed(0))
+    batch = {"input": tokens, "seq_lens": torch.tensor([[12, 16, 12]])}
+    (packed,) = trainer.forward_step(batch)
+    alone = [
+        trainer.forward_step({"input": part, "seq_lens": torch.tensor([[part.shape[1]]])})[0]
+        for part in tokens.split([12, 16, 12], dim=1)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attn_type, builder",
+    [
+        ("flex", "create_document_block_mask"),
+        ("varlen", "create_document_varlen_metadata"),
+    ],
+)
+def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_path, monkeypatch):
+    calls = []
+    build = getattr(decoder, builder)
+    monkeypatch.setattr(decoder, builder, lambda ids: calls.append(ids.shape) or build(ids))
+    trainer = make_trainer(tmp_path, attn_type, *short_documents(tmp_path))
+    ((batch, labels),), _, _ = one_step(trainer)
+    assert trainer.model_args.n_layers > 1
+    trainer.forward_backward_step(
+        input_dict=[batch, batch], labels=[labels, labels], global_valid_tokens=1.0
+    )
+    assert calls == [(2, 128)] * 2
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_changing_layouts_do_not_recompile_a_compiled_model(attn_type, tmp_path):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    options = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"]
+    trainer = make_trainer(tmp_path, attn_type, *options)
+    generator = torch.Generator().manual_seed(0)
+    n_graphs = []
+    for lengths in ([60, 68], [1] * 128, [128], [5, 5, 118], [100, 28], [3] * 42 + [2]):
+        tokens = torch.randint(3, 2048, (2, 128), generator=generator)
+        batch = {"input": tokens, "seq_lens": torch.tensor([lengths, lengths[::-1]])}
+        trainer.forward_backward_step(input_dict=batch, labels=tokens, global_valid_tokens=1.0)
+        n_graphs.append(counters["stats"]["unique_graphs"])
+    assert n_graphs[1:] == [n_graphs[1]] * 5
+
+
+def test_text_dataset_without_positions_is_refused_before_the_model_is_built(tmp_path):
+    with pytest.raises(ValueError, match="text datasets don't have: set it to 'block_causal'"):
+        make_trainer(tmp_path, "flex", "--model.attn_mask_type=position_block_causal")
