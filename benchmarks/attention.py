@@ -56,7 +56,8 @@ def uneven_lengths(seq_len: int, n_documents: int, seed: int = 0) -> list[int]:
     """Documents between random cuts: many short ones, some several times the mean."""
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randperm(seq_len - 1, generator=generator)[: n_documents - 1] + 1
-    return torch.cat((torch.tensor([0]), cuts.sort().values, torch.tensor([seq_len]))).diff().tolist()
+    bounds = [0, *cuts.sort().values.tolist(), seq_len]
+    return torch.tensor(bounds).diff().tolist()
 
 
 def ids_of(lengths: list[int]) -> Tensor:
@@ -133,7 +134,8 @@ def show_cost_of_layouts(seq_len: int, heads, head_dim: int) -> None:
         kernel = kernel_of("varlen", create_document_varlen_metadata(ids_of(lengths)))
         milliseconds = 1e3 * best_seconds(lambda kernel=kernel: train(kernel, *inputs), 3)
         pairs = sum(n * n for n in lengths)
-        print(f"{name:12} {pairs:12,} {milliseconds:11.1f} ms {milliseconds / pairs * 1e6:11.1f} ms")
+        per_million = milliseconds / pairs * 1e6
+        print(f"{name:12} {pairs:12,} {milliseconds:11.1f} ms {per_million:11.1f} ms", flush=True)
 
 
 def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:

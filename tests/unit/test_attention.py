@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
@@ -26,10 +26,12 @@ from torchtitan.models.attention import (
     create_document_varlen_metadata,
     create_varlen_metadata_for_document,
     get_causal_mask_mod,
+    get_document_id_mask_mod,
     get_document_mask_mod,
     get_fixed_block_mask_mod,
     get_sliding_window_mask_mod,
 )
+from torchtitan.models.documents import document_ids_from_positions
 
 FP32 = {"rtol": 1e-5, "atol": 5e-6}
 EOS = 2
@@ -226,6 +228,51 @@ def test_block_mask_of_a_client_trains(name, block_size):
     inputs = tensors(2, 10, 4, 2)
     out = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
     assert_same(out, dense(*inputs, lookup(mask_mod, 2, 10)), inputs, **FP32)
+
+
+# Boundaries from positions that start anywhere, and an image in tokens 3 to 5 of row 0's second
+# document, inside of which tokens see each other both ways.
+POSITIONS = torch.tensor([[7, 8, 0, 1, 2, 3, 4, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+IMAGES = torch.tensor([[-1, -1, -1, 0, 0, 0, -1, -1, -1, -1], [-1] * 10])
+
+
+def document_compositions():
+    documents = get_document_id_mask_mod(document_ids_from_positions(POSITIONS))
+    causal = get_causal_mask_mod()
+
+    def image(b, h, q_idx, kv_idx):
+        return (IMAGES[b, q_idx] == IMAGES[b, kv_idx]) & (IMAGES[b, q_idx] >= 0)
+
+    return {
+        "causal": and_masks(causal, documents),
+        "sliding window": and_masks(get_sliding_window_mask_mod(3), documents),
+        "chunks": and_masks(causal, documents, get_fixed_block_mask_mod(4)),
+        "image": and_masks(or_masks(causal, image), documents),
+    }
+
+
+@pytest.mark.parametrize("name", document_compositions())
+def test_document_masks_compose_with_other_masks(name):
+    """Against a loop over pairs, output and gradients; no pair of two documents is ever seen."""
+    mask = create_attention_mask(
+        document_compositions()[name], 2, None, 10, 10, device="cpu", BLOCK_SIZE=4
+    )
+    allowed = torch.zeros(2, 1, 10, 10, dtype=torch.bool)
+    for row in range(2):
+        documents = document_ids_from_positions(POSITIONS)[row].tolist()
+        images = IMAGES[row].tolist()
+        for q in range(10):
+            for k in range(10):
+                seen = {
+                    "causal": k <= q,
+                    "sliding window": 0 <= q - k < 3,
+                    "chunks": k <= q and q // 4 == k // 4,
+                    "image": k <= q or images[q] == images[k] == 0,
+                }[name]
+                allowed[row, 0, q, k] = seen and documents[q] == documents[k]
+    inputs = tensors(2, 10, 4, 2)
+    out = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
+    assert_same(out, dense(*inputs, allowed), inputs, **FP32)
 
 
 def test_create_attention_mask_takes_the_arguments_of_create_block_mask():

@@ -9,7 +9,6 @@ B rows, T tokens per row.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan.components.loss import IGNORE_INDEX

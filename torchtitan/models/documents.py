@@ -228,9 +228,7 @@ _SEPARATOR_OF: dict[str, DocumentSeparator] = {
 }
 
 
-def read_document_ids(
-    batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
-) -> Tensor:
+def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:
     """Return the document ids [B, T] of a batch from the source in force.
 
     Warns once per process if the batch has another source as well, `positions` included, and
