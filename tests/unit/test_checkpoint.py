@@ -705,6 +705,20 @@ def test_initial_path_that_is_no_folder_is_an_error(tmp_path):
         Run(tmp_path, initial_load_path="nowhere").manager.load()
 
 
+def test_initial_path_that_is_no_checkpoint_names_those_that_lie_in_it(tmp_path):
+    source = Run(tmp_path / "source")
+    source.train_and_save(1)
+    folder = tmp_path / "source" / "checkpoint"
+    with pytest.raises(ValueError, match=r"initial_load_path .*name one of .*: step-1$"):
+        Run(tmp_path, initial_load_path=str(folder)).manager.load()
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(ValueError, match="initial_load_path .*correct it"):
+        Run(tmp_path, initial_load_path=str(tmp_path / "hf")).manager.load()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf = true"):
+        Run(tmp_path, initial_load_path=str(tmp_path / "hf")).manager.load()
+
+
 def test_step_zero_is_a_seed_of_weights(tmp_path):
     run = Run(tmp_path, last_save_model_only=False)
     run.manager.save(0, last_step=True)

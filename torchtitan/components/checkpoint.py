@@ -548,6 +548,8 @@ class CheckpointManager:
             return None
         if not from_rank_zero(lambda: os.path.isdir(path)):
             raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
+        if not self.initial_load_in_hf:
+            from_rank_zero(lambda: _check_holds_dcp(path))
         self._check_undamaged(path)
         return _Source(
             path,
@@ -682,6 +684,21 @@ def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None
     if config.last_save_in_hf and sd_adapter is None:
         raise ValueError(
             "checkpoint.last_save_in_hf needs a model whose TrainSpec has a state_dict_adapter"
+        )
+
+
+def _check_holds_dcp(path: str) -> None:
+    contents = contents_of(path)
+    if contents == Contents.HF:
+        raise ValueError(
+            f"checkpoint.initial_load_path {path!r} holds Hugging Face weights; set "
+            "checkpoint.initial_load_in_hf = true to read them"
+        )
+    if contents == Contents.UNKNOWN:
+        steps = ", ".join(os.path.basename(folder.path) for folder in list_steps(path))
+        raise ValueError(
+            f"checkpoint.initial_load_path must be a checkpoint, which has a file .metadata, got "
+            f"{path!r}; {f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
         )
 
 

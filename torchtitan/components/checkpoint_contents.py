@@ -68,7 +68,10 @@ def load_from_hf(
     if not from_quantized:  # quantized files have other shapes, and scales beside the weights
         saved = from_rank_zero(lambda: _saved_shapes(reader))
         if not saved:
-            raise ValueError(f"There are no safetensors files in {path}")
+            raise ValueError(
+                f"There are no safetensors files in {path}, from where Hugging Face weights are "
+                "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
+            )
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
         check_same_model(wanted, relevant, path, model_description)
