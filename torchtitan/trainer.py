@@ -30,6 +30,7 @@ class Trainer(TrainingEngine):
         self._attended_pairs = self._attending_tokens = 0  # since the last log
         self._build_metrics()
         self._build_validator()
+        self._build_isolation_probe()
         self._log_summary()
 
     # ---- construction ----
@@ -80,6 +81,20 @@ class Trainer(TrainingEngine):
             pp_has_first_stage=None,
             pp_has_last_stage=None,
         )
+
+    def _build_isolation_probe(self) -> None:
+        self.isolation_probe = None
+        if self.job_config.debug.check_document_isolation_freq > 0:
+            from torchtitan.components.isolation_probe import IsolationProbe
+
+            self.isolation_probe = IsolationProbe(
+                lambda batch: self.forward_step(batch)[0],
+                self.model_parts[0],
+                self.model_args,
+                getattr(self.tokenizer, "eos_id", None),
+                self.seed,
+                self.device,
+            )
 
     def _log_summary(self) -> None:
         training = self.job_config.training
@@ -155,6 +170,10 @@ class Trainer(TrainingEngine):
         microbatches, local_valid_tokens, global_valid_tokens = self._next_microbatches(
             data_iterator
         )
+        if self.isolation_probe is not None:
+            freq = self.job_config.debug.check_document_isolation_freq
+            if (self.step - 1) % freq == 0:
+                self.isolation_probe.check(self.step, microbatches[0][0])
         losses = []
         for input_dict, labels in microbatches:
             loss = self.forward_backward_step(

@@ -116,6 +116,7 @@ _SMALLEST_VALUES: dict[str, int] = {
     "comm.init_timeout_seconds": 1,
     "comm.train_timeout_seconds": 1,
     "comm.trace_buf_size": 0,
+    "debug.check_document_isolation_freq": 0,
 }
 
 

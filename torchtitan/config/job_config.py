@@ -648,6 +648,13 @@ class Debug:
     moe_force_load_balance: bool = False
     """Send the same number of tokens to every expert, whatever the router says"""
 
+    check_document_isolation_freq: int = 0
+    """
+    At the first step and every so many steps after it, exchange one token of the batch and stop
+    the run if the logits of another document move, or of an earlier token; the error names the
+    layer. Costs two forward passes of a microbatch; 0 turns it off
+    """
+
 
 @dataclass
 class JobConfig:

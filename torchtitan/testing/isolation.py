@@ -39,7 +39,7 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import choose_separator, document_starts
+from torchtitan.models.documents import document_starts, read_document_ids
 from torchtitan.testing.packings import (
     EOS_ID,
     LARGEST_FIRST_POSITION,
@@ -65,9 +65,9 @@ DECODER_EVERY = 20
 # ---- what is under test ----
 
 
-def read_document_ids(batch: dict[str, Tensor], attn_mask_type: str) -> Tensor:
+def ids_of_batch(batch: dict[str, Tensor], attn_mask_type: str) -> Tensor:
     """Document ids [B, T], as a model reads them."""
-    return choose_separator(batch, attn_mask_type, EOS_ID).document_ids(batch)
+    return read_document_ids(batch, attn_mask_type, EOS_ID)
 
 
 def dense_document_mask(document_ids: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Subject:
     prepare_decoder: called once for each decoder that gets packed batches.
     """
 
-    document_ids: Callable[[dict[str, Tensor], str], Tensor] = read_document_ids
+    document_ids: Callable[[dict[str, Tensor], str], Tensor] = ids_of_batch
     kernels: Mapping[str, AttentionFunction] = field(default_factory=lambda: CPU_KERNELS)
     prepare_decoder: Callable[[nn.Module], None] = lambda decoder: None
 

@@ -28,7 +28,7 @@ from torchtitan.testing.isolation import (
     attend_dense,
     certify,
     dense_document_mask,
-    read_document_ids,
+    ids_of_batch,
 )
 from torchtitan.testing.packings import EOS_ID
 
@@ -56,17 +56,17 @@ def _number(is_start: Tensor) -> Tensor:
 
 def _eos_opens_a_document(batch: Batch, attn_mask_type: str) -> Tensor:
     if len(batch) > 1:
-        return read_document_ids(batch, attn_mask_type)
+        return ids_of_batch(batch, attn_mask_type)
     return _number(batch["input"] == EOS_ID)
 
 
 def _eos_read_whatever_the_batch_says(batch: Batch, attn_mask_type: str) -> Tensor:
-    return read_document_ids({"input": batch["input"]}, "block_causal")
+    return ids_of_batch({"input": batch["input"]}, "block_causal")
 
 
 def _documents_begin_at_position_0_only(batch: Batch, attn_mask_type: str) -> Tensor:
     if "positions" not in batch:
-        return read_document_ids(batch, attn_mask_type)
+        return ids_of_batch(batch, attn_mask_type)
     ids = _number(batch["positions"] == 0)
     return ids.masked_fill(batch["positions"] < 0, PADDING)
 
@@ -74,7 +74,7 @@ def _documents_begin_at_position_0_only(batch: Batch, attn_mask_type: str) -> Te
 def _equal_positions_are_padding(batch: Batch, attn_mask_type: str) -> Tensor:
     """Documents of one token, 0 0 0, pass for one stretch."""
     if "positions" not in batch:
-        return read_document_ids(batch, attn_mask_type)
+        return ids_of_batch(batch, attn_mask_type)
     positions = batch["positions"]
     step = positions[:, 1:] - positions[:, :-1]
     is_start = F.pad((step != 1) & (step != 0), (1, 0), value=True)
@@ -84,24 +84,24 @@ def _equal_positions_are_padding(batch: Batch, attn_mask_type: str) -> Tensor:
 def _padding_reads_as_a_predecessor(batch: Batch, attn_mask_type: str) -> Tensor:
     """Position -1 followed by 0 goes up by one."""
     if "positions" not in batch:
-        return read_document_ids(batch, attn_mask_type)
+        return ids_of_batch(batch, attn_mask_type)
     positions = batch["positions"]
     is_start = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
     return _number(is_start)
 
 
 def _first_row_for_all(batch: Batch, attn_mask_type: str) -> Tensor:
-    ids = read_document_ids(batch, attn_mask_type)
+    ids = ids_of_batch(batch, attn_mask_type)
     return ids[:1].expand_as(ids)
 
 
 def _rows_one_off(batch: Batch, attn_mask_type: str) -> Tensor:
-    return read_document_ids(batch, attn_mask_type).roll(1, dims=0)
+    return ids_of_batch(batch, attn_mask_type).roll(1, dims=0)
 
 
 def _columns_moved(batch: Batch, attn_mask_type: str, by: int) -> Tensor:
     """Boundaries too late (by 1) or too early (by -1)."""
-    ids = read_document_ids(batch, attn_mask_type)
+    ids = ids_of_batch(batch, attn_mask_type)
     starts = document_starts(ids)
     moved = starts.roll(by, dims=1)
     edge = 0 if by > 0 else -1
@@ -110,7 +110,7 @@ def _columns_moved(batch: Batch, attn_mask_type: str, by: int) -> Tensor:
 
 
 def _last_document_joins_the_one_before(batch: Batch, attn_mask_type: str) -> Tensor:
-    starts = document_starts(read_document_ids(batch, attn_mask_type))
+    starts = document_starts(ids_of_batch(batch, attn_mask_type))
     last = starts[:, -1:]
     before = starts.gather(1, (last - 1).clamp(min=0).long())
     return torch.where(starts == last, before, starts)
@@ -118,7 +118,7 @@ def _last_document_joins_the_one_before(batch: Batch, attn_mask_type: str) -> Te
 
 def _returning_ids_are_merged(batch: Batch, attn_mask_type: str) -> Tensor:
     """Sorted out as if equal ids were one document: here, numbers cut to one bit."""
-    ids = read_document_ids(batch, attn_mask_type)
+    ids = ids_of_batch(batch, attn_mask_type)
     return ids.bitwise_right_shift(1)
 
 
@@ -127,7 +127,7 @@ class _IdsOfTheBatchBefore:
         self.previous: Tensor | None = None
 
     def __call__(self, batch: Batch, attn_mask_type: str) -> Tensor:
-        ids = read_document_ids(batch, attn_mask_type)
+        ids = ids_of_batch(batch, attn_mask_type)
         stale, self.previous = self.previous, ids
         return ids if stale is None or stale.shape != ids.shape else stale
 
@@ -139,7 +139,7 @@ class _IdsOfTheFirstBatchOfAShape:
         self.by_shape: dict[torch.Size, Tensor] = {}
 
     def __call__(self, batch: Batch, attn_mask_type: str) -> Tensor:
-        ids = read_document_ids(batch, attn_mask_type)
+        ids = ids_of_batch(batch, attn_mask_type)
         return self.by_shape.setdefault(ids.shape, ids)
 
 

@@ -1,0 +1,209 @@
+"""A check during training that the documents of a batch don't see each other.
+
+One token is exchanged for another one, and the batch goes through the model both ways. A token's
+numbers depend on other tokens through attention alone; so logits of other rows, of other documents
+and of earlier tokens have to stay as they are, to the last bit, on every device and in every dtype.
+
+B rows, T tokens, V vocabulary entries.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.documents import PADDING, document_starts, read_document_ids
+from torchtitan.tools.logging import logger
+
+Batch = dict[str, Any]
+
+
+class IsolationProbe:
+    """Exchanges a token of a batch and looks which logits move.
+
+    forward: batch -> logits [B, T, V], without gradients; on several ranks, all enter it.
+    model: has the blocks as `model.layers`.
+    model_args: `attn_type` and `attn_mask_type` say how documents are kept apart, `vocab_size`
+        which tokens there are. Under a plain causal mask a row counts as one document.
+    eos_id: never exchanged, since it may be a boundary; None if there is none.
+    seed: with the step, decides which token is exchanged.
+    device: the model's.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        model: nn.Module,
+        model_args: Any,
+        eos_id: int | None,
+        seed: int,
+        device: torch.device,
+    ):
+        self.forward = forward
+        self.model = model
+        self.vocab_size = model_args.vocab_size
+        self.eos_id = eos_id
+        self.seed = seed
+        self.device = device
+        self.attn_type = getattr(model_args, "attn_type", "sdpa")
+        self.attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
+        self.keeps_documents_apart = self.attn_type != "sdpa" and self.attn_mask_type != "causal"
+        if not self.keeps_documents_apart:
+            logger.info(
+                "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
+                "checks that rows and later tokens are not seen; documents of a row see each other",
+                self.attn_type,
+                self.attn_mask_type,
+            )
+
+    def check(self, step: int, batch: Batch) -> None:
+        """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
+
+        Random states are left as they were. Raises RuntimeError on every rank if anything leaks
+        on one of them; the rank's own message names layer, row, documents and tokens.
+        """
+        document_ids = self._document_ids(batch)
+        starts = document_starts(document_ids)
+        place = self._choose_token(step, batch["input"].cpu(), document_ids, starts)
+        exchanged = self._exchange(batch, place)
+        must_stay = ~_seen_from(place, starts)
+
+        moved = _moved(self._run(batch), self._run(exchanged)) & must_stay
+        if not self._on_any_rank(bool(moved.any())):
+            return
+        layer = self._first_layer_that_leaks(batch, exchanged, must_stay)
+        if not moved.any():
+            raise RuntimeError(
+                f"documents are not isolated at step {step}: another rank found a leak, and says where"
+            )
+        raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
+
+    # ---- which token ----
+
+    def _document_ids(self, batch: Batch) -> Tensor:
+        """[B, T] on the CPU."""
+        if not self.keeps_documents_apart:
+            return torch.zeros(batch["input"].shape, dtype=torch.int32)
+        return read_document_ids(batch, self.attn_mask_type, self.eos_id).cpu()
+
+    def _choose_token(
+        self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
+    ) -> tuple[int, int] | None:
+        """(row, column), the same on every rank with this batch; None if all is padding."""
+        usable = document_ids != PADDING
+        if self.eos_id is not None:
+            usable &= tokens != self.eos_id
+        # Masks that fail let later documents see; failing that, there may be earlier tokens.
+        has_document_behind = starts < starts[:, -1:]
+        has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
+        for wanted in (usable & has_document_behind, usable & has_token_before, usable):
+            places = wanted.nonzero()
+            if len(places):
+                row, column = random.Random(f"{self.seed} {step}").choice(places.tolist())
+                return row, column
+        return None
+
+    def _exchange(self, batch: Batch, place: tuple[int, int] | None) -> Batch:
+        """A copy of the batch with another token at this place."""
+        if place is None:
+            return batch
+        tokens = batch["input"].clone()
+        new = (tokens[place] + 1) % self.vocab_size
+        tokens[place] = (new + 1) % self.vocab_size if new == self.eos_id else new
+        return {**batch, "input": tokens}
+
+    # ---- what moved ----
+
+    def _run(self, batch: Batch) -> Tensor:
+        kept = [self.device] if self.device.type != "cpu" else []
+        with torch.random.fork_rng(kept, device_type=self.device.type):
+            return _local(self.forward(batch))
+
+    def _on_any_rank(self, found: bool) -> bool:
+        if not torch.distributed.is_initialized():
+            return found
+        flag = torch.tensor(int(found), device=self.device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def _first_layer_that_leaks(
+        self, batch: Batch, exchanged: Batch, must_stay: Tensor
+    ) -> str | None:
+        """The name of the first block whose output moves where it must not."""
+        before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
+        for name in before:
+            if (_moved(before[name], after[name]) & must_stay).any():
+                return name
+        return None
+
+    def _layer_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                output = output[0] if isinstance(output, tuple) else output
+                outputs[name] = _local(output).detach().clone()
+
+            return hook
+
+        hooks = [
+            layer.register_forward_hook(keep(f"layers.{name}"))
+            for name, layer in self.model.layers.named_children()
+        ]
+        try:
+            self._run(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return outputs
+
+    def _message(
+        self,
+        step: int,
+        place: tuple[int, int],
+        moved: Tensor,
+        layer: str | None,
+        document_ids: Tensor,
+        starts: Tensor,
+    ) -> str:
+        def describe(row: int, column: int) -> str:
+            document = int(document_ids[row, column])
+            where = "padding" if document == PADDING else f"document {document}"
+            offset = column - int(starts[row, column])
+            return f"row {row}, token {column} ({where}, its token {offset})"
+
+        seen_at = tuple(moved.nonzero()[0].tolist())
+        culprit = (
+            f"{layer} is the first layer" if layer else "no layer, but what follows them is it"
+        )
+        return (
+            f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
+            f"{int(moved.sum())} tokens moved that must not see it, the first of them "
+            f"{describe(*seen_at)}; {culprit} where it shows. Look at the mask that this layer "
+            f"gets and obeys (attn_type {self.attn_type!r}, attn_mask_type "
+            f"{self.attn_mask_type!r}), or turn the check off with "
+            "debug.check_document_isolation_freq = 0"
+        )
+
+
+def _seen_from(place: tuple[int, int] | None, starts: Tensor) -> Tensor:
+    """bool [B, T]: tokens that may look at the one at `place`, itself included."""
+    seen = torch.zeros(starts.shape, dtype=torch.bool)
+    if place is not None:
+        row, column = place
+        seen[row, column:] = starts[row, column:] == starts[row, column]
+    return seen
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """bool [B, T] on the CPU: where [B, T, n] differs; nan is equal to nan."""
+    rows = zip(before, after, strict=True)  # one by one: logits are large
+    differs = [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
+    return torch.stack(differs).cpu()
+
+
+def _local(x: Tensor) -> Tensor:
+    """A DTensor's own shard."""
+    return x.to_local() if hasattr(x, "to_local") else x
