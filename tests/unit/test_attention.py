@@ -420,6 +420,13 @@ def test_document_mask_mod_keeps_an_eos_in_the_document_it_closes():
     assert torch.equal(batch, before)
 
 
+def test_document_id_mask_mod_shows_padding_to_itself_alone():
+    ids = torch.tensor([[0, 0, -1, -1, 0]])
+    pairs = lookup(get_document_id_mask_mod(ids), 1, 5)[0, 0]
+    one = torch.ones(1, 1)
+    assert torch.equal(pairs, torch.block_diag(torch.ones(2, 2), one, one, one).bool())
+
+
 def test_mask_mods_are_named_after_their_size():
     assert get_fixed_block_mask_mod(8).__name__ == "blocked_mask_mod_fixed_block_size_8"
     assert get_sliding_window_mask_mod(8).__name__ == "sliding_window_mod_window_size_8"

@@ -84,11 +84,12 @@ def get_document_mask_mod(batch: Tensor, eos_id: int) -> MaskMod:
 def get_document_id_mask_mod(document_ids: Tensor) -> MaskMod:
     """Like `get_document_mask_mod`, for documents [B, T] from any source.
 
-    Every token needs an id of 0 or more here: padding, -1, would see all padding of its row.
+    A padding token sees itself alone.
     """
+    starts = document_starts(document_ids)
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return document_ids[b, q_idx] == document_ids[b, kv_idx]
+        return starts[b, q_idx] == starts[b, kv_idx]
 
     return document_mask
 
