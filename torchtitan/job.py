@@ -55,9 +55,16 @@ def _check_dataset_names(job_config: JobConfig, train_spec: "train_spec_module.T
         check_datasets(job_config, DATASETS)
 
 
-def _world_size(job_config: JobConfig) -> int | None:
+def _world_size(job_config: JobConfig) -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
-    if job_config.comm.mode != "default":
-        return None  # simulated: NGPU gives it when the fake group is made
-    return int(os.environ.get("WORLD_SIZE", 1))
+    if job_config.comm.mode == "default":
+        name, value = "WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
+    else:  # simulated ranks
+        name, value = "NGPU", os.environ.get("NGPU", "")
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            f"with comm.mode = {job_config.comm.mode!r} the environment variable {name} is the "
+            f"number of ranks, a positive integer, got {value!r}; set it"
+        )
+    return int(value)

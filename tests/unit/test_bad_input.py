@@ -111,6 +111,16 @@ def test_flag_mistake_exits_with_2_and_names_it(name, monkeypatch, capsys):
         assert word in errors
 
 
+def test_simulated_ranks_are_checked_like_real_ones(monkeypatch, capsys):
+    flags = ["--comm.mode=fake_backend", "--parallelism.data_parallel_shard_degree=3"]
+    monkeypatch.setenv("NGPU", "8")
+    code, errors = run_main(monkeypatch, capsys, flags)
+    assert code == 2 and "8 processes and a product of 3" in errors
+    monkeypatch.delenv("NGPU")
+    code, errors = run_main(monkeypatch, capsys, flags)
+    assert code == 2 and "NGPU" in errors and "''" in errors
+
+
 def run_process(args: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "torchtitan.train", *args],
