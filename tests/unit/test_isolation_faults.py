@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan.testing import isolation
-from torchtitan.testing.isolation import Certificate, Subject, certify
+from torchtitan.testing.isolation import Certificate, Subject, attend_dense, certify
 from torchtitan.testing.isolation_faults import FAULTS, packings_until_caught
 from torchtitan.testing.packings import row_length
 
@@ -39,13 +39,16 @@ def test_kernel_that_raises_is_a_failure():
     assert "NotImplementedError: no such kernel" in certificate.tally.failures[0]
 
 
-def test_nan_is_a_failure():
-    def nan(q, k, v, document_ids):
-        return (q * torch.nan).transpose(1, 2)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_in_one_gradient_is_a_failure(where):
+    def with_nan(q, k, v, document_ids):
+        q, k, v = (x.clone() for x in (q, k, v))
+        {"q": q, "k": k, "v": v}[where].register_hook(lambda grad: grad * torch.nan)
+        return attend_dense(q, k, v, document_ids)
 
-    certificate = Certificate(Subject(kernels={"nan": nan}))
+    certificate = Certificate(Subject(kernels={"nan": with_nan}))
     certify(certificate, 1)
-    assert certificate.tally.failures
+    assert "nan" in certificate.tally.failures[0]
 
 
 def test_command_reports_a_failure_with_its_smallest_packing(monkeypatch, capsys):

@@ -294,8 +294,8 @@ class Tally:
 
     def note(self, separator: str, kernel: str, forward: float, gradient: float) -> None:
         self.cases[separator, kernel] += 1
-        self.forward_error[kernel] = max(self.forward_error[kernel], forward)
-        self.gradient_error[kernel] = max(self.gradient_error[kernel], gradient)
+        self.forward_error[kernel] = _largest(self.forward_error[kernel], forward)
+        self.gradient_error[kernel] = _largest(self.gradient_error[kernel], gradient)
 
 
 class Certificate:
@@ -355,8 +355,8 @@ class Certificate:
         except Exception as error:  # whatever it is, the packing could not be computed
             return f"raised {type(error).__name__}: {error}"
         errors = [_max_error(x, y) for x, y in zip(results, expected, strict=True)]
-        self.tally.note(separator, name, errors[0], max(errors[1:]))
-        if not max(errors) <= self.shapes.tolerance:
+        self.tally.note(separator, name, errors[0], _largest(*errors[1:]))
+        if not _largest(*errors) <= self.shapes.tolerance:
             return "errors " + _named(errors, "output", "grad q", "grad k", "grad v")
         if alone is not None and name in BITWISE_KERNELS:
             pairs = zip(results, alone, strict=True)
@@ -376,12 +376,14 @@ class Certificate:
         alone = _run_decoder_alone(plain, batch, spans)
         logit_error = _max_error(packed[0], alone[0])
         # Sums over all tokens: measured against the parameter's largest gradient.
-        gradient_error = max(
-            _max_error(x, y) / max(1.0, float(y.abs().max()))
-            for x, y in zip(packed[1:], alone[1:], strict=True)
+        gradient_error = _largest(
+            *(
+                _max_error(x, y) / max(1.0, float(y.abs().max()))
+                for x, y in zip(packed[1:], alone[1:], strict=True)
+            )
         )
         self.tally.note(separator, f"decoder, {attn_type}", logit_error, gradient_error)
-        if not max(logit_error, gradient_error) <= self.shapes.tolerance:
+        if not _largest(logit_error, gradient_error) <= self.shapes.tolerance:
             return "errors " + _named([logit_error, gradient_error], "logits", "gradients")
         return None
 
@@ -404,6 +406,11 @@ class Certificate:
                     case, smaller = candidate, True
                     break
         return case
+
+
+def _largest(*errors: float) -> float:
+    """nan if one of them is, where Python's max may pass over it."""
+    return float(np.max(errors))
 
 
 def _max_error(actual: Tensor, expected: Tensor) -> float:
