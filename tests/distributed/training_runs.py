@@ -60,10 +60,19 @@ class DealtRows(BaseDataLoader):
 
     Labels are ignored at random, and more in some rows than in others, so that ranks and
     microbatches hold unequal numbers of valid tokens.
+    with_positions: the rows are packed documents of random lengths.
     """
 
-    def __init__(self, dp_rank: int, dp_size: int, local_batch_size: int, seq_len: int):
+    def __init__(
+        self,
+        dp_rank: int,
+        dp_size: int,
+        local_batch_size: int,
+        seq_len: int,
+        with_positions: bool = False,
+    ):
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.with_positions = with_positions
         self.local_batch_size, self.seq_len = local_batch_size, seq_len
         self.num_batches = 0
 
@@ -71,9 +80,12 @@ class DealtRows(BaseDataLoader):
         while True:
             first = (self.num_batches * self.dp_size + self.dp_rank) * self.local_batch_size
             self.num_batches += 1
-            rows = [self._row(first + i) for i in range(self.local_batch_size)]
-            tokens = torch.stack([tokens for tokens, _ in rows])
-            yield {"input": tokens[:, :-1]}, torch.stack([labels for _, labels in rows])
+            indices = range(first, first + self.local_batch_size)
+            rows = [self._row(index) for index in indices]
+            batch = {"input": torch.stack([tokens[:-1] for tokens, _ in rows])}
+            if self.with_positions:
+                batch["positions"] = torch.stack([self._positions(index) for index in indices])
+            yield batch, torch.stack([labels for _, labels in rows])
 
     def _row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -82,6 +94,13 @@ class DealtRows(BaseDataLoader):
         share_ignored = 0.1 + 0.2 * (index % 4)
         labels[torch.rand(self.seq_len, generator=generator) < share_ignored] = IGNORE_INDEX
         return tokens, labels
+
+    def _positions(self, index: int) -> torch.Tensor:
+        """Restart with every document, and with more of them in some rows than in others."""
+        generator = torch.Generator().manual_seed(index)
+        is_start = torch.rand(self.seq_len, generator=generator) < 0.1 * (index % 4)
+        columns = torch.arange(self.seq_len)
+        return columns - torch.where(is_start, columns, 0).cummax(0).values
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_batches": self.num_batches}
@@ -92,7 +111,13 @@ class DealtRows(BaseDataLoader):
 
 def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows:
     training = job_config.training
-    return DealtRows(dp_rank, dp_world_size, training.local_batch_size, training.seq_len)
+    return DealtRows(
+        dp_rank,
+        dp_world_size,
+        training.local_batch_size,
+        training.seq_len,
+        with_positions=job_config.model.attn_mask_type == "position_block_causal",
+    )
 
 
 def make_trainer(dump_folder: str, overrides: list[str]):
