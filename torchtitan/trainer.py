@@ -90,8 +90,8 @@ class Trainer(TrainingEngine):
             self.isolation_probe = IsolationProbe(
                 lambda batch: self.forward_step(batch)[0],
                 self.model_parts[0],
-                self.model_args,
-                getattr(self.tokenizer, "eos_id", None),
+                self.packing,
+                self.model_args.vocab_size,
                 self.seed,
                 self.device,
             )
@@ -138,11 +138,14 @@ class Trainer(TrainingEngine):
         Labels across a document boundary are ignored here already, if the job wants that: in
         the counts, too.
 
-        The counts are summed over ranks together with a flag of those that ran out of data,
-        so that all ranks stop at the same step: raises DataloaderExhaustedError on every rank.
+        The counts are summed over ranks together with flags of those that ran out of data or
+        failed to read it, so that all ranks stop at the same step: raises
+        DataloaderExhaustedError on every rank, or the failure where it happened and ValueError
+        elsewhere.
         """
         microbatches: list[tuple[Batch, torch.Tensor]] = []
         local_valid_tokens, ran_out = 0, 0
+        failure: Exception | None = None
         try:
             for _ in range(self.gradient_accumulation_steps):
                 input_dict, labels = next(data_iterator)
@@ -153,10 +156,20 @@ class Trainer(TrainingEngine):
                 microbatches.append((input_dict, labels))
         except (DataloaderExhaustedError, StopIteration):
             ran_out = 1
-        counts = torch.tensor([local_valid_tokens, ran_out], device=self.device)
+        except Exception as error:  # raised below, once the other ranks know
+            failure = error
+        flags = [local_valid_tokens, ran_out, int(failure is not None)]
+        counts = torch.tensor(flags, device=self.device)
         if self.dp_group is not None:
             torch.distributed.all_reduce(counts, group=self.dp_group)
-        global_valid_tokens, num_ran_out = counts.tolist()
+        global_valid_tokens, num_ran_out, num_failed = counts.tolist()
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise ValueError(
+                f"{num_failed} of {self.dp_size} data-parallel ranks could not read their data; "
+                "their own message says why"
+            )
         if num_ran_out:
             raise DataloaderExhaustedError(
                 f"{num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"

@@ -95,7 +95,7 @@ def test_either_source_alone_is_enough_and_none_is_an_error(monkeypatch, tmp_pat
     without_topics = len(PythonDocs())
     assert without_topics > 200
     monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(RuntimeError, match="training.dataset = 'local'"):
+    with pytest.raises(ValueError, match="training.dataset = 'local'"):
         PythonDocs()
     monkeypatch.undo()
     monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": "/nowhere"})

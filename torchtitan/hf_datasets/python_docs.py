@@ -42,13 +42,13 @@ class PythonDocs:
     """Documents of the running Python by number: `docs[i]` is `{"text": ...}`.
 
     split: "train", or "validation" for the documents held out of it.
-    Raises RuntimeError on a Python that ships neither topics nor library sources.
+    Raises ValueError on a Python that ships neither topics nor library sources.
     """
 
     def __init__(self, split: str = "train") -> None:
         documents = _in_fixed_random_order({**_topics(), **_modules()})
         if not documents:
-            raise RuntimeError(
+            raise ValueError(
                 "this Python ships neither pydoc_data nor the sources of its standard library, so "
                 "the dataset python_docs is empty; train on a file of yours instead: "
                 "training.dataset = 'local' with training.dataset_path"
