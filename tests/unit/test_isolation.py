@@ -5,6 +5,7 @@ torchtitan.models; see there for tolerances.
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.testing.isolation import Case, Certificate, attend_alone, certify
+from torchtitan.testing.isolation import (
+    ACCELERATOR_KERNELS,
+    ACCELERATOR_SHAPES,
+    Case,
+    Certificate,
+    Subject,
+    attend_alone,
+    certify,
+)
 from torchtitan.testing.packings import (
     SEPARATORS,
     Segment,
@@ -76,6 +85,14 @@ def test_sixty_drawn_packings_are_isolated_bitwise_on_the_cpu():
     assert tally.bitwise_documents == tally.documents > 500
     assert {separator for separator, _ in tally.cases} == set(SEPARATORS)
     assert max(tally.forward_error.values()) < 5e-6
+
+
+def test_bf16_documents_are_isolated_within_its_rounding():
+    """The settings of accelerators, run on the CPU."""
+    shapes = replace(ACCELERATOR_SHAPES, device="cpu")
+    certificate = Certificate(Subject(kernels=ACCELERATOR_KERNELS), shapes)
+    assert certify(certificate, 8) is None
+    assert set(certificate.tally.forward_error) == {"sdpa", "flex", "varlen"}
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (4, 2)])

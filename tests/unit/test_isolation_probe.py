@@ -1,13 +1,12 @@
 """The run-time probe: silent and without effect on a sound model, precise about a leak."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from tests.unit.document_runs import make_trainer, short_documents
 from torchtitan.components.isolation_probe import IsolationProbe
+from torchtitan.components.packing import PackingPolicy
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.models.attention import (
@@ -143,13 +142,11 @@ class Mixing(nn.Module):
         return self.layers["0"](self.embedding(tokens))
 
 
-def probe_of(layer, attn_type="flex"):
+def probe_of(layer):
     model = Mixing(layer)
-    args = SimpleNamespace(
-        vocab_size=16, attn_type=attn_type, attn_mask_type="position_block_causal"
-    )
+    packing = PackingPolicy("flex", "position_block_causal", 0, True, True)
     forward = torch.no_grad()(lambda batch: model(batch["input"]))
-    return IsolationProbe(forward, model, args, 0, seed=1, device=torch.device("cpu"))
+    return IsolationProbe(forward, model, packing, 16, seed=1, device=torch.device("cpu"))
 
 
 BATCH = {
@@ -207,6 +204,11 @@ def test_nan_everywhere_is_no_leak():
 
 def test_batch_of_padding_alone_passes():
     probe_of(Shifted(1)).check(0, BATCH | {"positions": torch.full((2, 6), -1)})
+
+
+def test_batch_with_masks_of_its_own_is_not_checked_and_that_is_said(caplog):
+    probe_of(Shifted(1)).check(0, BATCH | {"attention_masks": None})
+    assert "the batch brings masks of its own" in caplog.text
 
 
 def test_dropout_is_the_same_for_both_forwards():

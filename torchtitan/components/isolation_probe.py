@@ -3,6 +3,8 @@
 One token is exchanged for another one, and the batch goes through the model both ways. A token's
 numbers depend on other tokens through attention alone; so logits of other rows, of other documents
 and of earlier tokens have to stay as they are, to the last bit, on every device and in every dtype.
+(Not so where one scale serves a whole tensor, as in dynamic float8, or where tokens compete for
+experts: there a token's rounding depends on the others.)
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -14,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.documents import PADDING, document_starts, read_document_ids
-from torchtitan.tools.logging import logger
+from torchtitan.components.packing import PackingPolicy
+from torchtitan.models.documents import PADDING, document_starts
+from torchtitan.tools.logging import logger, warn_once
 
 Batch = dict[str, Any]
 
@@ -25,9 +28,9 @@ class IsolationProbe:
 
     forward: batch -> logits [B, T, V], without gradients; on several ranks, all enter it.
     model: has the blocks as `model.layers`.
-    model_args: `attn_type` and `attn_mask_type` say how documents are kept apart, `vocab_size`
-        which tokens there are. Under a plain causal mask a row counts as one document.
-    eos_id: never exchanged, since it may be a boundary; None if there is none.
+    packing: how documents are kept apart; under a plain causal mask a row counts as one. Its
+        end-of-text token is never exchanged, since it may be a boundary.
+    vocab_size: V.
     seed: with the step, decides which token is exchanged.
     device: the model's.
     """
@@ -36,26 +39,23 @@ class IsolationProbe:
         self,
         forward: Callable[[Batch], Tensor],
         model: nn.Module,
-        model_args: Any,
-        eos_id: int | None,
+        packing: PackingPolicy,
+        vocab_size: int,
         seed: int,
         device: torch.device,
     ):
         self.forward = forward
         self.model = model
-        self.vocab_size = model_args.vocab_size
-        self.eos_id = eos_id
+        self.packing = packing
+        self.vocab_size = vocab_size
         self.seed = seed
         self.device = device
-        self.attn_type = getattr(model_args, "attn_type", "sdpa")
-        self.attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
-        self.keeps_documents_apart = self.attn_type != "sdpa" and self.attn_mask_type != "causal"
-        if not self.keeps_documents_apart:
+        if not packing.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
                 "checks that rows and later tokens are not seen; documents of a row see each other",
-                self.attn_type,
-                self.attn_mask_type,
+                packing.attn_type,
+                packing.attn_mask_type,
             )
 
     def check(self, step: int, batch: Batch) -> None:
@@ -64,6 +64,9 @@ class IsolationProbe:
         Random states are left as they were. Raises RuntimeError on every rank if anything leaks
         on one of them; the rank's own message names layer, row, documents and tokens.
         """
+        if "attention_masks" in batch:
+            warn_once(logger, "isolation is not checked: the batch brings masks of its own")
+            return
         document_ids = self._document_ids(batch)
         starts = document_starts(document_ids)
         place = self._choose_token(step, batch["input"].cpu(), document_ids, starts)
@@ -76,7 +79,8 @@ class IsolationProbe:
         layer = self._first_layer_that_leaks(batch, exchanged, must_stay)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank found a leak, and says where"
+                f"documents are not isolated at step {step}: another rank found a leak and says "
+                "where"
             )
         raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
 
@@ -84,17 +88,17 @@ class IsolationProbe:
 
     def _document_ids(self, batch: Batch) -> Tensor:
         """[B, T] on the CPU."""
-        if not self.keeps_documents_apart:
+        if not self.packing.separates_documents:
             return torch.zeros(batch["input"].shape, dtype=torch.int32)
-        return read_document_ids(batch, self.attn_mask_type, self.eos_id).cpu()
+        return self.packing.document_ids(batch).cpu()
 
     def _choose_token(
         self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
     ) -> tuple[int, int] | None:
         """(row, column), the same on every rank with this batch; None if all is padding."""
         usable = document_ids != PADDING
-        if self.eos_id is not None:
-            usable &= tokens != self.eos_id
+        if self.packing.eos_id is not None:
+            usable &= tokens != self.packing.eos_id
         # Masks that fail let later documents see; failing that, there may be earlier tokens.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
@@ -111,7 +115,7 @@ class IsolationProbe:
             return batch
         tokens = batch["input"].clone()
         new = (tokens[place] + 1) % self.vocab_size
-        tokens[place] = (new + 1) % self.vocab_size if new == self.eos_id else new
+        tokens[place] = (new + 1) % self.vocab_size if new == self.packing.eos_id else new
         return {**batch, "input": tokens}
 
     # ---- what moved ----
@@ -182,8 +186,8 @@ class IsolationProbe:
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
             f"{int(moved.sum())} tokens moved that must not see it, the first of them "
             f"{describe(*seen_at)}; {culprit} where it shows. Look at the mask that this layer "
-            f"gets and obeys (attn_type {self.attn_type!r}, attn_mask_type "
-            f"{self.attn_mask_type!r}), or turn the check off with "
+            f"gets and obeys (attn_type {self.packing.attn_type!r}, attn_mask_type "
+            f"{self.packing.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"
         )
 
