@@ -124,7 +124,9 @@ class Result:
     share_outside: float
 
 
-def measure(model: str, dtype: str, compile_model: bool, layout: str, steps: int, extra=()) -> Result:
+def measure(
+    model: str, dtype: str, compile_model: bool, layout: str, steps: int, extra=()
+) -> Result:
     trainer = build_trainer(model, dtype, compile_model, list(extra))
     data = trainer.batch_generator(trainer.dataloader)
     for _ in range(2):  # compile, connect, allocate
