@@ -64,12 +64,17 @@ def losses(dump_folder: Path) -> dict[int, tuple[float, float]]:
     }
 
 
+def is_whole(step_folder: Path) -> bool:
+    return (step_folder / ".metadata").exists() and not (step_folder / ".incomplete").exists()
+
+
 def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
     process = start(dump_folder, extra)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        saved = (dump_folder / "checkpoint" / "step-10" / ".metadata").exists()
-        if saved and any(row["step"] >= step for row in logged_steps(dump_folder)):
+        if is_whole(dump_folder / "checkpoint" / "step-10") and any(
+            row["step"] >= step for row in logged_steps(dump_folder)
+        ):
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.01)
