@@ -21,6 +21,7 @@ from torchtitan.config.job_config import Parallelism, Validation
 from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
 
 TRAIN_CONFIGS = Path("torchtitan/models/llama3/train_configs")
+PRESETS = sorted(Path("torchtitan/models").glob("*/train_configs/*.toml"))
 DEBUG_TOML = str(TRAIN_CONFIGS / "debug_model.toml")
 CUSTOM_MODULE = "tests.assets.extended_job_config_example"
 
@@ -491,7 +492,7 @@ def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "x/config.json").read_text()) == config.to_dict()
 
 
-@pytest.mark.parametrize("path", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_shipped_preset_parses_and_obeys_the_rules(path, monkeypatch, tmp_path):
     config = parse("--job.config_file", str(path), f"--job.dump_folder={tmp_path}")
     check_job_config(config, config.parallelism.tensor_parallel_degree * 2)

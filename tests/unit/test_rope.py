@@ -8,7 +8,9 @@ import torch
 from torchtitan.models.rope import (
     RoPEScalingArgs,
     apply_rotary_emb,
+    apply_rotary_emb_to_halves,
     precompute_freqs_cis,
+    precompute_rope_cache,
     reshape_for_broadcast,
     select_positions,
 )
@@ -119,3 +121,49 @@ def test_padding_positions_read_some_row_of_the_table():
     positions = torch.tensor([[-1, 0, 1]])
     table = precompute_freqs_cis(8, 4)
     assert torch.equal(select_positions(table, positions, 3)[0], table[[0, 0, 1]])
+
+
+# ---- on halves ----
+
+
+def as_neighbours(x):
+    """Move numbers i and i + D/2 of each head to 2i and 2i + 1."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def test_table_for_halves_has_the_known_cosines_and_sines():
+    table = precompute_rope_cache(128, 4)
+    assert table.shape == (4, 256) and table.dtype == torch.float32
+    known = torch.tensor([0.5403, 0.6925, 0.8415, 0.7214])
+    for first in (0, 64):  # all of a half's pairs stand in the other half too
+        found = table[1, [first, first + 1, 128 + first, 129 + first]]
+        torch.testing.assert_close(found, known, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("positions", [None, [[2, 0, 1]], [[4, 5, 0], [1, 2, 3]]])
+def test_halves_turn_as_neighbours_do(positions):
+    torch.manual_seed(0)
+    xq, xk = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+    given = None if positions is None else torch.tensor(positions)
+    ours = apply_rotary_emb_to_halves(xq, xk, precompute_rope_cache(8, 6, 10000), given)
+    table = precompute_freqs_cis(8, 6, 10000, None)
+    theirs = apply_rotary_emb(as_neighbours(xq), as_neighbours(xk), table, given)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(as_neighbours(one), other)
+
+
+def test_halves_turn_by_rows_selected_beforehand():
+    table = precompute_rope_cache(8, 6)
+    x, positions = torch.randn(2, 3, 1, 8), torch.tensor([[4, 5, 0], [1, 2, 3]])
+    rows = select_positions(table, positions, 3)
+    assert rows.shape == (2, 3, 16)
+    by_rows, _ = apply_rotary_emb_to_halves(x, x, rows)
+    assert torch.equal(by_rows, apply_rotary_emb_to_halves(x, x, table, positions)[0])
+
+
+def test_bf16_halves_are_turned_in_fp32():
+    table = precompute_rope_cache(8, 6)
+    x = torch.randn(1, 6, 2, 8).bfloat16()
+    out, _ = apply_rotary_emb_to_halves(x, x, table)
+    exact, _ = apply_rotary_emb_to_halves(x.float(), x.float(), table)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, exact.bfloat16())

@@ -60,7 +60,7 @@ def test_name_can_be_registered_once():
 
 def test_unknown_name_lists_the_known_ones_and_suggests_the_nearest():
     register_train_spec("fake", fake_spec())
-    with pytest.raises(ValueError, match="'lama3'.*did you mean 'llama3'.*fake, llama3"):
+    with pytest.raises(ValueError, match="'lama3'.*did you mean 'llama3'.*fake, llama3, qwen3"):
         get_train_spec("lama3")
 
 
@@ -117,12 +117,14 @@ def test_change_to_one_spec_does_not_reach_the_next():
 
 def test_old_import_paths_lead_to_the_same_objects():
     from torchtitan.distributed import fsdp
-    from torchtitan.models import llama3, parallelize
+    from torchtitan.models import llama3, parallelize, qwen3
     from torchtitan.models.llama3.infra import parallelize as old_place
+    from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
     assert old_place.parallelize_llama is parallelize.parallelize_decoder
     assert llama3.parallelize_llama is parallelize.parallelize_decoder
     assert get_train_spec("llama3").parallelize_fn is parallelize.parallelize_decoder
+    assert parallelize_qwen3 is qwen3.parallelize_qwen3 is parallelize.parallelize_decoder
     assert old_place.apply_fsdp is fsdp.apply_fsdp
     assert old_place.apply_compile is parallelize.apply_compile
 

@@ -44,10 +44,8 @@ def apply_fsdp(
 
     Raises ValueError for another policy.
     """
-    options: dict[str, Any] = {
-        "mesh": dp_mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-    }
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
     if cpu_offload and dp_mesh.device_type == "cpu":
         logger.info("training.enable_cpu_offload has no effect: parameters are on the CPU anyway")
     elif cpu_offload:
@@ -64,8 +62,13 @@ def apply_fsdp(
         norm = output = None
     elif embeddings is not None:
         fully_shard(embeddings, reshard_after_forward=reshard, **options)
+    # Hidden states come in param_dtype from the embeddings, or by the root's cast. Position
+    # tables come in fp32 and have to stay so: bf16 cannot tell a cosine from its neighbours'.
+    block_options = options | {
+        "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    }
     for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=reshard, **options)
+        fully_shard(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)

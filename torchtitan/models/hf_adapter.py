@@ -4,7 +4,7 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,12 +19,44 @@ HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
 
+# The linear layers of a block: HF name -> ours.
+HF_LINEARS = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
     """Return the name with `{}` for its numbers, and the numbers."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
+
+
+def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | None]:
+    """Return the table for files that are laid out like Llama's: HF template -> ours.
+
+    biased: those of `HF_LINEARS` that have a bias.
+    """
+    table: dict[str, str | None] = {
+        "model.embed_tokens.weight": TOK_EMBEDDINGS,
+        "model.norm.weight": "norm.weight",
+        HF_OUTPUT: OUTPUT,
+        "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
+        "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
+        # Old files carry this table; it follows from the config.
+        "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
+    }
+    for hf, ours in HF_LINEARS.items():
+        table[f"model.layers.{{}}.{hf}.weight"] = f"layers.{{}}.{ours}.weight"
+        if hf in biased:
+            table[f"model.layers.{{}}.{hf}.bias"] = f"layers.{{}}.{ours}.bias"
+    return table
 
 
 class KeyMapAdapter(StateDictAdapter):

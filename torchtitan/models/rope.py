@@ -1,9 +1,12 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-B rows, T tokens, D head size, L table length. A table is complex64 [L, D/2]: entry (p, i) is
-the unit number with angle p * f_i, where f_i = theta ** (-2 i / D). Two conventions exist for
-which two of a head's D numbers turn together: neighbours (2i, 2i + 1), used here and by the
-original Llama weights, or halves (i, i + D/2), used by Hugging Face.
+B rows, T tokens, D head size, L table length. Position p turns pair i of a head by the angle
+p * f_i, where f_i = theta ** (-2 i / D). Two conventions exist for which two of the D numbers are
+a pair:
+    neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of unit
+        numbers with these angles
+    halves (i, i + D/2), as in Hugging Face; table fp32 [L, 2 D], the cosines for all D numbers
+        and then the sines
 """
 
 import math
@@ -122,3 +125,39 @@ def apply_rotary_emb(
     """
     rows = reshape_for_broadcast(freqs_cis, xq, positions)
     return _rotate_neighbours(xq, rows), _rotate_neighbours(xk, rows)
+
+
+# ---- the same on halves ----
+
+
+def precompute_rope_cache(dim: int, max_seq_len: int, base: float = 1_000_000.0) -> Tensor:
+    """Return the table fp32 [max_seq_len, 2 * dim] for heads of size `dim`; see the module's top."""
+    if torch.get_default_device().type == "meta":
+        return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos, sin, sin), dim=-1)
+
+
+def apply_rotary_emb_to_halves(
+    xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, the two halves of each head turned by their token's position.
+
+    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache: the table [L, 2 D], or rows already selected
+    [1 or B, T, 2 D]. positions as in `select_positions`. fp32 inside, the inputs' dtype out.
+    """
+    if rope_cache.dim() == 2:
+        rope_cache = select_positions(rope_cache, positions, xq.shape[1])
+    cos, sin = rope_cache.unsqueeze(2).chunk(2, dim=-1)
+    first, second = sin.chunk(2, dim=-1)
+    sin = torch.cat((-first, second), dim=-1)
+    return _rotate_halves(xq, cos, sin), _rotate_halves(xk, cos, sin)
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [B, T, heads, D]; cos and sin, negative for the first half: [1 or B, T, 1, D]."""
+    numbers = x.float()
+    partners = numbers.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)

@@ -65,30 +65,11 @@ llama3_args: dict[str, TransformerModelArgs] = {
 
 def get_train_spec() -> "TrainSpec":
     """Return a fresh spec; its flavor args are the ones in `llama3_args`, shared by all specs."""
-    from torchtitan.components.loss import build_cross_entropy_loss
-    from torchtitan.components.lr_scheduler import build_lr_schedulers
-    from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.components.tokenizer import build_hf_tokenizer
-    from torchtitan.components.validate import build_validator
-    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-    from torchtitan.models.parallelize import parallelize_decoder
-    from torchtitan.protocols.train_spec import TrainSpec
+    from torchtitan.models.train_spec import build_decoder_train_spec
 
-    return TrainSpec(
-        model_cls=Transformer,
-        model_args=llama3_args,
-        parallelize_fn=parallelize_decoder,
-        pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_text_dataloader,
-        build_tokenizer_fn=build_hf_tokenizer,
-        build_loss_fn=build_cross_entropy_loss,
-        build_validator_fn=build_validator,
-        state_dict_adapter=Llama3StateDictAdapter,
-    )
+    return build_decoder_train_spec(Transformer, llama3_args, Llama3StateDictAdapter)
 
 
 _MODULE_OF = {

@@ -1,0 +1,86 @@
+"""Qwen 3, Qwen 2 and 2.5, dense: flavors, and the train spec."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+
+if TYPE_CHECKING:
+    from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.protocols.train_spec import TrainSpec
+
+__all__ = [
+    "Qwen3Model",
+    "Qwen3ModelArgs",
+    "Qwen3StateDictAdapter",
+    "get_train_spec",
+    "parallelize_qwen3",
+    "qwen3_args",
+]
+
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **others: Any) -> Qwen3ModelArgs:
+    return Qwen3ModelArgs(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **others
+    )
+
+
+def _qwen2(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **others: Any
+) -> Qwen3ModelArgs:
+    return Qwen3ModelArgs(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        head_dim=dim // n_heads,
+        max_seq_len=32768,
+        qk_norm=False,
+        qkv_bias=True,
+        **others,
+    )
+
+
+_TIED = {"enable_weight_tying": True}
+# Larger Qwen 2.5 models have rows for a number of tokens that splits more evenly.
+_PADDED = {"vocab_size": 152064}
+
+qwen3_args: dict[str, Qwen3ModelArgs] = {
+    "debugmodel": _qwen3(256, 8, 16, 3072, vocab_size=2048, **_TIED),
+    "0.6B": _qwen3(1024, 28, 16, 3072, **_TIED),
+    "1.7B": _qwen3(2048, 28, 16, 6144, **_TIED),
+    "4B": _qwen3(2560, 36, 32, 9728, **_TIED),
+    "8B": _qwen3(4096, 36, 32, 12288),
+    "14B": _qwen3(5120, 40, 40, 17408),
+    "32B": _qwen3(5120, 64, 64, 25600),
+    "Qwen2-0.5B": _qwen2(896, 24, 14, 2, 4864, **_TIED),
+    "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, **_TIED),
+    "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, **_PADDED),
+    "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, norm_eps=1e-5, **_PADDED),
+    "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec; its flavor args are the ones in `qwen3_args`, shared by all specs."""
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.models.train_spec import build_decoder_train_spec
+
+    return build_decoder_train_spec(Qwen3Model, qwen3_args, Qwen3StateDictAdapter)
+
+
+_MODULE_OF = {
+    "Qwen3Model": "torchtitan.models.qwen3.model.model",
+    "Qwen3StateDictAdapter": "torchtitan.models.qwen3.model.state_dict_adapter",
+    "parallelize_qwen3": "torchtitan.models.qwen3.infra.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

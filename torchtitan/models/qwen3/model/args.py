@@ -1,0 +1,37 @@
+"""Sizes and choices of a Qwen 3 model."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+
+
+@dataclass
+class Qwen3ModelArgs(DecoderArgs):
+    """Qwen 3; with the last two fields also Qwen 2 and 2.5.
+
+    head_dim: numbers per attention head, whatever dim / n_heads is.
+    hidden_dim: hidden size of the feed-forward.
+    qk_norm: normalise each head of queries and keys before RoPE. Qwen 2 does not.
+    qkv_bias: wq, wk and wv have biases. In Qwen 2 they do.
+    """
+
+    dim: int = 1024
+    n_layers: int = 28
+    n_heads: int = 16
+    n_kv_heads: int = 8
+    vocab_size: int = 151936
+    head_dim: int = 128
+    hidden_dim: int = 3072
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000
+    max_seq_len: int = 4096
+    eos_id: int = 151645
+    qk_norm: bool = True
+    qkv_bias: bool = False
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        return get_moe_model_nparams_and_flops(self, model, 2 * self.head_dim, seq_len)

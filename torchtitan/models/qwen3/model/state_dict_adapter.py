@@ -1,0 +1,19 @@
+"""Qwen 3 weights under the names of Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
+
+from torchtitan.models.hf_adapter import KeyMapAdapter, dense_hf_key_map
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+
+
+class Qwen3StateDictAdapter(KeyMapAdapter):
+    """Renames. What tells Qwen 2 files from Qwen 3 files is known only where the args have it."""
+
+    model_args: Qwen3ModelArgs
+
+    def __init__(self, model_args: Qwen3ModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        biased = [f"self_attn.{name}_proj" for name in "qkv"] if model_args.qkv_bias else []
+        self.from_hf_map = dense_hf_key_map(biased)
+        if model_args.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                hf_name = f"model.layers.{{}}.self_attn.{norm}.weight"
+                self.from_hf_map[hf_name] = f"layers.{{}}.attention.{norm}.weight"

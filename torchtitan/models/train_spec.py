@@ -1,0 +1,43 @@
+"""What the train specs of all families of decoders have in common."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan.models.args import DecoderArgs
+    from torchtitan.models.decoder import Decoder
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+    from torchtitan.protocols.train_spec import TrainSpec
+
+
+def build_decoder_train_spec(
+    model_cls: "type[Decoder]",
+    model_args: "Mapping[str, DecoderArgs]",
+    state_dict_adapter: "type[BaseStateDictAdapter]",
+) -> "TrainSpec":
+    """Return a fresh spec that trains a family on text, with the standard components.
+
+    model_args: flavor -> args; the spec refers to this very mapping.
+    """
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.components.validate import build_validator
+    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+    from torchtitan.models.parallelize import parallelize_decoder
+    from torchtitan.protocols.train_spec import TrainSpec
+
+    return TrainSpec(
+        model_cls=model_cls,
+        model_args=model_args,
+        parallelize_fn=parallelize_decoder,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_text_dataloader,
+        build_tokenizer_fn=build_hf_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_validator,
+        state_dict_adapter=state_dict_adapter,
+    )
