@@ -18,13 +18,27 @@ from torchtitan.protocols.model_converter import known_converter_names
 
 def resolve_job(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if the job cannot run."""
+    # Before the checks, which ask for the converters that it may register.
     _import_custom_module(job_config.experimental.custom_import)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converters=known_converter_names())
-    train_spec = _find_train_spec(job_config)
+    train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size)
     _check_dataset_names(job_config, train_spec)
     return train_spec
+
+
+def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
+    """Return the train spec of `model.name`; raises ConfigError if there is none.
+
+    `experimental.custom_import`, which may register it, is imported first.
+    """
+    _import_custom_module(job_config.experimental.custom_import)
+    try:
+        # Looked up through the module: embedders replace `get_train_spec` there.
+        return train_spec_module.get_train_spec(job_config.model.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _import_custom_module(name: str) -> None:
@@ -37,14 +51,6 @@ def _import_custom_module(name: str) -> None:
             f"experimental.custom_import names a module to import, got {name!r}: {error}; give its "
             "dotted name and start where Python can find it"
         ) from error
-
-
-def _find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
-    try:
-        # Looked up through the module: embedders replace `get_train_spec` there.
-        return train_spec_module.get_train_spec(job_config.model.name)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _check_dataset_names(job_config: JobConfig, train_spec: "train_spec_module.TrainSpec") -> None:

@@ -327,7 +327,7 @@ class MetricsProcessor:
             "time_metrics/end_to_end(s)": seconds_per_step,
             "time_metrics/data_loading(s)": loading_seconds / max(1, len(self.data_loading_times)),
             "time_metrics/data_loading(%)": 100 * loading_seconds / seconds,
-            **_memory_metrics(memory),
+            **memory_metrics(memory),
             "memory/num_alloc_retries": memory.num_alloc_retries,
             "memory/num_ooms": memory.num_ooms,
         }
@@ -350,7 +350,7 @@ class MetricsProcessor:
             "validation_metrics/loss": loss,
             "validation_metrics/throughput(tps)": tokens_per_second,
         }
-        for key, value in _memory_metrics(memory).items():
+        for key, value in memory_metrics(memory).items():
             metrics[f"validation_metrics/{key}"] = value
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
 
@@ -492,7 +492,8 @@ def _drop_unfinished_line(path: str) -> None:
         file.truncate(kept)
 
 
-def _memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
+def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
+    """The peaks under the names that they are logged by."""
     return {
         "memory/max_active(GiB)": memory.max_active_gib,
         "memory/max_active(%)": memory.max_active_pct,

@@ -1,0 +1,108 @@
+"""Sampling from a decoder, one token after another.
+
+B rows, T tokens, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from scripts.generate._kv_cache import kv_cache
+
+MIN_TEMPERATURE = 1e-5
+
+
+def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:
+    """Draw one index per row: [B, V] -> [B, 1]."""
+    return torch.multinomial(probs, num_samples=1, generator=rng)
+
+
+def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+    """Return what to draw from: [..., V] -> [..., V], fp32.
+
+    temperature: below 1 sharpens, above 1 flattens; 0 puts everything on the likeliest token
+        (of equals, the first), and the smallest other value is 1e-5.
+    top_k: only this many of the likeliest tokens keep a probability.
+    """
+    if temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
+            -1, logits.argmax(dim=-1, keepdim=True), 1.0
+        )
+    logits = logits.float() / max(temperature, MIN_TEMPERATURE)
+    if top_k is not None:
+        likeliest = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter_(
+            -1, likeliest.indices, likeliest.values
+        )
+    return logits.softmax(dim=-1)
+
+
+def generate_next_token(
+    model: nn.Module | Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    rng: torch.Generator | None = None,
+) -> Tensor:
+    """Draw the token that follows each row: [B, T] -> [B, 1].
+
+    model: tokens -> logits. A whole model takes the whole text; the forward of `kv_cache` takes
+        what it has not seen.
+    """
+    logits = model(x)[:, -1]
+    return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    eos_id: int | None = None,
+) -> Tensor:
+    """Return prompts and what follows them: [T] or [B, T] -> [B, T + new].
+
+    seed: None draws from torch's own generator.
+    eos_id: a row that has drawn this token is filled up with it, and generation ends when all
+        rows have; None always draws `max_new_tokens`.
+    Raises ValueError for an empty prompt or options out of range, and as `kv_cache` does.
+    """
+    _check_options(max_new_tokens, temperature, top_k)
+    prompt = torch.atleast_2d(input_ids)
+    if prompt.shape[1] == 0:
+        raise ValueError("the prompt must have at least one token, got none; give --prompt a text")
+    rng = None
+    if seed is not None:
+        rng = torch.Generator(prompt.device).manual_seed(seed)
+
+    pieces = [prompt]
+    is_finished = torch.zeros_like(prompt[:, :1], dtype=torch.bool)
+    with kv_cache(model, prompt.shape[1] + max_new_tokens) as cached_forward:
+        for _ in range(max_new_tokens):
+            token = generate_next_token(
+                cached_forward, pieces[-1], temperature=temperature, top_k=top_k, rng=rng
+            )
+            if eos_id is not None:
+                token = token.masked_fill(is_finished, eos_id)
+                is_finished |= token == eos_id
+            pieces.append(token)
+            if eos_id is not None and is_finished.all():
+                break
+    return torch.cat(pieces, dim=1)
+
+
+def _check_options(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens must be at least 1, got {max_new_tokens}")
+    if temperature < 0:
+        raise ValueError(
+            f"--temperature must not be negative, got {temperature}; 0 takes the likeliest token"
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top_k must be at least 1, got {top_k}; leave it out to draw from all")

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Continues a prompt with a trained model; by default with the newest one of scripts/run_train.sh.
+#
+#   scripts/generate/run_llama_generate.sh --prompt="Return a list" [options]
+#
+# --prompt=TEXT_OR_FILE   the text, or a file that holds it
+# PROMPT          the same, where there is no --prompt
+# CHECKPOINT_DIR  step folder, folder of these, or of safetensors (default ./outputs/checkpoint/)
+# CONFIG_FILE     TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml)
+# NGPU            processes (default 1; more are not available yet)
+# LOG_RANK        ranks whose console output is shown (default 0)
+# PYTHON, VENV    see scripts/setup_env.sh
+# Other options go to scripts/generate/test_generate.py, whose --help lists them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/setup_env.sh
+prepare_python ""
+
+NGPU="${NGPU:-1}"
+CONFIG_FILE="${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.toml}"
+CHECKPOINT_DIR="${CHECKPOINT_DIR:-./outputs/checkpoint/}"
+prompt="${PROMPT:-}"
+
+options=()
+for argument in "$@"; do
+  case "$argument" in
+    --prompt=*) prompt="${argument#--prompt=}" ;;
+    *) options+=("$argument") ;;
+  esac
+done
+if [ -f "$prompt" ]; then
+  prompt="$(cat "$prompt")"
+fi
+
+launch=("$PYTHON")
+if [ "$NGPU" != 1 ]; then
+  launch+=(-m torch.distributed.run --standalone --nproc-per-node="$NGPU"
+    --local-ranks-filter="${LOG_RANK:-0}" --role rank --tee 3)
+fi
+exec "${launch[@]}" -m scripts.generate.test_generate --config="$CONFIG_FILE" \
+  --checkpoint="$CHECKPOINT_DIR" --prompt="$prompt" ${options[@]+"${options[@]}"}
