@@ -2,20 +2,21 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.parallelize import parallelize_decoder
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
 
 VOCAB, LENGTH, ROWS = 64, 16, 4
 
 
-def build(dp_shard, param_dtype="float32"):
-    args = Qwen3ModelArgs(
+def tiny_args():
+    return Qwen3ModelArgs(
         dim=32,
         n_layers=2,
         n_heads=4,
@@ -28,11 +29,14 @@ def build(dp_shard, param_dtype="float32"):
         attn_mask_type="position_block_causal",
         enable_weight_tying=True,
     )
+
+
+def build(dp_shard, param_dtype="float32"):
     config = JobConfig()
     config.activation_checkpoint.mode = "none"
     config.training.mixed_precision_param = param_dtype
     with torch.device("meta"):
-        model = Qwen3Model(args)
+        model = Qwen3Model(tiny_args())
     parallel_dims = ParallelDims(1, dp_shard, 1, 1, 1, 1, 1, dp_shard)
     model = parallelize_decoder(model, parallel_dims, config).to_empty(device="cpu")
     with torch.no_grad(), seeded_init(model, 1):
@@ -115,3 +119,57 @@ def test_position_tables_stay_fp32_where_parameters_are_bf16():
     for _, dtypes in results:
         assert dtypes == [torch.bfloat16, torch.float32]
     assert torch.equal(torch.cat([logits for logits, _ in results]), expected)
+
+
+def load_and_export(files_folder, dump_folder):
+    """Two ranks take their weights from Hugging Face files and write them again."""
+    import dataclasses
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.engine import TrainingEngine
+    from torchtitan.protocols import train_spec
+
+    spec = train_spec.get_train_spec("qwen3")
+    train_spec.register_train_spec(
+        "tiny_qwen3", dataclasses.replace(spec, model_args={"tiny": tiny_args()})
+    )
+    config = ConfigManager().parse_args(
+        [
+            "--model.name=tiny_qwen3",
+            "--model.flavor=tiny",
+            f"--job.dump_folder={dump_folder}",
+            "--training.seq_len=16",
+            "--training.steps=1",
+            "--activation_checkpoint.mode=none",
+            "--checkpoint.enable",
+            f"--checkpoint.initial_load_path={files_folder}",
+            "--checkpoint.initial_load_in_hf",
+            "--checkpoint.last_save_in_hf",
+        ]
+    )
+    engine = TrainingEngine(config)
+    assert engine.checkpointer.load()
+    (model,) = engine.model_parts
+    assert model.output.weight is model.tok_embeddings.weight
+    engine.checkpointer.save(1, last_step=True)
+    engine.close()
+
+
+def test_tied_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path):
+    model = Qwen3Model(tiny_args())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights()
+    weights = Qwen3StateDictAdapter(tiny_args(), None).to_hf(model.state_dict())
+    assert "lm_head.weight" not in weights
+    (tmp_path / "hf").mkdir()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    run_ranks(
+        load_and_export, 2, str(tmp_path / "hf"), str(tmp_path / "out"), init_process_group=False
+    )
+    written = {}
+    for file in (tmp_path / "out" / "checkpoint" / "step-1").glob("*.safetensors"):
+        written |= load_file(file)
+    assert written.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(written[name], tensor), name

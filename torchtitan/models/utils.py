@@ -47,15 +47,15 @@ def get_moe_model_nparams_and_flops(
     experts = n_params["moe.experts"]
     always_on = n_params["moe.router"] + n_params["moe.shared_experts"]
     active = always_on
+    dense = n_params["dense"] + n_params["embedding"]
     if experts:
         active += experts * model_args.moe_args.top_k // model_args.moe_args.num_experts
-    dense = n_params["dense"] + n_params["embedding"]
-    logger.info(
-        "parameters: dense %s, sparse %s, active per token %s",
-        f"{dense:,}",
-        f"{always_on + experts:,}",
-        f"{dense + active:,}",
-    )
+        logger.info(
+            "parameters: dense %s, sparse %s, active per token %s",
+            f"{dense:,}",
+            f"{always_on + experts:,}",
+            f"{dense + active:,}",
+        )
     flops = 6 * (n_params["dense"] + active) + _attention_flops(model_args, head_dims, seq_len)
     total = dense + always_on + experts
     return _reported_size(model_args, total, n_params["embedding"]), flops
