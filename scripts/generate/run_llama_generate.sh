@@ -8,7 +8,6 @@
 # CHECKPOINT_DIR  step folder, folder of these, or of safetensors (default ./outputs/checkpoint/)
 # CONFIG_FILE     TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml)
 # NGPU            processes (default 1; more are not available yet)
-# LOG_RANK        ranks whose console output is shown (default 0)
 # PYTHON, VENV    see scripts/setup_env.sh
 # Other options go to scripts/generate/test_generate.py, whose --help lists them.
 set -euo pipefail
@@ -32,10 +31,6 @@ if [ -f "$prompt" ]; then
   prompt="$(cat "$prompt")"
 fi
 
-launch=("$PYTHON")
-if [ "$NGPU" != 1 ]; then
-  launch+=(-m torch.distributed.run --standalone --nproc-per-node="$NGPU"
-    --local-ranks-filter="${LOG_RANK:-0}" --role rank --tee 3)
-fi
-exec "${launch[@]}" -m scripts.generate.test_generate --config="$CONFIG_FILE" \
+# Where there is more than one process, the program says that it cannot.
+WORLD_SIZE="$NGPU" exec "$PYTHON" -m scripts.generate.test_generate --config="$CONFIG_FILE" \
   --checkpoint="$CHECKPOINT_DIR" --prompt="$prompt" ${options[@]+"${options[@]}"}

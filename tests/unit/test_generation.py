@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from scripts.generate._generation import (
@@ -24,6 +26,7 @@ from torchtitan.components.checkpoint_folder import mark_unfinished
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -48,6 +51,26 @@ def tiny_model(**changes) -> Transformer:
     }
     torch.manual_seed(0)
     model = Transformer(TransformerModelArgs(**sizes | changes))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+QWEN3_ARGS = Qwen3ModelArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=48,
+    vocab_size=50,
+    enable_weight_tying=True,
+)
+
+
+def tiny_qwen3() -> Qwen3Model:
+    torch.manual_seed(0)
+    model = Qwen3Model(QWEN3_ARGS)
     with torch.no_grad():
         model.init_weights()
     return model
@@ -78,6 +101,15 @@ def test_cached_log_probs_equal_those_of_the_full_forward(attn_type, split):
         pieces = [forward(piece) for piece in tokens.split(split, dim=1)]
     difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
     # fp32, sums in another order. A token out of place moves log-probs by 1e-2 and more.
+    assert difference.abs().max() <= 5e-6
+
+
+@torch.no_grad()
+def test_cached_log_probs_of_qwen3_equal_those_of_the_full_forward():
+    model, tokens = tiny_qwen3(), random_tokens(2, 12)
+    with kv_cache(model, max_length=12) as forward:
+        pieces = [forward(piece) for piece in tokens.split([5, *[1] * 7], dim=1)]
+    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - model(tokens).log_softmax(dim=-1)
     assert difference.abs().max() <= 5e-6
 
 
@@ -340,6 +372,24 @@ def test_checkpoint_of_another_model_is_refused(checkpoints):
     config.model.flavor = "debugmodel"
     with pytest.raises(ValueError, match="is not one of llama3 debugmodel.*Set model.name"):
         load_model(config, spec, str(checkpoints), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
+    spec = get_train_spec("qwen3")
+    spec.model_args = {"tiny": QWEN3_ARGS}
+    saved = tiny_qwen3()
+    if kind == "dcp":
+        dcp.save(get_model_state_dict(saved), checkpoint_id=tmp_path)
+    else:
+        hf = spec.state_dict_adapter(QWEN3_ARGS, None).to_hf(saved.state_dict())
+        save_file({name: t.contiguous() for name, t in hf.items()}, tmp_path / "model.safetensors")
+    config = JobConfig()
+    config.model.name, config.model.flavor = "qwen3", "tiny"
+    loaded = load_model(config, spec, str(tmp_path), torch.device("cpu"))
+    assert loaded.output.weight is loaded.tok_embeddings.weight
+    tokens = random_tokens(1, 8)
+    assert torch.equal(loaded(tokens), saved(tokens))
 
 
 def test_prompt_that_the_model_cannot_read_is_named():
