@@ -1,9 +1,13 @@
 """qwen3 on the shared decoder: sizes, names, initial weights, weights of Hugging Face."""
 
+import copy
+
 import pytest
 import torch
 
 from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import Compile
+from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter, qwen3_args
 
 # (parameters, FLOPs per token at sequence length 2048)
@@ -160,3 +164,20 @@ def test_debug_preset_learns(attn_type, tmp_path):
     # From log(2048) = 7.6 down. Every fresh text is a new draw, hence only first against last.
     assert len(losses) == 5 and losses[0] == pytest.approx(7.8, abs=0.4)
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_compiled_blocks_give_the_same_loss_and_gradients():
+    torch.manual_seed(0)
+    model = Qwen3Model(tiny_args(enable_weight_tying=True))
+    with torch.no_grad():
+        model.init_weights()
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, Compile(enable=True, backend="aot_eager"))
+    tokens = torch.randint(0, 64, (2, 12))
+    positions = torch.tensor([[*range(12)], [*range(5), *range(7)]])
+    losses = [one(tokens, positions=positions).pow(2).sum() for one in (model, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
