@@ -9,9 +9,8 @@ import argparse
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpoint_contents import load_from_hf, zero_weights
+from torchtitan.components.checkpoint_contents import load_from_hf, prepare_conversion
 from torchtitan.components.checkpoint_folder import HashingWriter
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 
 
@@ -21,16 +20,7 @@ def convert_from_hf(input_dir: str, output_dir: str, model_name: str, model_flav
 
     Raises ValueError if the files are not those of this model and flavor.
     """
-    spec = get_train_spec(model_name)
-    if model_flavor not in spec.model_args:
-        raise ValueError(
-            f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
-        )
-    if spec.state_dict_adapter is None:
-        raise ValueError(f"{model_name} has no state_dict_adapter, so nothing to convert with")
-    model_args = spec.model_args[model_flavor]
-    weights = zero_weights(spec.model_cls, model_args)
-    adapter = spec.state_dict_adapter(model_args, None)
+    weights, adapter = prepare_conversion(model_name, model_flavor)
     loaded = load_from_hf(
         weights, adapter, input_dir, model_description=f"{model_name} {model_flavor}"
     )

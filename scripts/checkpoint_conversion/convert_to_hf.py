@@ -7,9 +7,12 @@ import argparse
 
 import torch
 
-from torchtitan.components.checkpoint_contents import load_weights, save_to_hf, zero_weights
+from torchtitan.components.checkpoint_contents import (
+    load_weights,
+    prepare_conversion,
+    save_to_hf,
+)
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 
 
@@ -28,19 +31,11 @@ def convert_to_hf(
         file; without it everything goes into one file.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
-    spec = get_train_spec(model_name)
-    if model_flavor not in spec.model_args:
-        raise ValueError(
-            f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
-        )
-    if spec.state_dict_adapter is None:
-        raise ValueError(f"{model_name} has no state_dict_adapter, so nothing to convert with")
-    model_args = spec.model_args[model_flavor]
-    weights = zero_weights(spec.model_cls, model_args)
+    weights, adapter = prepare_conversion(model_name, model_flavor, hf_assets_path)
     load_weights(weights, input_dir, f"{model_name} {model_flavor}")
     dtype = TORCH_DTYPE_MAP[export_dtype]
     weights = {k: t.to(dtype) if t.is_floating_point() else t for k, t in weights.items()}
-    save_to_hf(weights, spec.state_dict_adapter(model_args, hf_assets_path), output_dir)
+    save_to_hf(weights, adapter, output_dir)
 
 
 def main() -> None:

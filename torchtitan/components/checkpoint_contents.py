@@ -161,6 +161,27 @@ def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in weights.items()}
 
 
+def prepare_conversion(
+    model_name: str, model_flavor: str, hf_assets_path: str | None = None
+) -> tuple[dict[str, Any], "BaseStateDictAdapter"]:
+    """Zero weights of a flavor, to read into, and the adapter to convert them with.
+
+    Raises ValueError for an unknown model or flavor, or one without an adapter.
+    """
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    spec = get_train_spec(model_name)
+    if model_flavor not in spec.model_args:
+        raise ValueError(
+            f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
+        )
+    if spec.state_dict_adapter is None:
+        raise ValueError(f"{model_name} has no state_dict_adapter, so nothing to convert with")
+    model_args = spec.model_args[model_flavor]
+    weights = zero_weights(spec.model_cls, model_args)
+    return weights, spec.state_dict_adapter(model_args, hf_assets_path)
+
+
 def load_weights(weights: dict[str, Any], path: str, model_description: str) -> None:
     """Read the model's entries of a DCP checkpoint into `weights`, in place. Collective.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _aten = torch.ops.aten
 _flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_library = torch.library.Library("torchtitan", "DEF")
+_library = Library("torchtitan", "DEF")
 _library.define(
     "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale)"
     " -> (Tensor, Tensor)"
