@@ -7,12 +7,14 @@ import torch
 
 from torchtitan.models.rope import (
     RoPEScalingArgs,
+    YaRNArgs,
     apply_rotary_emb,
     apply_rotary_emb_to_halves,
     precompute_freqs_cis,
     precompute_rope_cache,
     reshape_for_broadcast,
     select_positions,
+    yarn_mscale,
 )
 
 
@@ -36,7 +38,36 @@ def test_scaling_with_equal_bounds_is_a_step():
     torch.testing.assert_close(angles[[0, 1, 34, 35, 36, 63]], known, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("neutral", [None, RoPEScalingArgs(scaling_factor=1.0)])
+def test_yarn_with_whole_bounds_has_the_known_angles_of_deepseek():
+    table = precompute_freqs_cis(64, 2, 10000, YaRNArgs(40, 4096, 32, 1))
+    known = [1.0, 0.0749894157, 0.0562341288, 0.0390069261, 0.0055000004, 0.0001778279]
+    known += [3.3338e-05, 2.5e-05, 3.3338e-06]
+    angles = table[1].angle()[[0, 9, 10, 11, 16, 22, 23, 24, 31]]
+    torch.testing.assert_close(angles, torch.tensor(known), rtol=2e-5, atol=0)
+
+
+def test_yarn_with_real_bounds_has_the_known_cosines_of_gpt_oss():
+    cache = precompute_rope_cache(64, 2, 150000, YaRNArgs(32, 4096, 32, 1, truncate=False))
+    known = [0.72755688, 1.03935814, 1.34291375, 1.34483552, 1.13310254, 0.85615128]
+    entries = cache[1][[0, 1, 7, 8, 64, 65]] * yarn_mscale(32)
+    torch.testing.assert_close(entries, torch.tensor(known), rtol=1e-6, atol=0)
+
+
+def test_yarn_bounds_that_coincide_are_a_step():
+    # Within 2 tokens no pair turns even once: every pair is slowed but the first, at the bound.
+    plain, yarn = (
+        precompute_freqs_cis(16, 2, 10000, scaling)[1].angle()
+        for scaling in (None, YaRNArgs(8, 2, 1, 1))
+    )
+    torch.testing.assert_close(plain / yarn, torch.tensor([1.0] + [8.0] * 7))
+
+
+def test_yarn_corrects_magnitude_only_where_it_stretches():
+    assert yarn_mscale(1.0) == yarn_mscale(0.5, 0.7) == 1.0
+    assert yarn_mscale(math.e**10, 0.7) == pytest.approx(1.7)
+
+
+@pytest.mark.parametrize("neutral", [None, RoPEScalingArgs(scaling_factor=1.0), YaRNArgs(1)])
 def test_scaling_factor_one_changes_no_bit(neutral):
     plain = 1.0 / 10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
     angles = torch.outer(torch.arange(9, dtype=torch.float32), plain)

@@ -31,6 +31,56 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
 
+@dataclass
+class YaRNArgs:
+    """YaRN's stretching to longer contexts (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    A pair that turns beta_fast times or more within original_seq_len tokens keeps its frequency,
+    one that turns beta_slow times or fewer is slowed down by `factor`, and between the two
+    pairs the frequency is blended. factor 1.0 changes nothing.
+
+    truncate: let the blend begin and end at whole pairs, as DeepSeek's models do.
+    """
+
+    factor: float
+    original_seq_len: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Return the correction of attention's magnitude that goes with YaRN; 1 for factor 1.
+
+    Equation 22 of the paper for mscale 1. Multiply queries and keys by it, or the softmax scale
+    by its square.
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YaRNArgs) -> Tensor:
+    """Frequencies [D/2] in radians per token, stretched as `YaRNArgs` says."""
+    if yarn.factor == 1:
+        return frequencies
+    n_pairs = len(frequencies)
+
+    def pair_with(turns: float) -> float:
+        """The pair, as a real number, that turns so often in the original context."""
+        wavelength = yarn.original_seq_len / turns
+        return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # The upper limit counts numbers, not pairs, in all published code.
+    low, high = max(low, 0), min(high, 2 * n_pairs - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(n_pairs, dtype=torch.float32)
+    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
+
+
 def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor:
     """Frequencies [D/2] in radians per token, stretched as `RoPEScalingArgs` says."""
     # How many times each one turns within the context that the model was first trained on.
@@ -43,11 +93,23 @@ def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor
     return torch.lerp(slow, frequencies, keep)
 
 
+def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
+    """Frequencies fp32 [dim/2] in radians per token."""
+    # In this order of operations, as in the published models: the last bit of a frequency,
+    # times a position of 100,000, is an angle that shows.
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if isinstance(scaling_args, YaRNArgs):
+        return _yarn_frequencies(frequencies, theta, scaling_args)
+    if scaling_args is not None:
+        return _scaled_frequencies(frequencies, scaling_args)
+    return frequencies
+
+
 def precompute_freqs_cis(
     dim: int,
     end: int,
     theta: float = 10000.0,
-    scaling_args: RoPEScalingArgs | None = RoPEScalingArgs(),  # noqa: B008 (only ever read)
+    scaling_args: RoPEScalingArgs | YaRNArgs | None = RoPEScalingArgs(),  # noqa: B008 (only read)
 ) -> Tensor:
     """Return the table complex64 [end, dim/2] for heads of size `dim`; see the module's top.
 
@@ -55,11 +117,7 @@ def precompute_freqs_cis(
     """
     if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
         return torch.empty((end, dim // 2), dtype=torch.complex64)
-    # In this order of operations, as in the published models: the last bit of a frequency,
-    # times a position of 100,000, is an angle that shows.
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if scaling_args is not None:
-        frequencies = _scaled_frequencies(frequencies, scaling_args)
+    frequencies = _frequencies(dim, theta, scaling_args)
     angles = torch.outer(torch.arange(end, dtype=torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -130,11 +188,19 @@ def apply_rotary_emb(
 # ---- the same on halves ----
 
 
-def precompute_rope_cache(dim: int, max_seq_len: int, base: float = 1_000_000.0) -> Tensor:
-    """Return the table fp32 [max_seq_len, 2 * dim] for heads of size `dim`; see the module's top."""
+def precompute_rope_cache(
+    dim: int,
+    max_seq_len: int,
+    base: float = 1_000_000.0,
+    scaling_args: RoPEScalingArgs | YaRNArgs | None = None,
+) -> Tensor:
+    """Return the table fp32 [max_seq_len, 2 * dim] for heads of size `dim`; see the module's top.
+
+    scaling_args: None leaves the frequencies as they are.
+    """
     if torch.get_default_device().type == "meta":
         return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
-    frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = _frequencies(dim, base, scaling_args)
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos, sin, sin), dim=-1)
