@@ -36,14 +36,18 @@ def ids_of(*rows):
     return torch.tensor(ids, dtype=torch.int32, device="cuda")
 
 
-def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=64):
+def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=64, value_dim=None):
     generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn(n_rows, seq_len, heads, head_dim, generator=generator)
+        torch.randn(n_rows, seq_len, heads, size, generator=generator)
         .to("cuda", torch.bfloat16)
         .transpose(1, 2)
         .requires_grad_()
-        for heads in (n_heads, n_kv_heads, n_kv_heads)
+        for heads, size in (
+            (n_heads, head_dim),
+            (n_kv_heads, head_dim),
+            (n_kv_heads, value_dim or head_dim),
+        )
     )
 
 
@@ -75,6 +79,14 @@ def assert_same(actual, expected, inputs):
 def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, heads):
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, *heads)
+    out = attend(build_inner_attention(attn_type), *inputs, CREATE_MASK[attn_type](ids))
+    assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_values_may_be_smaller_than_keys(attn_type):
+    ids = ids_of([200, 1, 100, -50, 161], [512])
+    inputs = tensors(2, 512, 4, 4, head_dim=192, value_dim=128)
     out = attend(build_inner_attention(attn_type), *inputs, CREATE_MASK[attn_type](ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 

@@ -407,11 +407,19 @@ class VarlenAttentionWrapper(nn.Module):
                 extra["enable_gqa"] = True
             else:  # torch < 2.13
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        # The kernels want one head size. Zeros added to both operands of a dot product don't
+        # change it, and zeros added to the values come out as columns that are cut off again.
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        value_size = v.shape[-1]
+        width = max(q.shape[-1], value_size)
+        q, k, v = (
+            x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)
+        )
         if torch.compiler.is_compiling():
             attend = varlen_attn
         else:
             attend = VarlenAttentionWrapper._compiled_varlen_attn
-        return attend(
+        out = attend(
             q,
             k,
             v,
@@ -423,6 +431,7 @@ class VarlenAttentionWrapper(nn.Module):
             window_size=(-1, 0),  # any distance back, none ahead
             **extra,
         )
+        return out[..., :value_size]
 
 
 def _varlen_on_cpu(
