@@ -185,6 +185,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         },
         ["expert_tensor_parallel_degree", "got 2 with 4", "1 or 4"],
     ),
+    "expert communication": (
+        {"parallelism__expert_parallel_comm_backend": "deepep"},
+        ["parallelism.expert_parallel_comm_backend", "'deepep'", "set it to 'standard'"],
+    ),
     "dataset path": (
         {"training__dataset_path": "data/no.jsonl"},
         ["training.dataset_path", "'data/no.jsonl'", "correct the path"],

@@ -53,6 +53,7 @@ def check_job_config(
         check_converters(job_config, known_converters)
 
     check_degrees(job_config)
+    check_expert_parallel_comm_backend(job_config)
     check_expert_tensor_parallel_degree(job_config)
     if world_size is not None:
         check_degrees_match_world_size(job_config, world_size)
@@ -435,6 +436,15 @@ def check_degrees_match_world_size(job_config: JobConfig, world_size: int) -> No
         f"the parallelism degrees must multiply to the number of processes, got {world_size} "
         f"processes and a product of {product}: {listed}; {remedy}"
     )
+
+
+def check_expert_parallel_comm_backend(job_config: JobConfig) -> None:
+    backend = job_config.parallelism.expert_parallel_comm_backend
+    if backend != "standard":
+        raise ConfigError(
+            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
+            f"{backend!r}, whose kernels this version does not call; set it to 'standard'"
+        )
 
 
 def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
