@@ -21,6 +21,7 @@ from torchtitan.models.documents import (
     last_tokens,
     positions_from_document_ids,
     read_document_ids,
+    split_documents,
 )
 
 EOS = 2
@@ -209,6 +210,20 @@ def test_positions_count_within_each_document(rows):
     # Read back they say the same, whatever the documents were numbered.
     read_back = document_ids_from_positions(positions)
     assert torch.equal(document_starts(read_back), document_starts(ids))
+
+
+@given(rows_of(st.integers(-1, 1)), st.integers(1, 4))
+def test_chunks_begin_every_so_many_tokens_of_a_document(rows, chunk_size):
+    ids = torch.tensor(rows)
+    expected = []
+    for positions in positions_from_document_ids(ids).tolist():
+        count, chunks = -1, []
+        for position in positions:
+            count += position >= 0 and position % chunk_size == 0
+            chunks.append(PADDING if position < 0 else count)
+        expected.append(chunks)
+    chunks = split_documents(ids, chunk_size)
+    assert chunks.dtype == torch.int32 and chunks.tolist() == expected
 
 
 @given(rows_of(st.integers(-1, 2)))

@@ -47,3 +47,18 @@ class DecoderArgs(BaseModelArgs):
             override = getattr(job_config.model, name, None)
             if override is not None:
                 setattr(self, name, override)
+
+
+def swiglu_hidden_dim(
+    dim: int, multiplier: float | None, multiple_of: int, n_shares: int = 1
+) -> int:
+    """Return the hidden size of Llama's feed-forwards: 8/3 dim, rounded up to `multiple_of`.
+
+    A SwiGLU of 8/3 dim has the parameters of a two-layer network of 4 dim. multiplier: scales
+    that, unless None. n_shares: how many feed-forwards of one size share it.
+    """
+    hidden = int(8 * dim / 3)
+    if multiplier is not None:
+        hidden = int(multiplier * hidden)
+    hidden //= n_shares
+    return -(-hidden // multiple_of) * multiple_of

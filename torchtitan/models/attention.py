@@ -55,7 +55,9 @@ class VarlenMetadata(NamedTuple):
 
 
 # BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
-AttentionMasksType: TypeAlias = Union[dict[str, "BlockMask"], "BlockMask", VarlenMetadata]  # noqa: UP007
+AttentionMasksType: TypeAlias = Union[  # noqa: UP007
+    dict[str, "BlockMask"], dict[str, VarlenMetadata], "BlockMask", VarlenMetadata
+]
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, h, q_idx, kv_idx) -> bool tensor: may this query look at this key?"""

@@ -262,7 +262,7 @@ class Decoder(ModelProtocol):
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
     ) -> AttentionMasksType:
-        """Return one mask for all layers: a BlockMask for flex, VarlenMetadata for varlen.
+        """Return the layers' mask, or a dict of masks: a BlockMask for flex, VarlenMetadata for varlen.
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit
         boundaries there (`document_ids`, `seq_lens`, `cu_seqlens`) win over the mask type's own.
@@ -278,12 +278,19 @@ class Decoder(ModelProtocol):
                     "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
                     "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
                 )
-            return create_causal_block_mask(*input_batch.shape, device=input_batch.device)
+            return self.build_causal_masks(input_batch)
 
         batch = {"input": input_batch, **(extra_inputs or {})}
         eos_id = getattr(tokenizer, "eos_id", None)
-        document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
-        if args.attn_type == "varlen":
+        return self.build_document_masks(read_document_ids(batch, args.attn_mask_type, eos_id))
+
+    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
+        """Return the masks, for flex, of rows [B, T] that are one document each."""
+        return create_causal_block_mask(*input_batch.shape, device=input_batch.device)
+
+    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
+        """Return the masks of documents [B, T]. Models whose layers differ return a dict."""
+        if self.model_args.attn_type == "varlen":
             return create_document_varlen_metadata(document_ids)
         return create_document_block_mask(document_ids)
 

@@ -31,6 +31,12 @@ def _number_runs(is_start: Tensor) -> Tensor:
     return is_start.cumsum(dim=1, dtype=torch.int32) - 1
 
 
+def _number_around_padding(is_start: Tensor, is_padding: Tensor) -> Tensor:
+    """Number the runs, padding being -1; it opens none, so that ids have no gaps."""
+    ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
+    return ids.masked_fill(is_padding, PADDING)
+
+
 def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
     """Number the documents of each row; an end-of-text token belongs to the one it closes.
 
@@ -50,9 +56,7 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
     is_padding = positions < 0
     is_start = torch.ones_like(positions, dtype=torch.bool)
     is_start[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | is_padding[:, :-1]
-    # Padding opens no document, so that the ids of real documents have no gaps.
-    ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
-    return ids.masked_fill(is_padding, PADDING)
+    return _number_around_padding(is_start, is_padding)
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
@@ -107,6 +111,17 @@ def positions_from_document_ids(document_ids: Tensor) -> Tensor:
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     positions = columns - document_starts(document_ids)
     return positions.masked_fill(document_ids == PADDING, PADDING)
+
+
+def split_documents(document_ids: Tensor, chunk_size: int) -> Tensor:
+    """Number the chunks of all documents; a chunk begins every `chunk_size` tokens of a document.
+
+    document_ids: [B, T] int. Returns [B, T] int32, padding stays -1: with chunk_size 2
+    [0 0 0 1 1 -1] -> [0 0 1 2 2 -1]. Where a row begins inside a document, chunks count from
+    where it was cut.
+    """
+    is_start = positions_from_document_ids(document_ids) % chunk_size == 0
+    return _number_around_padding(is_start, document_ids == PADDING)
 
 
 def last_tokens(document_ids: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.args import DecoderArgs, swiglu_hidden_dim
 from torchtitan.models.rope import RoPEScalingArgs
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
@@ -38,10 +38,7 @@ class TransformerModelArgs(DecoderArgs):
         """Hidden size of the feed-forward."""
         if self.hidden_dim is not None:
             return self.hidden_dim
-        hidden = int(8 * self.dim / 3)
-        if self.ffn_dim_multiplier is not None:
-            hidden = int(self.ffn_dim_multiplier * hidden)
-        return -(-hidden // self.multiple_of) * self.multiple_of
+        return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of)
 
     @property
     def attention_head_dim(self) -> int:
