@@ -1,0 +1,100 @@
+"""Regrouping tokens by expert."""
+
+import pytest
+import torch
+
+from torchtitan.components.quantization.utils import set_group_alignment
+from torchtitan.models.moe import moe as moe_module
+from torchtitan.models.moe import utils
+from torchtitan.models.moe.kernels import (
+    fill_indices_cpu,
+    fill_indices_wrapper,
+    generate_permute_indices,
+)
+
+
+@pytest.fixture(autouse=True)
+def default_alignment():
+    yield
+    utils.set_token_group_alignment_size_m(8)
+
+
+def test_known_places_of_two_ranks_and_four_experts():
+    counts = torch.tensor([4, 2, 1, 3, 1, 2, 3, 4])
+    indices, sizes, ends = generate_permute_indices(counts, 4, 2, 64, 8)
+    expected = [
+        *([0, 1, 2, 3, 10] + [-1] * 3),
+        *([4, 5, 11, 12] + [-1] * 4),
+        *([6, 13, 14, 15] + [-1] * 4),
+        *[7, 8, 9, 16, 17, 18, 19, -1],
+        *[-1] * 32,
+    ]
+    assert indices.tolist() == expected
+    assert sizes.tolist() == [8] * 4 and ends.tolist() == [8, 16, 24, 32]
+    assert {t.dtype for t in (indices, sizes, ends)} == {torch.int32}
+
+
+def test_expert_without_tokens_has_an_empty_slot():
+    counts = torch.tensor([4, 0, 2, 3, 1, 0, 0, 5])
+    indices, sizes, _ = generate_permute_indices(counts, 4, 2, 64, 8, use_cpu=True)
+    slots = [[i for i in slot if i >= 0] for slot in indices.view(-1, 8).tolist()]
+    assert slots[:4] == [[0, 1, 2, 3, 9], [], [4, 5], [6, 7, 8, 10, 11, 12, 13, 14]]
+    assert sizes.tolist() == [8] * 4 and not any(slots[4:])
+
+
+def slow_fill(counts, starts, write_offsets, num_experts, num_ranks, max_len):
+    filled = [-1] * max_len
+    for e in range(num_experts):
+        place = int(write_offsets[e])
+        for r in range(num_ranks):
+            i = r * num_experts + e
+            for token in range(int(starts[i]), int(starts[i] + counts[i])):
+                filled[place] = token
+                place += 1
+    return filled
+
+
+@pytest.mark.parametrize("low, high", [(1, 1), (0, 0), (16, 16), (1, 32), (0, 3)])
+@pytest.mark.parametrize("num_ranks", [1, 4, 8])
+def test_places_equal_a_slow_loop(low, high, num_ranks):
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(low, high + 1, (64,), generator=generator, dtype=torch.int32)
+    num_experts = 64 // num_ranks
+    starts = (counts.cumsum(0) - counts).int()
+    totals = counts.view(num_ranks, -1).sum(0)
+    write_offsets = (totals.cumsum(0) - totals).int()
+    args = (counts, starts, write_offsets, num_experts, num_ranks, int(totals.sum()))
+    expected = slow_fill(*args)
+    assert fill_indices_wrapper(*args, block_size=32, max_blocks=1).tolist() == expected
+    assert fill_indices_cpu(*args).tolist() == expected
+
+
+@pytest.mark.parametrize("alignment", [8, 16, 32])
+def test_permuted_and_back_is_the_same(alignment):
+    set_group_alignment(alignment)
+    counts = torch.tensor([4, 0, 2, 3, 1, 0, 0, 5])
+    x = torch.randn(15, 6)
+    shape, permuted, indices, padded = utils._permute(x, counts, 2, 4)
+    assert shape == (16, 6) and padded.tolist() == [alignment] * 4
+    assert permuted.shape[0] % alignment == 0 and permuted.shape[0] >= 15 + 4 * alignment
+    assert torch.equal(permuted[indices < 0], torch.zeros(int((indices < 0).sum()), 6))
+    assert torch.equal(utils._unpermute(permuted, shape, indices), x)
+
+
+def test_padded_experts_equal_unpadded_ones_with_gradients():
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 24, 16), torch.randn(4, 16, 24), torch.randn(4, 24, 16)]
+    inputs = [t / 4 for t in inputs] + [torch.randn(17, 16)]
+    run = moe_module._run_experts_grouped_mm
+    results = []
+    for function in (run, utils.indices_padding_wrapper(run)):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = function(*leaves, torch.tensor([9, 0, 1, 7]))
+        out.sin().sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*results)
+
+
+def test_other_alignments_are_refused():
+    with pytest.raises(ValueError, match="8, 16 or 32, got 12"):
+        set_group_alignment(12)

@@ -1,0 +1,36 @@
+"""Sizes and choices of a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class MoEArgs:
+    """One mixture-of-experts layer.
+
+    num_shared_experts: experts that see every token, stored as one wide feed-forward.
+    score_func: what turns router logits into scores.
+    route_norm: divide the chosen scores by their sum; route_scale multiplies them afterwards.
+    score_before_experts: scale tokens on their way into an expert, not on their way out.
+    num_expert_groups, num_limited_groups: choose among the experts of the best groups only.
+    group_score: a group is as good as its two best experts together (DeepSeek V3), or as its
+        best one (DeepSeek V2's group_limited_greedy).
+    use_grouped_mm: all experts in one kernel; otherwise one matmul after the other.
+    load_balance_coeff: how far expert_bias moves in each step; None has no such bias.
+    _debug_force_load_balance: send tokens to experts in turn, whatever their scores.
+    """
+
+    num_experts: int = 8
+    num_shared_experts: int = 1
+    score_func: Literal["softmax", "sigmoid"] = "sigmoid"
+    route_norm: bool = False
+    route_scale: float = 1.0
+    gate_bias: bool = False
+    score_before_experts: bool = True
+    top_k: int = 1
+    num_expert_groups: int | None = None
+    num_limited_groups: int | None = None
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    use_grouped_mm: bool = True
+    load_balance_coeff: float | None = 1e-3
+    _debug_force_load_balance: bool = False

@@ -1,0 +1,396 @@
+"""Mixture of experts: a router sends each token to its k best experts, each a feed-forward.
+
+B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per token, H hidden size
+of an expert, N tokens that one call of the experts gets.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
+from torchtitan.models.moe.args import MoEArgs
+from torchtitan.models.moe.utils import indices_padding_wrapper
+from torchtitan.tools.logging import logger, warn_once
+
+__all__ = [
+    "FeedForward",
+    "GroupedExperts",
+    "MoE",
+    "MoEArgs",
+    "TokenChoiceTopKRouter",
+    "TokenReorderer",
+    "build_moe",
+]
+
+# ---- experts ----
+
+
+class GroupedExperts(nn.Module):
+    """E SwiGLU feed-forwards whose weights are stacked: w1, w3 [E, H, D], w2 [E, D, H]."""
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool):
+        super().__init__()
+        self.num_experts = num_experts
+        self.use_grouped_mm = use_grouped_mm
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D].
+
+        Under expert parallelism E counts this rank's experts, and groups are padded already.
+        """
+        w1, w2, w3 = (local_weight(w) for w in (self.w1, self.w2, self.w3))
+        if not (self.use_grouped_mm and can_group(w1, w2)):
+            return _run_experts_for_loop(w1, w2, w3, x, num_tokens_per_expert)
+        run = _run_experts_grouped_mm
+        if needs_padding(self.w1):
+            run = indices_padding_wrapper(run)
+        return run(w1, w2, w3, x, num_tokens_per_expert)
+
+    def init_weights(self, init_std: float) -> None:
+        trunc_normal_(self.w1, mean=0.0, std=PROJECTION_STD)
+        trunc_normal_(self.w2, mean=0.0, std=init_std)
+        trunc_normal_(self.w3, mean=0.0, std=init_std)
+
+
+def _run_experts_for_loop(
+    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+) -> Tensor:
+    """One expert after the other; waits for the device to know the counts. Shapes as above."""
+    counts = num_tokens_per_expert.tolist()
+    num_tokens = sum(counts)
+    groups = x[:num_tokens].split(counts)
+    outs = [
+        (F.silu(group @ w1[e].t()) * (group @ w3[e].t())) @ w2[e].t()
+        for e, group in enumerate(groups)
+    ]
+    padding = x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])
+    return torch.cat([out.type_as(x) for out in outs] + [padding])
+
+
+def _run_experts_grouped_mm(
+    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+) -> Tensor:
+    """All experts in one kernel per matrix, in the weights' dtype. Shapes as above.
+
+    Rows past the sum of the counts hold anything.
+    """
+    offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    w1, w2, w3, x_in = _in_one_dtype(w1, w2, w3, x)
+    h = F.silu(grouped_mm(x_in, w1.transpose(-2, -1), offsets))
+    h = h * grouped_mm(x_in, w3.transpose(-2, -1), offsets)
+    return grouped_mm(h, w2.transpose(-2, -1), offsets).type_as(x)
+
+
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply rows up to offsets[0] by weights[0], those up to offsets[1] by weights[1], ...
+
+    x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32. Returns [N, M].
+    """
+    return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The tensor itself; its gradient laid out anew, as the kernel refuses an expanded scalar."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+def _in_one_dtype(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does for ordinary matmuls; without it, x in the weights' dtype."""
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return w1, w2, w3, x.type_as(w1)
+    dtype = torch.get_autocast_dtype(device_type)
+    return w1.to(dtype), w2.to(dtype), w3.to(dtype), x.to(dtype)
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's part of an expert weight."""
+    return weight.to_local() if is_dtensor(weight) else weight
+
+
+def can_group(*weights: Tensor) -> bool:
+    """Whether the grouped kernel takes these weights [E, M, K]; says so once where it doesn't."""
+    if all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights):
+        return True
+    warn_once(
+        logger,
+        f"experts of shape {list(weights[0].shape[1:])} are computed one by one: the grouped "
+        "kernel wants dim and hidden_dim to be multiples of 16 bytes",
+    )
+    return False
+
+
+def needs_padding(weight: Tensor) -> bool:
+    """Whether the tokens of each expert still have to be padded for the kernel."""
+    if weight.device.type == "cpu":
+        return False
+    # Expert parallelism pads when it sorts the tokens that came from other ranks.
+    return not (is_dtensor(weight) and "ep" in (weight.device_mesh.mesh_dim_names or ()))
+
+
+# ---- routing ----
+
+
+class RouterGate(nn.Linear):
+    """A Linear that computes in fp32 whatever the dtypes of input and weight.
+
+    In bf16, scores that are close would tie or change places, and with them the experts chosen.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, D]. Returns fp32 logits [T, E]."""
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float(), bias)
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
+
+    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Raises ValueError
+    for numbers that don't go together, NotImplementedError for another score_func.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        num_expert_groups: int | None,
+        num_limited_groups: int | None,
+        top_k: int,
+        score_func: str,
+        route_norm: bool,
+        route_scale: float,
+        gate_bias: bool,
+        _debug_force_load_balance: bool = False,
+        group_score: str = "top2_sum",
+    ):
+        super().__init__()
+        if score_func not in ("sigmoid", "softmax"):
+            raise NotImplementedError(
+                f"score_func must be 'sigmoid' or 'softmax', got {score_func!r}"
+            )
+        num_candidates = num_experts
+        if num_expert_groups is not None:
+            group_size = _check_groups(
+                num_experts, num_expert_groups, num_limited_groups, group_score
+            )
+            num_candidates = group_size * num_limited_groups
+        if not 1 <= top_k <= num_candidates:
+            raise ValueError(
+                f"top_k must be between 1 and the {num_candidates} experts a token can choose "
+                f"from, got {top_k}"
+            )
+        self.gate = RouterGate(dim, num_experts, bias=gate_bias)
+        self.num_experts = num_experts
+        self.num_expert_groups = num_expert_groups
+        self.num_limited_groups = num_limited_groups
+        self.top_k = top_k
+        self.score_func = score_func
+        self.route_norm = route_norm
+        self.route_scale = route_scale
+        self.group_score = group_score
+        self._debug_force_load_balance = _debug_force_load_balance
+
+    def forward(
+        self, x: Tensor, expert_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
+
+        x: [T, D]. expert_bias: [E], added to the scores for the choice only.
+        """
+        logits = self.gate(x).float()
+        scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
+        if self._debug_force_load_balance:
+            slots = torch.arange(x.shape[0] * self.top_k, device=x.device)
+            selected = slots.view(-1, self.top_k) % self.num_experts
+        else:
+            choice = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+            if self.num_expert_groups is not None:
+                choice = self._only_best_groups(choice)
+            selected = choice.topk(self.top_k, dim=1, sorted=False).indices
+        top_scores = scores.gather(1, selected)
+        if self.route_norm:
+            top_scores = top_scores / (top_scores.sum(dim=1, keepdim=True) + 1e-20)
+        return top_scores * self.route_scale, selected, count_tokens(selected, self.num_experts)
+
+    def _only_best_groups(self, choice: Tensor) -> Tensor:
+        """choice: [T, E]. Returns it with -inf for the experts of all but the best groups."""
+        groups = choice.unflatten(1, (self.num_expert_groups, -1))
+        num_best = 2 if self.group_score == "top2_sum" else 1
+        group_scores = groups.topk(num_best, dim=-1).values.sum(dim=-1)
+        best = group_scores.topk(self.num_limited_groups, dim=-1, sorted=False).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+        return groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
+
+    def init_weights(self, init_std: float) -> None:
+        init_linear(self.gate, init_std)
+
+
+def _check_groups(
+    num_experts: int, num_groups: int, num_limited_groups: int | None, group_score: str
+) -> int:
+    """Return the number of experts in a group."""
+    if num_limited_groups is None or not 1 <= num_limited_groups <= num_groups:
+        raise ValueError(
+            f"num_limited_groups must be between 1 and num_expert_groups = {num_groups}, "
+            f"got {num_limited_groups}"
+        )
+    if num_experts % num_groups:
+        raise ValueError(
+            f"num_experts must be a multiple of num_expert_groups = {num_groups}, got {num_experts}"
+        )
+    if group_score not in ("top2_sum", "max"):
+        raise ValueError(f"group_score must be 'top2_sum' or 'max', got {group_score!r}")
+    group_size = num_experts // num_groups
+    if group_score == "top2_sum" and group_size < 2:
+        raise ValueError(
+            f"group_score 'top2_sum' needs two experts or more in a group, got num_experts = "
+            f"{num_experts} with num_expert_groups = {num_groups}"
+        )
+    return group_size
+
+
+def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
+    """Tokens per expert: any shape of int64 expert ids -> [E] int64; no sync with the device."""
+    ids = selected_experts.flatten()
+    return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
+
+
+class TokenReorderer(nn.Module):
+    """Sorts (token, expert) pairs by expert."""
+
+    def __init__(self, num_experts: int, top_k: int):
+        super().__init__()
+        self.num_experts = num_experts
+        self.top_k = top_k
+
+    def forward(
+        self, top_scores: Tensor, selected_experts_indices: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
+
+        Both inputs are [T, k]; pair j is choice j % k of token j // k.
+        """
+        pairs = selected_experts_indices.flatten().argsort(stable=True)
+        counts = count_tokens(selected_experts_indices, self.num_experts)
+        return top_scores.flatten()[pairs], pairs, counts
+
+
+# ---- the layer ----
+
+
+class MoE(nn.Module):
+    """Routed experts, plus shared experts that see every token.
+
+    expert_bias [E] fp32 evens out the load: the optimizer moves it before each step, by the
+    counts that training forwards have left in tokens_per_expert [E] fp32.
+
+    Raises ValueError for a load_balance_coeff that is neither None nor positive.
+    """
+
+    expert_bias: Tensor | None
+    tokens_per_expert: Tensor
+
+    def __init__(self, moe_args: MoEArgs, dim: int, hidden_dim: int):
+        super().__init__()
+        num_experts = moe_args.num_experts
+        self.experts = self.build_experts(moe_args, dim, hidden_dim)
+        self.router = TokenChoiceTopKRouter(
+            dim=dim,
+            num_experts=num_experts,
+            num_expert_groups=moe_args.num_expert_groups,
+            num_limited_groups=moe_args.num_limited_groups,
+            top_k=moe_args.top_k,
+            score_func=moe_args.score_func,
+            route_norm=moe_args.route_norm,
+            route_scale=moe_args.route_scale,
+            gate_bias=moe_args.gate_bias,
+            group_score=moe_args.group_score,
+            _debug_force_load_balance=moe_args._debug_force_load_balance,
+        )
+        self.reorderer = TokenReorderer(num_experts, moe_args.top_k)
+        self.shared_experts = None
+        if moe_args.num_shared_experts > 0:
+            self.shared_experts = FeedForward(dim, hidden_dim * moe_args.num_shared_experts)
+        self.score_before_experts = moe_args.score_before_experts
+
+        self.load_balance_coeff = moe_args.load_balance_coeff
+        if self.load_balance_coeff is not None and self.load_balance_coeff <= 0:
+            raise ValueError(
+                f"load_balance_coeff must be positive, or None for no balancing, "
+                f"got {self.load_balance_coeff}"
+            )
+        balanced = self.load_balance_coeff is not None
+        zeros = torch.zeros(num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", zeros.clone() if balanced else None, persistent=True)
+        self.register_buffer("tokens_per_expert", zeros, persistent=False)
+
+    def build_experts(self, moe_args: MoEArgs, dim: int, hidden_dim: int) -> nn.Module:
+        """Return the experts, called as `GroupedExperts` is; for families that have their own."""
+        return GroupedExperts(dim, hidden_dim, moe_args.num_experts, moe_args.use_grouped_mm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, D]. Returns [B, S, D]."""
+        shape, dim = x.shape, x.shape[-1]
+        x = x.reshape(-1, dim)
+        top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias)
+        # Only what is trained on counts, not validation. Before the experts: recomputation of
+        # a checkpointed block, which may stop early, then counts everything once more.
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.tokens_per_expert.add_(num_tokens_per_expert)
+
+        # Under tensor parallelism the reorderer may keep only this rank's share of the pairs.
+        scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
+        routed = x.index_select(0, pairs // self.router.top_k)
+        if self.score_before_experts:
+            routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
+        routed = self.experts(routed, num_tokens_per_expert)
+        # After the experts were issued: it runs while their results come back from other ranks.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+
+        out = routed.new_zeros(selected.numel(), dim).index_copy(0, pairs, routed)
+        out = out.unflatten(0, (-1, self.router.top_k))  # [T, k, D]
+        if not self.score_before_experts:
+            out = out.float() * top_scores.unsqueeze(-1)
+        out = out.sum(dim=1).to(x.dtype)
+        return (out if shared is None else out + shared).view(shape)
+
+    def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
+        """Fill parameters and zero the buffers, on `buffer_device` or where they are."""
+        self.experts.init_weights(init_std)
+        self.router.init_weights(init_std)
+        if self.shared_experts is not None:
+            self.shared_experts.init_weights(init_std)
+        device = buffer_device or self.tokens_per_expert.device
+        zeros = torch.zeros(self.router.num_experts, dtype=torch.float32, device=device)
+        self.tokens_per_expert = zeros
+        if self.expert_bias is not None:
+            self.expert_bias = zeros.clone()
+
+
+def build_moe(args: MoEArgs, dim: int, hidden_dim: int, moe_impl: str = "standard") -> MoE:
+    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`.
+
+    Raises ValueError for "deepep" and anything else but "standard".
+    """
+    if moe_impl != "standard":
+        raise ValueError(
+            f"parallelism.expert_parallel_comm_backend = {moe_impl!r} is not available; set it "
+            "to 'standard'"
+        )
+    return MoE(args, dim, hidden_dim)
