@@ -111,8 +111,7 @@ def get_sliding_window_mask_mod(window_size: int) -> MaskMod:
 
     Raises ValueError if window_size < 1.
     """
-    if window_size < 1:
-        raise ValueError(f"a sliding window holds at least the query itself, got {window_size=}")
+    _check_window(window_size)
 
     def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx - kv_idx
@@ -120,6 +119,11 @@ def get_sliding_window_mask_mod(window_size: int) -> MaskMod:
 
     sliding_window_mask.__name__ = f"sliding_window_mod_window_size_{window_size}"
     return sliding_window_mask
+
+
+def _check_window(window_size: int) -> None:
+    if window_size < 1:
+        raise ValueError(f"a sliding window holds at least the query itself, got {window_size=}")
 
 
 # ---- compiling on first use ----
@@ -213,15 +217,18 @@ def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> Var
     return create_document_varlen_metadata(document_ids_from_eos(input_batch, eos_id))
 
 
-def create_document_block_mask(document_ids: Tensor, block_size: int = 128) -> "BlockMask":
+def create_document_block_mask(
+    document_ids: Tensor, block_size: int = 128, window: int | None = None
+) -> "BlockMask":
     """Return the mask "causal, and within one document" for documents [B, T].
 
+    window: a query sees no more than itself and the window - 1 tokens before it.
     The block structure is written down from the boundaries, without evaluating any pair of
     tokens and without waiting for the device. A padding token sees itself alone. On the CPU the
-    mask carries the boundaries as `varlen_metadata`, which lets the flex wrapper run attention
-    document by document.
+    mask carries the boundaries as `varlen_metadata` and the `window`, which lets the flex wrapper
+    run attention document by document.
     """
-    starts = document_starts(document_ids)
+    starts = _within_window(document_starts(document_ids), window)
 
     def causal_document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (kv_idx >= starts[b, q_idx])
@@ -229,22 +236,44 @@ def create_document_block_mask(document_ids: Tensor, block_size: int = 128) -> "
     mask = _block_mask_from_starts(starts, block_size, causal_document_mask)
     if document_ids.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(document_ids)
+        mask.window = window
     return mask
 
 
 def create_causal_block_mask(
-    n_rows: int, seq_len: int, device: torch.device, block_size: int = 128
+    n_rows: int,
+    seq_len: int,
+    device: torch.device,
+    block_size: int = 128,
+    window: int | None = None,
 ) -> "BlockMask":
     """Return the plain causal mask: one mask for all rows, otherwise as for documents."""
-    starts = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
-    mask = _block_mask_from_starts(starts, block_size, get_causal_mask_mod())
-    if starts.device.type == "cpu":
-        mask.varlen_metadata = create_document_varlen_metadata(starts.expand(n_rows, -1))
+    row = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
+    mask_mod = get_causal_mask_mod() if window is None else get_sliding_window_mask_mod(window)
+    mask = _block_mask_from_starts(_within_window(row, window), block_size, mask_mod)
+    if row.device.type == "cpu":
+        mask.varlen_metadata = create_document_varlen_metadata(row.expand(n_rows, -1))
+        mask.window = window
     return mask
 
 
+def _within_window(starts: Tensor, window: int | None) -> Tensor:
+    """[B, T], the first key that each query sees; `starts` is where its document begins.
+
+    Raises ValueError if window < 1.
+    """
+    if window is None:
+        return starts
+    _check_window(window)
+    columns = torch.arange(starts.shape[1], device=starts.device, dtype=starts.dtype)
+    return torch.maximum(starts, columns - (window - 1))
+
+
 def _block_mask_from_starts(starts: Tensor, block_size: int, mask_mod: MaskMod) -> "BlockMask":
-    """starts: [B, T] as `document_starts` gives it. mask_mod must say the same."""
+    """starts: [B, T], the first key that each query sees, never decreasing along a row.
+
+    mask_mod must say the same.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     seq_len = starts.shape[1]
@@ -365,14 +394,21 @@ def _flex_on_cpu(
     from torchtitan.models import attention_cpu
 
     metadata = getattr(block_mask, "varlen_metadata", None)
-    if metadata is None or score_mod is not None or return_lse:
+    if metadata is None or score_mod is not None:
         return attention_cpu.block_mask_attention(
             q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
         )
-    out = attention_cpu.document_attention(
-        _pack(q), _pack(k), _pack(v), metadata.cu_seq_q, scale=scale
+    out, lse = attention_cpu.document_attention(
+        _pack(q),
+        _pack(k),
+        _pack(v),
+        metadata.cu_seq_q,
+        scale=scale,
+        window=getattr(block_mask, "window", None),
+        return_lse=True,
     )
-    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    out, lse = (x.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2) for x in (out, lse))
+    return (out, lse) if return_lse else out
 
 
 def _pack(x: Tensor) -> Tensor:
@@ -395,11 +431,23 @@ class VarlenAttentionWrapper(nn.Module):
         xv: Tensor,
         attention_masks: VarlenMetadata,
         scale: float | None = None,
-    ) -> Tensor:
-        """xq: [B, H, T, D]; xk, xv: [B, K, T, D]. Returns [N, H, Dv], packed."""
+        window: int | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """xq: [B, H, T, D]; xk, xv: [B, K, T, D]. Returns [N, H, Dv], packed.
+
+        window: a query sees itself and the window - 1 tokens before it.
+        return_lse: also return the log-sum-exp of the scores [N, H]; ValueError off the CPU.
+        """
         q, k, v = _pack(xq), _pack(xk), _pack(xv)
         if q.device.type == "cpu":
-            return _varlen_on_cpu(q, k, v, attention_masks, scale)
+            return _varlen_on_cpu(q, k, v, attention_masks, scale, window, return_lse)
+        if return_lse:  # the kernel does return it, and drops the gradient that comes back
+            raise ValueError(
+                "attn_type 'varlen' gives no gradient through the log-sum-exp of the scores on "
+                f"device type {q.device.type!r}, and this model needs it; set model.attn_type to "
+                "'flex'"
+            )
 
         from torch.nn.attention.varlen import varlen_attn
 
@@ -430,22 +478,35 @@ class VarlenAttentionWrapper(nn.Module):
             attention_masks.max_q,
             attention_masks.max_k,
             scale=scale,
-            window_size=(-1, 0),  # any distance back, none ahead
+            # so many back (-1: any), none ahead
+            window_size=(-1 if window is None else window - 1, 0),
             **extra,
         )
         return out[..., :value_size]
 
 
 def _varlen_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, metadata: VarlenMetadata, scale: float | None
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: VarlenMetadata,
+    scale: float | None,
+    window: int | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     from torchtitan.models import attention_cpu
 
-    if metadata.cu_seq_q is metadata.cu_seq_k or torch.equal(metadata.cu_seq_q, metadata.cu_seq_k):
-        return attention_cpu.document_attention(q, k, v, metadata.cu_seq_q, scale=scale)
-    return attention_cpu.cross_length_attention(
-        q, k, v, metadata.cu_seq_q, metadata.cu_seq_k, scale=scale
-    )
+    cu_seq_q, cu_seq_k = metadata.cu_seq_q, metadata.cu_seq_k
+    if cu_seq_q is cu_seq_k or torch.equal(cu_seq_q, cu_seq_k):
+        return attention_cpu.document_attention(
+            q, k, v, cu_seq_q, scale=scale, window=window, return_lse=return_lse
+        )
+    if window is not None or return_lse:
+        raise ValueError(
+            "a sliding window and the log-sum-exp of the scores need as many keys as queries in "
+            "each document; give cu_seq_q and cu_seq_k the same lengths"
+        )
+    return attention_cpu.cross_length_attention(q, k, v, cu_seq_q, cu_seq_k, scale=scale)
 
 
 # ---- what a model's attention layer calls ----
@@ -471,15 +532,23 @@ def attend(
     v: Tensor,
     attention_masks: "BlockMask | VarlenMetadata | None",
     scale: float | None = None,
-) -> Tensor:
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    Raises TypeError if the mask is not of the kind that the wrapper takes.
+    window: a query sees itself and the window - 1 tokens before it; a BlockMask says so itself.
+    return_lse: also return the log-sum-exp of the scores [B, T, H].
+    Raises TypeError if the mask is not of the kind that the wrapper takes, and ValueError if sdpa
+    is asked for a window or the log-sum-exp.
     """
     if isinstance(inner_attention, VarlenAttentionWrapper):
         _check_mask_type("varlen", attention_masks, VarlenMetadata)
-        out = inner_attention(q, k, v, attention_masks, scale=scale)
-        return out.unflatten(0, (q.shape[0], q.shape[2]))
+        out = inner_attention(
+            q, k, v, attention_masks, scale=scale, window=window, return_lse=return_lse
+        )
+        rows = (q.shape[0], q.shape[2])
+        return _each(out, lambda packed: packed.unflatten(0, rows))
 
     enable_gqa = q.shape[1] != k.shape[1]
     if isinstance(inner_attention, FlexAttentionWrapper):
@@ -487,12 +556,32 @@ def attend(
 
         _check_mask_type("flex", attention_masks, BlockMask)
         out = inner_attention(
-            q, k, v, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+            q,
+            k,
+            v,
+            block_mask=attention_masks,
+            scale=scale,
+            return_lse=return_lse,
+            enable_gqa=enable_gqa,
         )
     else:
+        if window is not None or return_lse:
+            raise ValueError(
+                "attn_type 'sdpa' knows no sliding window and gives no log-sum-exp, which this "
+                "model needs; set model.attn_type to 'flex' or 'varlen'"
+            )
         _check_mask_type("sdpa", attention_masks, type(None))
         out = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
-    return out.transpose(1, 2)
+    return _each(out, lambda heads_first: heads_first.transpose(1, 2))
+
+
+def _each(
+    outputs: Tensor | tuple[Tensor, Tensor], change: Callable[[Tensor], Tensor]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Change the output, and the log-sum-exp if there is one."""
+    if isinstance(outputs, tuple):
+        return change(outputs[0]), change(outputs[1])
+    return change(outputs)
 
 
 def _check_mask_type(attn_type: str, masks: Any, wanted: type) -> None:

@@ -2,12 +2,13 @@
 
 N packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, S documents.
 
-`document_attention` costs as much as the documents one by one: the sum of their squared lengths.
-It is an operator of its own, so that torch.compile and activation checkpointing see one node
-whatever the documents are. `block_mask_attention` takes any mask and is general, not fast.
+`document_attention` costs as much as the documents one by one: the sum of their squared lengths,
+or of length times window where a sliding window is shorter than they are. It is an operator of
+its own, so that torch.compile and activation checkpointing see one node whatever the documents
+are. `block_mask_attention` takes any mask and is general, not fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +25,18 @@ _flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
-    "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale)"
-    " -> (Tensor, Tensor)"
+    "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale,"
+    " int? window) -> (Tensor, Tensor)"
 )
 _library.define(
-    "document_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor lse, Tensor cu_seqlens, float scale) -> (Tensor, Tensor, Tensor)"
+    "document_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
+    " Tensor out, Tensor lse, Tensor cu_seqlens, float scale, int? window)"
+    " -> (Tensor, Tensor, Tensor)"
 )
+
+# Queries of one call of the kernel under a sliding window. Each call looks at this many keys and
+# the window's: fewer queries waste less of the square, more of them need fewer calls.
+_WINDOW_QUERIES = 64
 
 
 def _lone_tokens(cu_seqlens: Tensor) -> Tensor:
@@ -38,10 +44,36 @@ def _lone_tokens(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[:-1][cu_seqlens.diff() == 1].long()
 
 
-def _longer_documents(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """(start, end) of every document of two or more tokens."""
+def _stretches(
+    cu_seqlens: Tensor, window: int | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(queries, keys, mask) of each call of the kernel, for documents of two or more tokens.
+
+    mask: None for causal, else what is added to the scores [queries, keys].
+    """
     bounds = cu_seqlens.tolist()
-    return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b - a > 1]
+    masks: dict[tuple[int, int], Tensor] = {}
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        if end - start < 2:
+            continue
+        if window is None or end - start <= window:
+            yield slice(start, end), slice(start, end), None
+            continue
+        for first in range(start, end, _WINDOW_QUERIES):
+            last = min(first + _WINDOW_QUERIES, end)
+            first_key = max(start, first - window + 1)
+            shape = (last - first, last - first_key)
+            if shape not in masks:
+                masks[shape] = _window_mask(*shape, window, dtype)
+            yield slice(first, last), slice(first_key, last), masks[shape]
+
+
+def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[queries, keys], 0 where the query may look and -inf elsewhere; the last ones align."""
+    query = torch.arange(n_keys - n_queries, n_keys)[:, None]
+    distance = query - torch.arange(n_keys)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,7 +91,7 @@ def _as_kernel_input(x: Tensor) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """q: [N, H, D]; k, v: [N, K, D]; cu_seqlens: [S + 1] from 0 to N.
 
@@ -77,20 +109,34 @@ def _forward(
     lone = _lone_tokens(cu_seqlens)
     if len(lone):
         # One key: the softmax is 1 and the output is the value. A call per token of padding
-        # would cost more than the text. Their lse is not read again.
-        out[lone] = v[lone].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        lse[lone] = 0
+        # would cost more than the text.
+        out[lone] = _for_queries(v[lone], q.shape[1])
+        keys = _for_queries(k[lone], q.shape[1]).to(dtype)
+        lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
     qs, ks, vs, outs, lses = (_as_kernel_input(x) for x in (q, k, v, out, lse.unsqueeze(-1)))
-    for a, b in _longer_documents(cu_seqlens):
-        q_part, k_part, v_part = (x[:, :, a:b].to(dtype) for x in (qs, ks, vs))
-        part, part_lse = _flash_forward(q_part, k_part, v_part, 0.0, True, scale=scale)
-        outs[:, :, a:b] = part
-        lses[:, :, a:b, 0] = part_lse
+    for queries, keys, mask in _stretches(cu_seqlens, window, dtype):
+        part, part_lse = _flash_forward(
+            qs[:, :, queries].to(dtype),
+            ks[:, :, keys].to(dtype),
+            vs[:, :, keys].to(dtype),
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=scale,
+        )
+        outs[:, :, queries] = part
+        lses[:, :, queries, 0] = part_lse
     return out, lse
+
+
+def _for_queries(x: Tensor, n_heads: int) -> Tensor:
+    """[n, K, D] -> [n, H, D]: each query head's key or value."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
 def _backward(
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,54 +144,82 @@ def _backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, shaped like them; see `_forward`."""
-    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    """Gradients of q, k and v, shaped like them; see `_forward`.
+
+    With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
+    where delta = grad_out . out; that of the log-sum-exp adds P * grad_lse. So an additional
+    number per head does it: 1 in the values, grad_lse in grad_out, and 0 in out.
+    """
+    # Under a window several calls see the same key, and its gradients add up: not in bf16.
+    dtype = q.dtype if window is None else lse.dtype
+    grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+    n_kv_heads = k.shape[1]
     lone = _lone_tokens(cu_seqlens)
     if len(lone):
-        grads[0][lone] = 0
-        grads[1][lone] = 0
-        grads[2][lone] = grad_out[lone].unflatten(1, (v.shape[1], -1)).sum(dim=2)
+        grads[2][lone] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(dtype)
+        if grad_lse is not None:
+            factor = grad_lse[lone].unsqueeze(-1) * scale
+            grads[0][lone] = (factor * _for_queries(k[lone], q.shape[1])).to(dtype)
+            to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
+            grads[1][lone] = to_keys.to(dtype)
     go, qs, ks, vs, outs, lses = (
         _as_kernel_input(x) for x in (grad_out, q, k, v, out, lse.unsqueeze(-1))
     )
     targets = [_as_kernel_input(x) for x in grads]
-    for a, b in _longer_documents(cu_seqlens):
-        q_part, k_part, v_part, o_part, g_part = (
-            x[:, :, a:b].to(lse.dtype) for x in (qs, ks, vs, outs, go)
-        )
+    head_dim = q.shape[-1]
+    for queries, keys, mask in _stretches(cu_seqlens, window, lse.dtype):
+        g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
+        k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
+        if grad_lse is not None:
+            q_part, k_part, o_part = (F.pad(x, (0, 1)) for x in (q_part, k_part, o_part))
+            v_part = F.pad(v_part, (0, 1), value=1.0)
+            g_part = torch.cat((g_part, grad_lse[queries].t()[None, :, :, None]), dim=-1)
         parts = _flash_backward(
-            g_part, q_part, k_part, v_part, o_part, lses[:, :, a:b, 0], 0.0, True, scale=scale
+            g_part,
+            q_part,
+            k_part,
+            v_part,
+            o_part,
+            lses[:, :, queries, 0],
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=scale,
         )
-        for target, part in zip(targets, parts, strict=True):
-            target[:, :, a:b] = part
-    return grads[0], grads[1], grads[2]
+        for target, part, place in zip(targets, parts, (queries, keys, keys), strict=True):
+            target[:, :, place] += part[..., :head_dim]
+    grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
+    return grad_q, grad_k, grad_v
 
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, scale):
+    def forward(ctx, q, k, v, cu_seqlens, scale, window):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale)
+            out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(lse)
+        ctx.scale, ctx.window = scale, window
+        # An unused log-sum-exp is told from a zero gradient: without one, backward is faster.
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, _grad_lse):
+    def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         grads = torch.ops.torchtitan.document_attention_backward(
-            grad_out, q, k, v, out, lse, cu_seqlens, ctx.scale
+            grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, ctx.scale, ctx.window
         )
-        return *grads, None, None
+        return *grads, None, None, None
 
 
-def _forward_meta(q, k, v, cu_seqlens, scale):
+def _forward_meta(q, k, v, cu_seqlens, scale, window):
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_kernel_dtype(q.dtype))
 
 
-def _backward_meta(grad_out, q, k, v, out, lse, cu_seqlens, scale):
+def _backward_meta(grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, scale, window):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -157,12 +231,20 @@ _library.impl("document_attention_backward", _backward_meta, "Meta")
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None = None
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention within each document; returns [N, H, Dv].
 
     q: [N, H, D], k: [N, K, D], v: [N, K, Dv], all of one dtype. cu_seqlens: int [S + 1], from
-    0 to N. scale: None means 1 / sqrt(D).
+    0 to N. scale: None means 1 / sqrt(D). window: a query sees itself and the window - 1 tokens
+    before it. return_lse: also return the log-sum-exp of the scores [N, H], at least fp32, which
+    gradients go through.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     value_size = v.shape[-1]
@@ -170,8 +252,9 @@ def document_attention(
     # it, and zeros added to the values come out as columns that are cut off again.
     width = max(q.shape[-1], value_size)
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    out, _ = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale)
-    return out[..., :value_size]
+    out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale, window)
+    out = out[..., :value_size]
+    return (out, lse) if return_lse else out
 
 
 def cross_length_attention(

@@ -1,0 +1,204 @@
+"""Sliding windows within documents, and gradients through the log-sum-exp of the scores."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from torchtitan.models import attention_cpu
+from torchtitan.models.attention import (
+    VarlenMetadata,
+    attend,
+    build_inner_attention,
+    create_causal_block_mask,
+    create_document_block_mask,
+    create_document_varlen_metadata,
+)
+from torchtitan.models.documents import PADDING
+
+
+def allowed_pairs(document_ids, window=None):
+    """bool [B, T, T]: causal, within a run of one id and the window; padding only with itself."""
+    columns = torch.arange(document_ids.shape[1])
+    distance = columns[:, None] - columns
+    # Here an id belongs to one document alone, so that equal ids are one run.
+    same = (document_ids[:, :, None] == document_ids[:, None]) & (document_ids != PADDING)[:, None]
+    allowed = (same & (distance >= 0)) | (distance == 0)
+    return allowed if window is None else allowed & (distance < window)
+
+
+def dense(q, k, v, allowed, scale=None):
+    """(output [B, H, T, Dv], log-sum-exp [B, H, T]) in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=8, value_dim=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, value_dim)]
+    return [
+        torch.randn(n_rows, heads, seq_len, size, generator=generator).to(dtype).requires_grad_()
+        for heads, size in shapes
+    ]
+
+
+def ids_of(*rows):
+    """Document ids from lengths; a negative length is padding."""
+    return torch.tensor(
+        [
+            [PADDING if n < 0 else i for i, n in enumerate(row) for _ in range(abs(n))]
+            for row in rows
+        ]
+    )
+
+
+@st.composite
+def packings(draw):
+    """Ids [B, T] with documents shorter and longer than a chunk of the windowed operator."""
+    seq_len = draw(st.integers(1, 160))
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        lengths = draw(
+            st.lists(
+                st.one_of(st.integers(-3, -1), st.integers(1, 9), st.integers(60, 140)),
+                min_size=1,
+                max_size=8,
+            )
+        )
+        rows.append((ids_of(lengths)[0].tolist() + [len(lengths)] * seq_len)[:seq_len])
+    return torch.tensor(rows)
+
+
+@settings(max_examples=25, deadline=None)
+@given(packings(), st.sampled_from([(2, 2), (4, 1)]), st.sampled_from([None, 1, 2, 7, 64, 130]))
+def test_window_and_log_sum_exp_with_gradients_equal_dense_attention(ids, heads, window):
+    inputs = tensors(*ids.shape, *heads)
+    expected_out, expected_lse = dense(*inputs, allowed_pairs(ids, window), scale=0.5)
+    expected_out, expected_lse = expected_out.transpose(1, 2), expected_lse.transpose(1, 2)
+    generator = torch.Generator().manual_seed(1)
+    grad_out, grad_lse = (
+        torch.randn(x.shape, generator=generator) for x in (expected_out, expected_lse)
+    )
+    expected_grads = torch.autograd.grad(
+        (expected_out, expected_lse), inputs, (grad_out.double(), grad_lse.double())
+    )
+    for attn_type, mask in (
+        ("flex", create_document_block_mask(ids, block_size=16, window=window)),
+        ("varlen", create_document_varlen_metadata(ids)),
+    ):
+        wrapper = build_inner_attention(attn_type)
+        out, lse = attend(wrapper, *inputs, mask, 0.5, window=window, return_lse=True)
+        assert lse.dtype == torch.float32
+        grads = torch.autograd.grad((out, lse), inputs, (grad_out, grad_lse))
+        # fp32 sums of up to 140 terms of order 1
+        for got, want in zip(
+            (out, lse, *grads), (expected_out, expected_lse, *expected_grads), strict=True
+        ):
+            torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("used", ["output", "lse"])
+def test_gradient_is_right_when_only_one_result_is_used(used):
+    ids = ids_of([5, 1, 9, -2])
+    inputs = tensors(*ids.shape, 4, 2, dtype=torch.float64)
+    which = ["output", "lse"].index(used)
+    expected = dense(*inputs, allowed_pairs(ids, 4))[which].transpose(1, 2)
+    mask = create_document_block_mask(ids, window=4)
+    actual = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)[which]
+    weight = torch.arange(actual.numel(), dtype=torch.float64).view(actual.shape)
+    for got, want in zip(
+        torch.autograd.grad((actual * weight).sum(), inputs, materialize_grads=True),
+        torch.autograd.grad((expected * weight).sum(), inputs, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_both_results_equal_finite_differences():
+    inputs = [x[0].transpose(0, 1).detach() for x in tensors(1, 6, 2, 1, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(
+        lambda *x: attention_cpu.document_attention(
+            *x, torch.tensor([0, 1, 6]), 0.3, window=2, return_lse=True
+        ),
+        [x.requires_grad_() for x in inputs],
+    )
+
+
+def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
+    ids = ids_of([300])
+    inputs = tensors(1, 300, 2, 1, dtype=torch.bfloat16)
+    out, lse = attend(
+        build_inner_attention("varlen"),
+        *inputs,
+        create_document_varlen_metadata(ids),
+        window=200,
+        return_lse=True,
+    )
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    expected, _ = dense(*inputs, allowed_pairs(ids, 200))
+    grad = torch.ones_like(out)
+    (actual,) = torch.autograd.grad(out, inputs[2:], grad)
+    (wanted,) = torch.autograd.grad(expected, inputs[2:], grad.transpose(1, 2).double())
+    # Half a unit of bf16's last place: one rounding, that of the result.
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=2**-8, atol=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(packings(), st.sampled_from([4, 16]), st.sampled_from([1, 3, 16, 50]))
+def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block_size, window):
+    n_rows, seq_len = ids.shape
+    for documents, mask in (
+        (ids, create_document_block_mask(ids, block_size, window)),
+        (ids[:1] * 0, create_causal_block_mask(n_rows, seq_len, ids.device, block_size, window)),
+    ):
+        allowed = allowed_pairs(documents, window)
+
+        def by_lookup(b, h, q_idx, kv_idx, allowed=allowed):
+            return allowed[b, q_idx, kv_idx]
+
+        wanted = create_block_mask(
+            by_lookup, len(documents), None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
+        )
+        # dense blocks: which are looked at, and which need no mask
+        assert torch.equal(mask.to_dense(), wanted.to_dense())
+        assert torch.equal(mask.full_kv_num_blocks, wanted.full_kv_num_blocks)
+        q_idx, kv_idx = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+        for row in range(len(documents)):
+            assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
+
+
+def test_mask_without_boundaries_gives_the_same_under_a_window():
+    ids = ids_of([30, 1, 50])
+    inputs = tensors(*ids.shape, 4, 2)
+    mask = create_document_block_mask(ids, block_size=16, window=9)
+    by_document = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)
+    del mask.varlen_metadata
+    by_mask = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)
+    for got, want in zip(by_mask, by_document, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_window_below_one_and_kernels_that_cannot_are_refused():
+    ids = ids_of([4])
+    inputs = tensors(1, 4, 2, 2)
+    with pytest.raises(ValueError, match="holds at least the query itself, got window_size=0"):
+        create_document_block_mask(ids, window=0)
+    for request in ({"window": 2}, {"return_lse": True}):
+        with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
+            attend(build_inner_attention("sdpa"), *inputs, None, **request)
+        lengths = torch.tensor([0, 1, 4]), torch.tensor([0, 2, 4])
+        with pytest.raises(ValueError, match="need as many keys as queries"):
+            metadata = VarlenMetadata(*lengths, 3, 3)
+            attend(build_inner_attention("varlen"), *inputs, metadata, **request)
+    on_meta = [x.to("meta") for x in inputs]
+    with pytest.raises(ValueError, match="device type 'meta'.*set model.attn_type to 'flex'"):
+        attend(
+            build_inner_attention("varlen"),
+            *on_meta,
+            create_document_varlen_metadata(ids),
+            return_lse=True,
+        )
