@@ -220,6 +220,10 @@ class Decoder(ModelProtocol):
         """Return what follows attention in a block."""
         raise NotImplementedError
 
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Whether `build_feed_forward` returns a mixture of experts for this block."""
+        return False
+
     def build_rope_table(self) -> Tensor:
         """Return the table [L, ...] whose rows the attention gets, on the current device."""
         raise NotImplementedError
@@ -230,6 +234,7 @@ class Decoder(ModelProtocol):
             self.model_args,
             self.build_attention(layer_id),
             self.build_feed_forward(layer_id),
+            moe_enabled=self.is_moe_layer(layer_id),
         )
 
     # ---- common to all ----

@@ -14,26 +14,33 @@ def build_decoder_train_spec(
     model_cls: "type[Decoder]",
     model_args: "Mapping[str, DecoderArgs]",
     state_dict_adapter: "type[BaseStateDictAdapter]",
+    *,
+    balance_experts: bool = False,
 ) -> "TrainSpec":
     """Return a fresh spec that trains a family on text, with the standard components.
 
     model_args: flavor -> args; the spec refers to this very mapping.
+    balance_experts: optimizers also even out the load of experts, in flavors that have some.
     """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
-    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.components.optimizer import (
+        build_optimizers,
+        build_optimizers_with_moe_load_balancing,
+    )
     from torchtitan.components.tokenizer import build_hf_tokenizer
     from torchtitan.components.validate import build_validator
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
     from torchtitan.models.parallelize import parallelize_decoder
     from torchtitan.protocols.train_spec import TrainSpec
 
+    build = build_optimizers_with_moe_load_balancing if balance_experts else build_optimizers
     return TrainSpec(
         model_cls=model_cls,
         model_args=model_args,
         parallelize_fn=parallelize_decoder,
         pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
+        build_optimizers_fn=build,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_text_dataloader,
         build_tokenizer_fn=build_hf_tokenizer,

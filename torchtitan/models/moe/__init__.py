@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.models.moe.args import MoEArgs
+from torchtitan.models.moe.args import MoEArgs, MoEDecoderArgs
 
 if TYPE_CHECKING:
     from torchtitan.models.moe.moe import (
@@ -20,6 +20,7 @@ __all__ = [
     "GroupedExperts",
     "MoE",
     "MoEArgs",
+    "MoEDecoderArgs",
     "TokenChoiceTopKRouter",
     "TokenReorderer",
     "build_moe",

@@ -1,7 +1,12 @@
-"""Sizes and choices of a mixture of experts."""
+"""Sizes and choices of a mixture of experts, and of decoders that have some."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.models.args import DecoderArgs
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 @dataclass
@@ -34,3 +39,16 @@ class MoEArgs:
     use_grouped_mm: bool = True
     load_balance_coeff: float | None = 1e-3
     _debug_force_load_balance: bool = False
+
+
+@dataclass
+class MoEDecoderArgs(DecoderArgs):
+    """What the args of families with mixtures of experts have in common."""
+
+    moe_args: MoEArgs = field(default_factory=MoEArgs)
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """Also take debug.moe_force_load_balance, into a copy: flavors may share one MoEArgs."""
+        super().update_from_config(job_config, **kwargs)
+        forced = job_config.debug.moe_force_load_balance
+        self.moe_args = replace(self.moe_args, _debug_force_load_balance=forced)

@@ -1,8 +1,9 @@
-"""Qwen 3, Qwen 2 and 2.5, dense: flavors, and the train spec."""
+"""Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: flavors, and the train spec."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **others: Any
     return Qwen3ModelArgs(
         dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **others
     )
+
+
+def _experts(num_experts: int, moe_inter_dim: int) -> dict[str, Any]:
+    moe_args = MoEArgs(
+        num_experts=num_experts,
+        num_shared_experts=0,
+        top_k=8,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+    )
+    return {"moe_enabled": True, "moe_inter_dim": moe_inter_dim, "moe_args": moe_args}
 
 
 def _qwen2(
@@ -56,6 +69,11 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "8B": _qwen3(4096, 36, 32, 12288),
     "14B": _qwen3(5120, 40, 40, 17408),
     "32B": _qwen3(5120, 64, 64, 25600),
+    "debugmodel_moe": _qwen3(256, 8, 16, 3072, vocab_size=2048, **_experts(64, 768)),
+    "30B-A3B": _qwen3(2048, 48, 32, 6144, n_kv_heads=4, max_seq_len=262144, **_experts(128, 768)),
+    "235B-A22B": _qwen3(
+        4096, 94, 64, 12288, n_kv_heads=4, rope_theta=5_000_000, **_experts(128, 1536)
+    ),
     "Qwen2-0.5B": _qwen2(896, 24, 14, 2, 4864, **_TIED),
     "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, **_TIED),
     "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, **_PADDED),
@@ -70,7 +88,9 @@ def get_train_spec() -> "TrainSpec":
     from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
     from torchtitan.models.train_spec import build_decoder_train_spec
 
-    return build_decoder_train_spec(Qwen3Model, qwen3_args, Qwen3StateDictAdapter)
+    return build_decoder_train_spec(
+        Qwen3Model, qwen3_args, Qwen3StateDictAdapter, balance_experts=True
+    )
 
 
 _MODULE_OF = {

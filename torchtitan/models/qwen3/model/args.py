@@ -4,18 +4,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchtitan.models.args import DecoderArgs
+from torchtitan.models.moe.args import MoEDecoderArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 
 @dataclass
-class Qwen3ModelArgs(DecoderArgs):
-    """Qwen 3; with the last two fields also Qwen 2 and 2.5.
+class Qwen3ModelArgs(MoEDecoderArgs):
+    """Qwen 3; with biases and without norms in attention also Qwen 2 and 2.5.
 
     head_dim: numbers per attention head, whatever dim / n_heads is.
     hidden_dim: hidden size of the feed-forward.
     qk_norm: normalise each head of queries and keys before RoPE. Qwen 2 does not.
     qkv_bias: wq, wk and wv have biases. In Qwen 2 they do.
+    moe_enabled: every block has experts of hidden size moe_inter_dim, and none uses hidden_dim.
     """
 
     dim: int = 1024
@@ -31,6 +32,8 @@ class Qwen3ModelArgs(DecoderArgs):
     eos_id: int = 151645
     qk_norm: bool = True
     qkv_bias: bool = False
+    moe_enabled: bool = False
+    moe_inter_dim: int = 768
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""

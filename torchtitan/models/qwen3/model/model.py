@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
+from torchtitan.models.moe import MoE, build_moe
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.models.rope import precompute_rope_cache
@@ -18,7 +19,7 @@ __all__ = [
 
 
 class Qwen3Model(Decoder):
-    """Qwen 3, dense: normalised queries and keys, RoPE on halves, SwiGLU."""
+    """Qwen 3: normalised queries and keys, RoPE on halves, SwiGLU or experts."""
 
     model_args: Qwen3ModelArgs
     rope_buffer_name = "rope_cache"
@@ -40,8 +41,14 @@ class Qwen3Model(Decoder):
             apply_rope=apply_rotary_emb,
         )
 
-    def build_feed_forward(self, layer_id: int) -> FeedForward:
-        return FeedForward(self.model_args.dim, self.model_args.hidden_dim)
+    def build_feed_forward(self, layer_id: int) -> FeedForward | MoE:
+        args = self.model_args
+        if args.moe_enabled:
+            return build_moe(args.moe_args, args.dim, args.moe_inter_dim)
+        return FeedForward(args.dim, args.hidden_dim)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return self.model_args.moe_enabled
 
     def build_rope_table(self) -> Tensor:
         args = self.model_args

@@ -1,0 +1,91 @@
+"""The mixtures of experts of qwen3: sizes, names, training."""
+
+import copy
+
+import pytest
+import torch
+
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.config import JobConfig
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, get_train_spec, qwen3_args
+
+# (parameters, FLOPs per token at sequence length 2048)
+KNOWN_SIZES = {
+    "debugmodel_moe": (315_758_848, 708_613_632),
+    "30B-A3B": (30_532_122_624, 23_083_044_864),
+    "235B-A22B": (235_093_634_560, 148_335_301_632),
+}
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return Qwen3Model(args)
+
+
+def tiny_args(**changes):
+    moe_args = MoEArgs(
+        num_experts=6,
+        top_k=2,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+    )
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "head_dim": 16,
+        "max_seq_len": 64,
+        "moe_enabled": True,
+        "moe_inter_dim": 24,
+        "moe_args": moe_args,
+    }
+    return Qwen3ModelArgs(**sizes | changes)
+
+
+def test_moe_flavors_are_the_known_ones():
+    assert [flavor for flavor, args in qwen3_args.items() if args.moe_enabled] == [*KNOWN_SIZES]
+
+
+@pytest.mark.parametrize("flavor", KNOWN_SIZES)
+def test_flavor_has_its_known_size_and_flops(flavor):
+    args = qwen3_args[flavor]
+    assert args.get_nparams_and_flops(meta_model(args), 2048) == KNOWN_SIZES[flavor]
+    assert args.rope_theta == (5e6 if flavor == "235B-A22B" else 1e6)
+    assert args.max_seq_len == (262144 if flavor == "30B-A3B" else 4096)
+    assert args.moe_args.num_experts == (64 if flavor == "debugmodel_moe" else 128)
+
+
+def test_names_of_an_moe_block_are_fixed():
+    names = list(meta_model(tiny_args()).layers["0"].state_dict())
+    assert names == [
+        *(f"attention.{name}.weight" for name in ("q_norm", "k_norm", "wq", "wk", "wv", "wo")),
+        "moe.expert_bias",
+        *(f"moe.experts.w{i}" for i in (1, 2, 3)),
+        "moe.router.gate.weight",
+        "attention_norm.weight",
+        "ffn_norm.weight",
+    ]
+
+
+def test_defaults_of_the_args_are_the_known_ones():
+    args = Qwen3ModelArgs()
+    assert (args.moe_enabled, args.moe_inter_dim, args.moe_args) == (False, 768, MoEArgs())
+
+
+def test_forced_balance_changes_no_shared_flavor():
+    config = JobConfig()
+    config.debug.moe_force_load_balance = True
+    shared = qwen3_args["30B-A3B"].moe_args
+    args = copy.copy(qwen3_args["30B-A3B"])
+    args.update_from_config(config)
+    assert args.moe_args._debug_force_load_balance and not shared._debug_force_load_balance
+    assert args.moe_args.num_experts == 128
+
+
+def test_spec_balances_the_load_of_experts():
+    assert get_train_spec().build_optimizers_fn is build_optimizers_with_moe_load_balancing
