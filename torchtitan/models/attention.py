@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.documents import document_ids_from_eos, document_starts
 
 if TYPE_CHECKING:
@@ -224,19 +225,21 @@ def create_document_block_mask(
 
     window: a query sees no more than itself and the window - 1 tokens before it.
     The block structure is written down from the boundaries, without evaluating any pair of
-    tokens and without waiting for the device. A padding token sees itself alone. On the CPU the
-    mask carries the boundaries as `varlen_metadata` and the `window`, which lets the flex wrapper
-    run attention document by document.
+    tokens and without waiting for the device. A padding token sees itself alone. The mask carries
+    `document_starts` and the `window` for context parallelism, on the CPU the boundaries also as
+    `varlen_metadata`, which lets the flex wrapper run attention document by document.
     """
-    starts = _within_window(document_starts(document_ids), window)
+    first_tokens = document_starts(document_ids)
+    starts = _within_window(first_tokens, window)
 
     def causal_document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (kv_idx >= starts[b, q_idx])
 
     mask = _block_mask_from_starts(starts, block_size, causal_document_mask)
+    mask.document_starts = first_tokens
+    mask.window = window
     if document_ids.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(document_ids)
-        mask.window = window
     return mask
 
 
@@ -251,9 +254,10 @@ def create_causal_block_mask(
     row = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
     mask_mod = get_causal_mask_mod() if window is None else get_sliding_window_mask_mod(window)
     mask = _block_mask_from_starts(_within_window(row, window), block_size, mask_mod)
+    mask.document_starts = row
+    mask.window = window
     if row.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(row.expand(n_rows, -1))
-        mask.window = window
     return mask
 
 
@@ -439,53 +443,10 @@ class VarlenAttentionWrapper(nn.Module):
         window: a query sees itself and the window - 1 tokens before it.
         return_lse: also return the log-sum-exp of the scores [N, H]; ValueError off the CPU.
         """
-        q, k, v = _pack(xq), _pack(xk), _pack(xv)
-        if q.device.type == "cpu":
-            return _varlen_on_cpu(q, k, v, attention_masks, scale, window, return_lse)
-        if return_lse:  # the kernel does return it, and drops the gradient that comes back
-            raise ValueError(
-                "attn_type 'varlen' gives no gradient through the log-sum-exp of the scores on "
-                f"device type {q.device.type!r}, and this model needs it; set model.attn_type to "
-                "'flex'"
-            )
-
-        from torch.nn.attention.varlen import varlen_attn
-
-        extra = {}
-        if q.shape[1] != k.shape[1]:
-            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-                extra["enable_gqa"] = True
-            else:  # torch < 2.13
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        # The kernels want one head size. Zeros added to both operands of a dot product don't
-        # change it, and zeros added to the values come out as columns that are cut off again.
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        value_size = v.shape[-1]
-        width = max(q.shape[-1], value_size)
-        q, k, v = (
-            x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)
-        )
-        if torch.compiler.is_compiling():
-            attend = varlen_attn
-        else:
-            attend = VarlenAttentionWrapper._compiled_varlen_attn
-        out = attend(
-            q,
-            k,
-            v,
-            attention_masks.cu_seq_q,
-            attention_masks.cu_seq_k,
-            attention_masks.max_q,
-            attention_masks.max_k,
-            scale=scale,
-            # so many back (-1: any), none ahead
-            window_size=(-1 if window is None else window - 1, 0),
-            **extra,
-        )
-        return out[..., :value_size]
+        return _varlen(_pack(xq), _pack(xk), _pack(xv), attention_masks, scale, window, return_lse)
 
 
-def _varlen_on_cpu(
+def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -494,19 +455,59 @@ def _varlen_on_cpu(
     window: int | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    from torchtitan.models import attention_cpu
+    """q: [N, H, D]; k, v: [M, K, D], packed. See `VarlenAttentionWrapper`."""
+    if q.device.type == "cpu":
+        from torchtitan.models import attention_cpu
 
-    cu_seq_q, cu_seq_k = metadata.cu_seq_q, metadata.cu_seq_k
-    if cu_seq_q is cu_seq_k or torch.equal(cu_seq_q, cu_seq_k):
         return attention_cpu.document_attention(
-            q, k, v, cu_seq_q, scale=scale, window=window, return_lse=return_lse
+            q,
+            k,
+            v,
+            metadata.cu_seq_q,
+            scale=scale,
+            window=window,
+            return_lse=return_lse,
+            cu_seq_k=metadata.cu_seq_k,
         )
-    if window is not None or return_lse:
+    if return_lse:  # the kernel does return it, and drops the gradient that comes back
         raise ValueError(
-            "a sliding window and the log-sum-exp of the scores need as many keys as queries in "
-            "each document; give cu_seq_q and cu_seq_k the same lengths"
+            "attn_type 'varlen' gives no gradient through the log-sum-exp of the scores on "
+            f"device type {q.device.type!r}, and this model needs it; set model.attn_type to "
+            "'flex'"
         )
-    return attention_cpu.cross_length_attention(q, k, v, cu_seq_q, cu_seq_k, scale=scale)
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    extra = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            extra["enable_gqa"] = True
+        else:  # torch < 2.13
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    # The kernels want one head size. Zeros added to both operands of a dot product don't
+    # change it, and zeros added to the values come out as columns that are cut off again.
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    value_size = v.shape[-1]
+    width = max(q.shape[-1], value_size)
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        attend = varlen_attn
+    else:
+        attend = VarlenAttentionWrapper._compiled_varlen_attn
+    out = attend(
+        q,
+        k,
+        v,
+        metadata.cu_seq_q,
+        metadata.cu_seq_k,
+        metadata.max_q,
+        metadata.max_k,
+        scale=scale,
+        # so many back (-1: any), none ahead
+        window_size=(-1 if window is None else window - 1, 0),
+        **extra,
+    )
+    return out[..., :value_size]
 
 
 # ---- what a model's attention layer calls ----
@@ -530,18 +531,23 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attention_masks: "BlockMask | VarlenMetadata | None",
+    attention_masks: "BlockMask | VarlenMetadata | ShardedMask | None",
     scale: float | None = None,
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
+    attention_masks: a `ShardedMask` where T are this rank's tokens of rows spread over ranks.
     window: a query sees itself and the window - 1 tokens before it; a BlockMask says so itself.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
     Raises TypeError if the mask is not of the kind that the wrapper takes, and ValueError if sdpa
     is asked for a window or the log-sum-exp.
     """
+    if isinstance(attention_masks, ShardedMask):
+        return _attend_over_ranks(
+            inner_attention, q, k, v, attention_masks, scale, window, return_lse
+        )
     if isinstance(inner_attention, VarlenAttentionWrapper):
         _check_mask_type("varlen", attention_masks, VarlenMetadata)
         out = inner_attention(
@@ -573,6 +579,42 @@ def attend(
         _check_mask_type("sdpa", attention_masks, type(None))
         out = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
     return _each(out, lambda heads_first: heads_first.transpose(1, 2))
+
+
+def _attend_over_ranks(
+    inner_attention: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharded: ShardedMask,
+    scale: float | None,
+    window: int | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attend` for queries, keys and values of this rank's tokens [B, heads, T/cp, D]."""
+    if sharded.rotate_method == "alltoall":
+        repeats = sharded.repeats_of_kv_heads(q.shape[1], k.shape[1])
+        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        q, k, v = (sharded.tokens_to_heads(x) for x in (q, k, v))
+        out = attend(inner_attention, q, k, v, sharded.mask, scale, window, return_lse)
+        return _each(out, lambda x: sharded.heads_to_tokens(x.transpose(1, 2)).transpose(1, 2))
+
+    # All kernels keep documents apart in the same way, so one serves whatever the mask is.
+    needed = sharded.keys
+    packed = sharded.gather_keys(torch.cat((k, v), dim=-1))
+    k, v = (x.transpose(0, 1)[None] for x in packed.split((k.shape[-1], v.shape[-1]), dim=-1))
+    metadata = VarlenMetadata(needed.cu_seq_q, needed.cu_seq_k, needed.max_q, needed.max_k)
+    n_rows, _, n_tokens, _ = q.shape
+    out = _varlen(
+        _pack(q),
+        _pack(k),
+        _pack(v),
+        metadata,
+        scale,
+        window if needed.window is None else needed.window,
+        return_lse,
+    )
+    return _each(out, lambda x: x.unflatten(0, (n_rows, n_tokens)))
 
 
 def _each(

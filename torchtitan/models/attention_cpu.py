@@ -1,6 +1,8 @@
 """Attention for packed documents on the CPU, where torch trains neither flex nor varlen.
 
 N packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, S documents.
+Where a document has more keys than queries (its queries are spread over ranks, say), there are M
+packed keys, and the last query sees the last key.
 
 `document_attention` costs as much as the documents one by one: the sum of their squared lengths,
 or of length times window where a sliding window is shorter than they are. It is an operator of
@@ -9,7 +11,8 @@ are. `block_mask_attention` takes any mask and is general, not fast.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +28,12 @@ _flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
-    "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale,"
-    " int? window) -> (Tensor, Tensor)"
+    "document_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seq_q, Tensor cu_seq_k,"
+    " float scale, int? window) -> (Tensor, Tensor)"
 )
 _library.define(
     "document_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
-    " Tensor out, Tensor lse, Tensor cu_seqlens, float scale, int? window)"
+    " Tensor out, Tensor lse, Tensor cu_seq_q, Tensor cu_seq_k, float scale, int? window)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
@@ -39,33 +42,55 @@ _library.define(
 _WINDOW_QUERIES = 64
 
 
-def _lone_tokens(cu_seqlens: Tensor) -> Tensor:
-    """Indices of tokens that are a document alone, padding above all."""
-    return cu_seqlens[:-1][cu_seqlens.diff() == 1].long()
+def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of queries whose document has one key, padding above all, and of these keys."""
+    is_lone = cu_seq_k.diff() == 1
+    return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
 
-def _stretches(
-    cu_seqlens: Tensor, window: int | None, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, mask) of each call of the kernel, for documents of two or more tokens.
+class _Call(NamedTuple):
+    """What one call of the kernel computes.
 
-    mask: None for causal, else what is added to the scores [queries, keys].
+    mask: None, or what is added to the scores [queries, keys].
+    adds: these queries have seen other keys in the call before.
     """
-    bounds = cu_seqlens.tolist()
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    mask: Tensor | None = None
+    adds: bool = False
+
+
+def _calls(
+    cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, dtype: torch.dtype
+) -> Iterator[_Call]:
+    """The calls for documents of two or more keys."""
     masks: dict[tuple[int, int], Tensor] = {}
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        if end - start < 2:
+    bounds = zip(*(_ranges(cu_seqlens) for cu_seqlens in (cu_seq_q, cu_seq_k)), strict=True)
+    for (start, end), (first_key, end_key) in bounds:
+        if end == start or end_key - first_key < 2:
             continue
-        if window is None or end - start <= window:
-            yield slice(start, end), slice(start, end), None
+        if window is not None and end_key - first_key > window:
+            for first in range(start, end, _WINDOW_QUERIES):
+                last = min(first + _WINDOW_QUERIES, end)
+                last_key = end_key - (end - last)
+                seen_from = max(first_key, last_key - (last - first) - window + 1)
+                shape = (last - first, last_key - seen_from)
+                if shape not in masks:
+                    masks[shape] = _window_mask(*shape, window, dtype)
+                yield _Call(slice(first, last), slice(seen_from, last_key), mask=masks[shape])
             continue
-        for first in range(start, end, _WINDOW_QUERIES):
-            last = min(first + _WINDOW_QUERIES, end)
-            first_key = max(start, first - window + 1)
-            shape = (last - first, last - first_key)
-            if shape not in masks:
-                masks[shape] = _window_mask(*shape, window, dtype)
-            yield slice(first, last), slice(first_key, last), masks[shape]
+        own_key = end_key - (end - start)  # of the first query
+        if own_key > first_key:  # the kernel aligns causality at the first key, not the last
+            yield _Call(slice(start, end), slice(first_key, own_key))
+        yield _Call(
+            slice(start, end), slice(own_key, end_key), is_causal=True, adds=own_key > first_key
+        )
+
+
+def _ranges(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    return list(pairwise(cu_seqlens.tolist()))
 
 
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -91,39 +116,54 @@ def _as_kernel_input(x: Tensor) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """q: [N, H, D]; k, v: [N, K, D]; cu_seqlens: [S + 1] from 0 to N.
+    """q: [N, H, D]; k, v: [M, K, D]; cu_seq_q, cu_seq_k: [S + 1] from 0 to N and to M.
 
     Returns the output [N, H, D] and the log-sum-exp of each row's scores [N, H], which is fp32
     (fp64 for fp64 inputs).
     """
-    if cu_seqlens[-1] != len(q):
+    if cu_seq_q[-1] != len(q) or cu_seq_k[-1] != len(k):
         raise ValueError(
-            f"the documents of the mask cover {int(cu_seqlens[-1])} tokens and the batch has "
+            f"the documents of the mask cover {int(cu_seq_q[-1])} tokens and the batch has "
             f"{len(q)}; build the mask from this very batch"
         )
+    if (cu_seq_k.diff() < cu_seq_q.diff()).any():
+        raise ValueError("a document of the mask has fewer keys (cu_seq_k) than queries (cu_seq_q)")
     out = torch.empty(q.shape, dtype=q.dtype)
     dtype = _kernel_dtype(q.dtype)
     lse = torch.empty(q.shape[:2], dtype=dtype)
-    lone = _lone_tokens(cu_seqlens)
+    lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
         # One key: the softmax is 1 and the output is the value. A call per token of padding
         # would cost more than the text.
-        out[lone] = _for_queries(v[lone], q.shape[1])
-        keys = _for_queries(k[lone], q.shape[1]).to(dtype)
+        out[lone] = _for_queries(v[lone_keys], q.shape[1])
+        keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
     qs, ks, vs, outs, lses = (_as_kernel_input(x) for x in (q, k, v, out, lse.unsqueeze(-1)))
-    for queries, keys, mask in _stretches(cu_seqlens, window, dtype):
+    seen, seen_lse = out, lse
+    for queries, keys, is_causal, mask, adds in _calls(cu_seq_q, cu_seq_k, window, dtype):
         part, part_lse = _flash_forward(
             qs[:, :, queries].to(dtype),
             ks[:, :, keys].to(dtype),
             vs[:, :, keys].to(dtype),
             0.0,
-            mask is None,
+            is_causal,
             attn_mask=mask,
             scale=scale,
         )
+        if adds:
+            # with what the call before gave, not with `outs`: in bf16 it would be rounded twice
+            total_lse = torch.logaddexp(part_lse, seen_lse)
+            part = torch.lerp(seen, part, (part_lse - total_lse).exp().unsqueeze(-1))
+            part_lse = total_lse
+        seen, seen_lse = part, part_lse
         outs[:, :, queries] = part
         lses[:, :, queries, 0] = part_lse
     return out, lse
@@ -142,7 +182,8 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,26 +191,28 @@ def _backward(
 
     With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
     where delta = grad_out . out; that of the log-sum-exp adds P * grad_lse. So an additional
-    number per head does it: 1 in the values, grad_lse in grad_out, and 0 in out.
+    number per head does it: 1 in the values, grad_lse in grad_out, and 0 in out. Where queries
+    had their keys in two calls, each one's probabilities follow from the log-sum-exp of both.
     """
     # Under a window several calls see the same key, and its gradients add up: not in bf16.
-    dtype = q.dtype if window is None else lse.dtype
+    one_call_each = window is None and len(q) == len(k)
+    dtype = q.dtype if one_call_each else lse.dtype
     grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     n_kv_heads = k.shape[1]
-    lone = _lone_tokens(cu_seqlens)
+    lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        grads[2][lone] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(dtype)
+        grads[2][lone_keys] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(dtype)
         if grad_lse is not None:
             factor = grad_lse[lone].unsqueeze(-1) * scale
-            grads[0][lone] = (factor * _for_queries(k[lone], q.shape[1])).to(dtype)
+            grads[0][lone] = (factor * _for_queries(k[lone_keys], q.shape[1])).to(dtype)
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
-            grads[1][lone] = to_keys.to(dtype)
+            grads[1][lone_keys] = to_keys.to(dtype)
     go, qs, ks, vs, outs, lses = (
         _as_kernel_input(x) for x in (grad_out, q, k, v, out, lse.unsqueeze(-1))
     )
     targets = [_as_kernel_input(x) for x in grads]
     head_dim = q.shape[-1]
-    for queries, keys, mask in _stretches(cu_seqlens, window, lse.dtype):
+    for queries, keys, is_causal, mask, _ in _calls(cu_seq_q, cu_seq_k, window, lse.dtype):
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
@@ -184,7 +227,7 @@ def _backward(
             o_part,
             lses[:, :, queries, 0],
             0.0,
-            mask is None,
+            is_causal,
             attn_mask=mask,
             scale=scale,
         )
@@ -196,10 +239,12 @@ def _backward(
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, scale, window):
+    def forward(ctx, q, k, v, cu_seq_q, cu_seq_k, scale, window):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale, window)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+            out, lse = torch.ops.torchtitan.document_attention(
+                q, k, v, cu_seq_q, cu_seq_k, scale, window
+            )
+        ctx.save_for_backward(q, k, v, out, lse, cu_seq_q, cu_seq_k)
         ctx.scale, ctx.window = scale, window
         # An unused log-sum-exp is told from a zero gradient: without one, backward is faster.
         ctx.set_materialize_grads(False)
@@ -207,19 +252,19 @@ class _DocumentAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+        q, k, v, out, lse, *cu_seqlens = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         grads = torch.ops.torchtitan.document_attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, ctx.scale, ctx.window
+            grad_out, grad_lse, q, k, v, out, lse, *cu_seqlens, ctx.scale, ctx.window
         )
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _forward_meta(q, k, v, cu_seqlens, scale, window):
+def _forward_meta(q, k, v, cu_seq_q, cu_seq_k, scale, window):
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_kernel_dtype(q.dtype))
 
 
-def _backward_meta(grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, scale, window):
+def _backward_meta(grad_out, grad_lse, q, k, v, out, lse, cu_seq_q, cu_seq_k, scale, window):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -234,17 +279,21 @@ def document_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seq_q: Tensor,
     scale: float | None = None,
     window: int | None = None,
     return_lse: bool = False,
+    cu_seq_k: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention within each document; returns [N, H, Dv].
 
-    q: [N, H, D], k: [N, K, D], v: [N, K, Dv], all of one dtype. cu_seqlens: int [S + 1], from
-    0 to N. scale: None means 1 / sqrt(D). window: a query sees itself and the window - 1 tokens
-    before it. return_lse: also return the log-sum-exp of the scores [N, H], at least fp32, which
-    gradients go through.
+    q: [N, H, D], k: [M, K, D], v: [M, K, Dv], all of one dtype. cu_seq_q: int [S + 1], from 0 to
+    N. scale: None means 1 / sqrt(D). window: a query sees itself and the window - 1 tokens before
+    it. return_lse: also return the log-sum-exp of the scores [N, H], at least fp32, which
+    gradients go through. cu_seq_k: int [S + 1], from 0 to M, where documents have more keys than
+    queries; None for as many.
+
+    Raises ValueError if a document has fewer keys than queries, or the ends are not N and M.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     value_size = v.shape[-1]
@@ -252,37 +301,10 @@ def document_attention(
     # it, and zeros added to the values come out as columns that are cut off again.
     width = max(q.shape[-1], value_size)
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seqlens, scale, window)
+    cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
+    out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seq_q, cu_seq_k, scale, window)
     out = out[..., :value_size]
     return (out, lse) if return_lse else out
-
-
-def cross_length_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """Like `document_attention` for documents with more keys than queries, or fewer.
-
-    Causal from the end: the last query of a document sees its last key.
-    """
-    n_queries, n_keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
-    parts = zip(q.split(n_queries), k.split(n_keys), v.split(n_keys), strict=True)
-    outs = []
-    for q_part, k_part, v_part in parts:
-        shape = (len(q_part), len(k_part))
-        allowed = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
-        out = F.scaled_dot_product_attention(
-            *(_as_kernel_input(x) for x in (q_part, k_part, v_part)),
-            attn_mask=allowed,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 def block_mask_attention(

@@ -1,0 +1,396 @@
+"""Context parallelism: the ranks of a mesh axis hold different tokens of the same rows.
+
+B rows, T tokens per row, cp ranks, H query heads, K key/value heads, D head size. A row is cut
+into equal chunks, and each rank holds as many of them: a batch [B, T] becomes [B, T/cp] on each
+rank. All that is not attention works on its own tokens, and attention exchanges what it needs:
+
+    allgather   every rank gathers the keys and values of all tokens for its own queries
+    alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
+                (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
+
+Both give what one process gives, under every mask that keeps documents apart. The mask goes to
+attention as a `ShardedMask`, which says of which tokens the rank's own ones are the part.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "SequenceShards",
+    "ShardedMask",
+    "cp_shard",
+    "prepare_context_parallel_input",
+    "sequence_multiple",
+]
+
+IGNORE_INDEX = -100
+
+# Tokens that the "ptrr" balancer moves together: the block size of flex attention's masks.
+_PTRR_CHUNK = 128
+
+
+def sequence_multiple(load_balancer: str | None, cp: int) -> int:
+    """Return the number that T has to be a multiple of.
+
+    Raises ValueError for an unknown load balancer.
+    """
+    multiples = {None: cp, "headtail": 2 * cp, "ptrr": cp * _PTRR_CHUNK}
+    if (load_balancer or None) not in multiples:
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer must be headtail, ptrr or None, got "
+            f"{load_balancer!r}"
+        )
+    return multiples[load_balancer or None]
+
+
+# ---- which tokens a rank holds ----
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Which chunks of a row each rank of the axis holds.
+
+    chunks: int64 [cp, n] on the CPU; rank r holds chunks[r], in this order, of the cp * n equal
+        chunks of a row.
+    mesh: the axis.
+    """
+
+    chunks: Tensor
+    mesh: DeviceMesh
+
+    @property
+    def cp(self) -> int:
+        return self.mesh.size()
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of x, [.., T, ..] -> [.., T/cp, ..]. No communication."""
+        mine = self.chunks[self.mesh.get_local_rank()].to(x.device)
+        n_chunks = self.chunks.numel()
+        return x.unflatten(dim, (n_chunks, -1)).index_select(dim, mine).flatten(dim, dim + 1)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return all tokens in their order from those of each rank, [.., T/cp, ..] -> [.., T, ..].
+
+        Every rank of the axis has to call this, with tensors of one shape. No gradient.
+        """
+        x = x.movedim(dim, 0).contiguous()
+        gathered = x.new_empty((self.cp * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x, group=self.mesh.get_group())
+        return self.in_order(gathered).movedim(0, dim)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Sort tokens [T, ...] that stand rank after rank, as gathering leaves them."""
+        return self._permute_chunks(x, self._place_of_chunk)
+
+    def by_rank(self, x: Tensor) -> Tensor:
+        """The inverse of `in_order`."""
+        return self._permute_chunks(x, self.chunks.flatten())
+
+    def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
+        x = x.unflatten(0, (self.chunks.numel(), -1))
+        return x.index_select(0, order.to(x.device)).flatten(0, 1)
+
+    @cached_property
+    def _place_of_chunk(self) -> Tensor:
+        return self.chunks.flatten().argsort()
+
+
+def _build_shards(
+    load_balancer: str | None, mesh: DeviceMesh, n_rows: int, seq_len: int, starts: Tensor | None
+) -> SequenceShards:
+    """starts: [1 or B, T], the first key of each query; only "ptrr" looks at it."""
+    cp = mesh.size()
+    multiple = sequence_multiple(load_balancer, cp)
+    if seq_len % multiple:
+        raise ValueError(
+            f"context parallelism over {cp} ranks with load balancer {load_balancer!r} needs rows "
+            f"of a multiple of {multiple} tokens, got {seq_len}; pad them"
+        )
+    ranks = torch.arange(cp)
+    if not load_balancer:
+        return SequenceShards(ranks[:, None], mesh)
+    if load_balancer == "headtail":
+        # Causal work grows along a row: one chunk of each end makes two of the middle.
+        return SequenceShards(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
+    if starts is None:
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
+            "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
+        )
+    return SequenceShards(_deal_by_work(starts, cp), mesh)
+
+
+def _deal_by_work(starts: Tensor, cp: int) -> Tensor:
+    """Chunks [cp, n], dealt out from the one that costs most, back and forth over the ranks."""
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    work = (columns - starts + 1).sum(dim=0).view(-1, _PTRR_CHUNK).sum(dim=1)
+    rounds = work.cpu().sort(descending=True, stable=True).indices.view(-1, cp)
+    rounds[1::2] = rounds[1::2].flip(1)
+    return rounds.T.sort(dim=1).values
+
+
+# ---- masks ----
+
+
+@dataclass(frozen=True)
+class ShardedMask:
+    """A mask of whole rows for queries that are spread over ranks.
+
+    mask: what one process would give to attention; None is plain causal.
+    shards: how the rows' tokens are spread.
+    rotate_method: "allgather" or "alltoall".
+    keys: for "allgather", which keys this rank's queries need.
+    """
+
+    mask: Any
+    shards: SequenceShards
+    rotate_method: str
+    keys: "_NeededKeys | None" = None
+
+    # ---- alltoall ----
+
+    def tokens_to_heads(self, x: Tensor) -> Tensor:
+        """[B, heads, T/cp, ...] -> [B, heads/cp, T, ...]; heads a multiple of cp."""
+        n_rows, n_heads = x.shape[:2]
+        parts = x.unflatten(1, (self.shards.cp, -1)).permute(1, 3, 0, 2, *range(4, x.dim() + 1))
+        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.mesh.get_group())
+        return self.shards.in_order(parts.flatten(0, 1)).movedim(0, 2)
+
+    def heads_to_tokens(self, x: Tensor) -> Tensor:
+        """The inverse of `tokens_to_heads`."""
+        parts = self.shards.by_rank(x.movedim(2, 0)).unflatten(0, (self.shards.cp, -1))
+        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.mesh.get_group())
+        # [cp, T/cp, B, heads/cp, ...]
+        return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
+
+    def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
+        """How often each key head is needed so that every rank has those of its query heads.
+
+        Raises ValueError if the query heads don't divide over the ranks.
+        """
+        cp = self.shards.cp
+        if n_heads % cp:
+            raise ValueError(
+                f"parallelism.context_parallel_rotate_method = 'alltoall' deals {n_heads} "
+                f"attention heads to {cp} ranks; take a context_parallel_degree that divides "
+                "them, or 'allgather'"
+            )
+        repeats = math.lcm(n_kv_heads, cp) // n_kv_heads
+        return repeats if n_heads % (n_kv_heads * repeats) == 0 else n_heads // n_kv_heads
+
+    # ---- allgather ----
+
+    def gather_keys(self, x: Tensor) -> Tensor:
+        """[B, K, T/cp, D] -> [keys, K, D], one after the other as `keys` wants them."""
+        packed = x.transpose(1, 2).flatten(0, 1).contiguous()
+        gathered = _GatherRows.apply(packed, self.shards.mesh.get_group())
+        return gathered.index_select(0, self.keys.index)
+
+
+@dataclass(frozen=True)
+class _NeededKeys:
+    """Stretches of one document that a rank's packed queries [B * T/cp] fall into.
+
+    cu_seq_q, cu_seq_k: int32 [stretches + 1], where each one's queries and keys begin; the last
+        query of a stretch sees its last key. max_q, max_k: the longest.
+    index: int64 [keys], place of each key among the packed tokens of all ranks, rank after rank.
+    window: how many keys back a query sees, itself included; None for any number.
+    """
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+    index: Tensor
+    window: int | None
+
+
+def _needed_keys(starts: Tensor, shards: SequenceShards, window: int | None) -> _NeededKeys:
+    """starts: [B, T], the first key that each query sees but for the window."""
+    n_rows, seq_len = starts.shape
+    device = starts.device
+    columns = torch.arange(seq_len, device=device).expand(n_rows, -1)
+    place = shards.shard(columns).flatten()
+    row = torch.arange(n_rows, device=device).repeat_interleave(seq_len // shards.cp)
+    start = shards.shard(starts).flatten()
+
+    # A stretch ends where the next query is of another row, document or chunk.
+    begins = torch.ones_like(place, dtype=torch.bool)
+    begins[1:] = (row[1:] != row[:-1]) | (start[1:] != start[:-1]) | (place[1:] != place[:-1] + 1)
+    first = begins.nonzero().flatten()
+    end = torch.cat((first[1:], first.new_tensor([len(place)])))
+    n_queries = end - first
+    first_key = start[first].long()
+    if window is not None:
+        first_key = torch.maximum(first_key, place[first] - window + 1)
+    n_keys = place[end - 1] + 1 - first_key
+
+    # Number all keys through, and look up each one's column and row by its stretch.
+    cu_seq_k = _cumulative(n_keys)
+    stretch = torch.arange(len(first), device=device).repeat_interleave(n_keys)
+    offset = torch.arange(len(stretch), device=device) - cu_seq_k[stretch]
+    where = _place_among_ranks(shards, n_rows, seq_len).to(device)
+    index = where[row[first][stretch], first_key[stretch] + offset]
+    return _NeededKeys(
+        _cumulative(n_queries).to(torch.int32),
+        cu_seq_k.to(torch.int32),
+        int(n_queries.max()),
+        int(n_keys.max()),
+        index,
+        window,
+    )
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _place_among_ranks(shards: SequenceShards, n_rows: int, seq_len: int) -> Tensor:
+    """int64 [B, T]: where each token stands when all ranks' packed tokens are laid end to end."""
+    n_local = seq_len // shards.cp
+    rank = torch.arange(shards.cp)[:, None, None]
+    row = torch.arange(n_rows)[:, None]
+    places = (rank * n_rows + row) * n_local + torch.arange(n_local)  # [cp, B, T/cp]
+    return shards.in_order(places.transpose(1, 2).flatten(0, 1)).T
+
+
+def _starts_of(mask: Any, n_rows: int, seq_len: int) -> tuple[Tensor | None, int | None]:
+    """(first key that each query sees [1 or B, T] but for the window, window) of a mask.
+
+    None for the first if the mask does not say.
+    """
+    if mask is None:
+        return torch.zeros((1, seq_len), dtype=torch.int32), None
+    window = getattr(mask, "window", None)
+    starts = getattr(mask, "document_starts", None)
+    if starts is not None:
+        return starts, window
+    cu_seqlens = getattr(getattr(mask, "varlen_metadata", mask), "cu_seq_q", None)
+    if cu_seqlens is None:
+        return None, window
+    lengths = cu_seqlens.diff()
+    first = cu_seqlens[:-1].repeat_interleave(lengths, output_size=n_rows * seq_len)
+    return first.view(n_rows, seq_len) % seq_len, window
+
+
+# ---- what a trainer calls ----
+
+
+def cp_shard(
+    cp_mesh: DeviceMesh,
+    inputs: tuple[Tensor, ...],
+    attention_masks: Any = None,
+    load_balancer_type: str | None = "headtail",
+    input_seq_dim: int = 1,
+    rotate_method: str = "allgather",
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Return this rank's part of each input, and the mask (or dict of masks) for it.
+
+    inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
+    attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
+    load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
+        parts.
+    No communication. Raises ValueError if T does not divide, or if `rotate_method` is
+    "allgather" and a mask does not say where its documents begin.
+    """
+    masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
+    n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
+    starts = {name: _starts_of(mask, n_rows, seq_len) for name, mask in masks.items()}
+    # With several masks, the one that is wider decides what is balanced.
+    known = [s for s, _ in starts.values() if s is not None] if attention_masks is not None else []
+    widest = min(known, key=lambda s: int(s.sum()) * n_rows // len(s)) if known else None
+    shards = _build_shards(load_balancer_type, cp_mesh, n_rows, seq_len, widest)
+
+    sharded = {}
+    for name, mask in masks.items():
+        keys = None
+        if rotate_method == "allgather":
+            first, window = starts[name]
+            if first is None:
+                raise ValueError(
+                    "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made "
+                    "by the model's get_attention_masks, which says where documents begin, got a "
+                    f"{type(mask).__name__}; set it to 'alltoall'"
+                )
+            keys = _needed_keys(first.to(inputs[0].device).expand(n_rows, -1), shards, window)
+        sharded[name] = ShardedMask(mask, shards, rotate_method, keys)
+    parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
+    return parts, sharded if isinstance(attention_masks, dict) else sharded[""]
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor,
+    labels: Tensor | None,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    rotate_method: str = "allgather",
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Return this rank's tokens, labels and the keyword arguments of the model's forward.
+
+    inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
+    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
+    and gets both for the rank's own tokens, [.., T/cp]; without positions, 0..T-1.
+    Changes and returns `extra_kwargs`. Raises like `cp_shard`.
+    """
+    positions = extra_kwargs.get("positions")
+    if positions is None:
+        positions = torch.arange(inputs.shape[1], dtype=torch.int32, device=device)
+    positions = positions.expand(inputs.shape)
+    whole = (inputs, positions) if labels is None else (inputs, positions, labels)
+    parts, masks = cp_shard(
+        cp_mesh,
+        whole,
+        extra_kwargs.get("attention_masks"),
+        load_balancer_type,
+        rotate_method=rotate_method,
+    )
+    extra_kwargs["positions"] = parts[1]
+    extra_kwargs["attention_masks"] = masks
+    return parts[0], parts[2] if labels is not None else None, extra_kwargs
+
+
+# ---- collectives with gradients ----
+
+
+class _GatherRows(torch.autograd.Function):
+    """[n, ...] of each rank -> [cp * n, ...] on all; gradients are summed where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x, group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+class _ExchangeParts(torch.autograd.Function):
+    """[cp, ...]: part p goes to rank p, and comes back as the part of the rank it is from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        returned = torch.empty_like(grad)
+        dist.all_to_all_single(returned, grad, group=ctx.group)
+        return returned, None
