@@ -3,8 +3,10 @@
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchtitan.models.hf_adapter import swap_rope_layout
+from torchtitan.components.checkpoint_folder import all_ranks
+from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter, swap_rope_layout
 from torchtitan.testing.gloo import run_ranks
 
 SHAPE = (24, 5)
@@ -43,3 +45,75 @@ def _swap_sharded():
 
 def test_sharded_projections_are_reordered_like_whole_ones():
     assert run_ranks(_swap_sharded, 4) == [[]] * 4
+
+
+H, D = 4, 6
+
+
+class Experts(KeyMapAdapter):
+    from_hf_map = HF_EXPERTS
+
+
+class FusedExperts(KeyMapAdapter):
+    from_hf_map = {
+        "layers.{}.gate_up": Fused(
+            ("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), transposed=True
+        ),
+        "layers.{}.down": Fused(("layers.{}.moe.experts.w2",), transposed=True),
+    }
+
+
+def whole_experts(n):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (n, H, D), "w2": (n, D, H), "w3": (n, H, D)}
+    return {
+        f"layers.0.moe.experts.{name}": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def _experts_sharded():
+    """Mistakes in: names of each rank, values, the way back, and whose memory it is."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    layouts = [
+        (3, flat, [Shard(0)]),  # the last rank has none
+        (5, flat, [Shard(0)]),
+        (3, flat, [Shard(1)]),
+        (3, flat, [Shard(2)]),
+        (3, flat, [Replicate()]),
+        (3, grid, [Replicate(), Shard(0)]),
+        (3, grid, [Shard(1), Shard(0)]),
+        (4, grid, [_StridedShard(0, split_factor=2), Shard(0)]),
+    ]
+    mistakes = []
+    for n_experts, mesh, placements in layouts:
+        whole = whole_experts(n_experts)
+        sharded = {k: distribute_tensor(t, mesh, placements) for k, t in whole.items()}
+        for adapter in (Experts(None, None), FusedExperts(None, None)):
+            where = (type(adapter).__name__, n_experts, placements)
+            files = adapter.to_hf(sharded)
+            expected = adapter.to_hf(whole)
+            adapter.to_hf(sharded)  # the last call decides what `from_hf` gives back
+            for name, tensor in files.items():
+                value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if tensor.shape != expected[name].shape or not torch.equal(value, expected[name]):
+                    mistakes.append((*where, name))
+            held = [name for rank in all_ranks(list(files)) for name in rank]
+            if set(held) != set(expected):
+                mistakes.append((*where, "not every expert", sorted(set(expected) - set(held))))
+            back = adapter.from_hf(files)
+            for name, tensor in sharded.items():
+                if not torch.equal(back[name].full_tensor(), whole[name]):
+                    mistakes.append((*where, "back", name))
+                row_split = any(p.is_shard(dim=1) for p in placements)
+                if back[name].placements != tensor.placements and not row_split:
+                    mistakes.append((*where, "laid out differently", name))
+                local, mine = back[name].to_local(), tensor.to_local()
+                if type(adapter) is Experts and local.data_ptr() != mine.data_ptr():
+                    mistakes.append((*where, "copied", name))
+    return mistakes
+
+
+def test_sharded_experts_are_taken_apart_and_put_together_like_whole_ones():
+    assert run_ranks(_experts_sharded, 4) == [[]] * 4

@@ -63,15 +63,16 @@ def load_from_hf(
     state_dict: the model's own entries; they tell which tensors are wanted.
     Raises ValueError if the two sides do not match.
     """
-    wanted = adapter.to_hf(state_dict)
     reader = adapter.get_hf_storage_reader(path, from_quantized)
+    saved = from_rank_zero(lambda: _saved_shapes(reader))
+    if not saved:
+        raise ValueError(
+            f"There are no safetensors files in {path}, from where Hugging Face weights are "
+            "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
+        )
+    adapter = adapter.spelled_like(saved)
+    wanted = adapter.to_hf(state_dict)
     if not from_quantized:  # quantized files have other shapes, and scales beside the weights
-        saved = from_rank_zero(lambda: _saved_shapes(reader))
-        if not saved:
-            raise ValueError(
-                f"There are no safetensors files in {path}, from where Hugging Face weights are "
-                "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
-            )
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
         check_same_model(wanted, relevant, path, model_description)

@@ -3,17 +3,29 @@
 A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}` for each number.
 """
 
+import copy
 import re
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.tensor_views import (
+    StackLayout,
+    join_rows,
+    split_rows,
+    stack,
+    swap_rows_and_columns,
+    unstack,
+)
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from torchtitan.protocols.model import BaseModelArgs
 
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
@@ -33,17 +45,41 @@ HF_LINEARS = {
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+class Fused(NamedTuple):
+    """One HF tensor that holds several of ours, all [E, R, C], one after another in its rows.
+
+    transposed: HF has rows and columns the other way round, [E, C, R].
+    """
+
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+# Experts behind a router, as Qwen 3 and DeepSeek files have them; the fused names are those that
+# transformers 5 has in memory.
+HF_EXPERTS: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
+    "model.layers.{}.mlp.experts.gate_up_proj": Fused(
+        ("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3")
+    ),
+    "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
+}
+
+
 def to_template(name: str) -> tuple[str, list[str]]:
     """Return the name with `{}` for its numbers, and the numbers."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
-def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | None]:
+def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | Fused | None]:
     """Return the table for files that are laid out like Llama's: HF template -> ours.
 
     biased: those of `HF_LINEARS` that have a bias.
     """
-    table: dict[str, str | None] = {
+    table: dict[str, str | Fused | None] = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
@@ -60,13 +96,34 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | None]:
 
 
 class KeyMapAdapter(StateDictAdapter):
-    """One HF tensor for each of ours, renamed by `from_hf_map`.
+    """Renames tensors by the table `from_hf_map`, whose entries say what becomes of an HF tensor.
 
-    from_hf_map: HF template -> our template, or None for what is left out on reading.
-    Tied models: files hold no output weight; on reading it is the embedding's very tensor.
+    HF template -> our template. If HF's has a `{}` more, it numbers the entries along dim 0 of
+        ours: experts, which lie in files one by one.
+    HF template -> Fused, if ours are several or have another layout.
+    HF template -> None for what is left out on reading.
+
+    Several HF templates may stand for one of ours: the first is written, each is read.
+
+    optional: templates of ours that HF's side need not have. Without an HF name they stay behind
+        on writing, and what the files lack is left as it is on reading.
+    ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
+
+    Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
+        `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
+        it is the embedding's very tensor.
     """
 
-    from_hf_map: dict[str, str | None]
+    from_hf_map: dict[str, str | Fused | None]
+    optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
+    ignored_hf_keys: tuple[str, ...] = ()
+
+    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        # What the last `to_hf` took apart: our name -> its layout.
+        self._layouts: dict[str, StackLayout | None] = {}
+        # HF templates that the files have; empty: it does not matter.
+        self._hf_templates: frozenset[str] = frozenset()
 
     def tensor_to_hf(self, template: str, tensor: Tensor) -> Tensor:
         """Change the layout of one of our tensors into HF's; `template` is our name of it."""
@@ -76,42 +133,113 @@ class KeyMapAdapter(StateDictAdapter):
         """The inverse of `tensor_to_hf`; `template` is our name of it, too."""
         return tensor
 
+    def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
+        """Return an adapter whose `to_hf` asks for the names that files with these names have."""
+        adapter = copy.copy(self)
+        adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
+        return adapter
+
     @property
     def _is_tied(self) -> bool:
         return getattr(self.model_args, "enable_weight_tying", False)
 
+    def _to_hf_map(self) -> dict[str, str]:
+        """Our template -> HF template, one of possibly several."""
+        chosen: dict[str, str] = {}
+        there = self._hf_templates
+        for hf, entry in self.from_hf_map.items():
+            for ours in _ours_of(entry):
+                if ours not in chosen or (there and hf in there and chosen[ours] not in there):
+                    chosen[ours] = hf
+        if there:
+            missing = {ours for ours in self.optional & chosen.keys() if chosen[ours] not in there}
+            chosen = {ours: hf for ours, hf in chosen.items() if ours not in missing}
+        return chosen
+
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
-        to_hf_map = {ours: hf for hf, ours in self.from_hf_map.items() if ours is not None}
-        _check_all_known(state_dict, to_hf_map, "the model's state dict")
-        hf_state_dict = {}
+        to_hf_map = self._to_hf_map()
+        _check_all_known(state_dict, {*to_hf_map, *self.optional}, "the model's state dict")
+        self._layouts = {}
+        hf_state_dict: dict[str, Any] = {}
+        fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in state_dict.items():
-            if self._is_tied and name == OUTPUT:
-                continue
             template, numbers = to_template(name)
-            hf_name = to_hf_map[template].format(*numbers)
-            hf_state_dict[hf_name] = self.tensor_to_hf(template, tensor)
+            if template not in to_hf_map or (self._is_tied and name == OUTPUT):
+                continue
+            hf_template = to_hf_map[template]
+            entry = self.from_hf_map[hf_template]
+            if isinstance(entry, Fused):
+                hf_name = hf_template.format(*numbers)
+                fused[hf_name][template] = self.tensor_to_hf(template, tensor)
+                if len(fused[hf_name]) == len(entry.ours):
+                    hf_state_dict[hf_name] = _fuse(entry, fused.pop(hf_name))
+            elif _is_stack(hf_template, template):
+                experts, self._layouts[name] = unstack(tensor)
+                for expert, part in experts.items():
+                    hf_name = hf_template.format(*numbers, expert)
+                    hf_state_dict[hf_name] = self.tensor_to_hf(template, part)
+            else:
+                hf_state_dict[hf_template.format(*numbers)] = self.tensor_to_hf(template, tensor)
+        if fused:
+            raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Our name -> tensor. Raises ValueError that lists the keys that the table lacks."""
-        _check_all_known(hf_state_dict, self.from_hf_map, "the Hugging Face weights")
-        state_dict = {}
-        for hf_name, tensor in hf_state_dict.items():
+        relevant = {k: t for k, t in hf_state_dict.items() if not self.ignores_hf_key(k)}
+        _check_all_known(relevant, self.from_hf_map, "the Hugging Face weights")
+        state_dict: dict[str, Any] = {}
+        stacks: dict[str, dict[int, Tensor]] = {
+            name: {} for name, layout in self._layouts.items() if layout and not layout.rows
+        }
+        for hf_name, tensor in relevant.items():
             hf_template, numbers = to_template(hf_name)
-            template = self.from_hf_map[hf_template]
-            if template is None or (self._is_tied and hf_name == HF_OUTPUT):
-                continue
-            state_dict[template.format(*numbers)] = self.tensor_from_hf(template, tensor)
+            entry = self.from_hf_map[hf_template]
+            if isinstance(entry, Fused):
+                for template, part in _unfuse(entry, tensor).items():
+                    state_dict[template.format(*numbers)] = self.tensor_from_hf(template, part)
+            elif _is_stack(hf_template, entry):
+                *numbers, expert = numbers
+                part = self.tensor_from_hf(entry, tensor)
+                stacks.setdefault(entry.format(*numbers), {})[int(expert)] = part
+            else:
+                state_dict[entry.format(*numbers)] = self.tensor_from_hf(entry, tensor)
+        for name, experts in stacks.items():
+            state_dict[name] = stack(experts, self._layouts.get(name), name)
         if self._is_tied and TOK_EMBEDDINGS in state_dict:
             state_dict[OUTPUT] = state_dict[TOK_EMBEDDINGS]
         return state_dict
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        return super().ignores_hf_key(hf_key) or (self._is_tied and hf_key == HF_OUTPUT)
+        return (
+            super().ignores_hf_key(hf_key)
+            or (self._is_tied and hf_key == HF_OUTPUT)
+            or any(re.match(pattern, hf_key) for pattern in self.ignored_hf_keys)
+        )
 
 
-def _check_all_known(names: Mapping[str, Any], table: Mapping[str, Any], where: str) -> None:
+def _ours_of(entry: str | Fused | None) -> tuple[str, ...]:
+    if isinstance(entry, Fused):
+        return entry.ours
+    return () if entry is None else (entry,)
+
+
+def _is_stack(hf_template: str, template: str) -> bool:
+    return hf_template.count("{}") > template.count("{}")
+
+
+def _fuse(entry: Fused, tensors: dict[str, Tensor]) -> Tensor:
+    joined = join_rows([tensors[template] for template in entry.ours])
+    return swap_rows_and_columns(joined) if entry.transposed else joined
+
+
+def _unfuse(entry: Fused, tensor: Tensor) -> dict[str, Tensor]:
+    joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
+    return dict(zip(entry.ours, split_rows(joined, len(entry.ours)), strict=True))
+
+
+def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -> None:
     unknown = [name for name in names if to_template(name)[0] not in table]
     if unknown:
         raise ValueError(

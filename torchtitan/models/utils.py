@@ -77,9 +77,13 @@ def _reported_size(model_args: Any, n_params: int, n_embedding: int) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    # Kept importable from here; its home knows nothing of models.
+    # Kept importable from here under the names they used to have.
     if name == "trunc_normal_":
         from torchtitan.distributed.seeded_init import trunc_normal_
 
         return trunc_normal_
+    if name == "MoEStateDictAdapter":
+        from torchtitan.models.hf_adapter import KeyMapAdapter
+
+        return KeyMapAdapter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     from torchtitan.protocols.model import BaseModelArgs
@@ -44,6 +46,10 @@ class BaseStateDictAdapter(ABC):
     ) -> "HuggingFaceStorageReader":
         """A DCP reader of the safetensors files in `path`."""
 
+    def spelled_like(self, hf_names: "Collection[str]") -> "BaseStateDictAdapter":
+        """Return an adapter that asks for the names in `hf_names`, where tools name differently."""
+        return self
+
     def ignores_hf_key(self, hf_key: str) -> bool:
         """True if a tensor of this name may stand in the files though the model has no use for
         it. Any other tensor without a counterpart fails the load."""
@@ -57,7 +63,7 @@ class StateDictAdapter(BaseStateDictAdapter):
     None to drop it) gets the dropped names ignored on loading.
     """
 
-    from_hf_map: dict[str, str | None]
+    from_hf_map: dict[str, Any]
 
     def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
         self.model_args = model_args

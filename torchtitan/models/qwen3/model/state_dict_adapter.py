@@ -1,6 +1,6 @@
 """Qwen 3 weights under the names of Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
 
-from torchtitan.models.hf_adapter import KeyMapAdapter, dense_hf_key_map
+from torchtitan.models.hf_adapter import HF_EXPERTS, KeyMapAdapter, dense_hf_key_map
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 
@@ -17,3 +17,5 @@ class Qwen3StateDictAdapter(KeyMapAdapter):
             for norm in ("q_norm", "k_norm"):
                 hf_name = f"model.layers.{{}}.self_attn.{norm}.weight"
                 self.from_hf_map[hf_name] = f"layers.{{}}.attention.{norm}.weight"
+        if getattr(model_args, "moe_enabled", False):
+            self.from_hf_map |= HF_EXPERTS

@@ -1,0 +1,177 @@
+"""Taking stacked weights apart and putting them together, whole or sharded, without copies.
+
+Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
+The functions here make views of the local memory of a DTensor, so that what a reader writes into
+them is in the parameter at once, and no rank handles more than it holds. The letters: E experts,
+R rows, C columns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.distributed.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class StackLayout(NamedTuple):
+    """How a DTensor [E, R, C] lies on the ranks; `rows` are the E that this rank holds."""
+
+    mesh: Any
+    placements: tuple["Placement", ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    rows: range
+
+
+def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
+    """Views of those entries along dim 0 that this rank holds, and what `stack` needs.
+
+    stacked: [E, R, C]. The views are [R, C]: plain if the rank holds them whole, else DTensors
+    on the mesh axes that split them. The layout is None for a plain tensor.
+    """
+    if not is_dtensor(stacked):
+        return dict(enumerate(stacked.unbind(0))), None
+    (chunk,) = stacked.__create_chunk_list__()
+    local = stacked.to_local()
+    first, count = chunk.offsets[0], local.shape[0]
+    layout = StackLayout(
+        stacked.device_mesh,
+        stacked.placements,
+        stacked.shape,
+        stacked.dtype,
+        local.device,
+        range(first, first + count),
+    )
+    inner = [
+        axis for axis, p in enumerate(stacked.placements) if not p.is_replicate() and p.dim != 0
+    ]
+    entries = dict(zip(layout.rows, local.unbind(0), strict=True))
+    if not inner:
+        return entries, layout
+    mesh = _axes_of(stacked.device_mesh, inner)
+    placements = [_on_dim(stacked.placements[axis], -1 + _dim(stacked, axis)) for axis in inner]
+    shape = stacked.shape[1:]
+    return {n: _from_local(view, mesh, placements, shape) for n, view in entries.items()}, layout
+
+
+def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
+    """The inverse of `unstack`. The memory is that of the entries where these are its views.
+
+    Raises ValueError that names the missing entries of `name`.
+    """
+    numbers = sorted(entries)
+    is_sharded = layout is not None and numbers == list(layout.rows)
+    if not is_sharded and numbers != list(range(len(numbers))):
+        missing = sorted(set(range(numbers[-1])) - set(numbers))
+        raise ValueError(f"{name} is stacked from numbered tensors, of which {missing} are missing")
+    tensors = [entries[n] for n in numbers]
+    if not is_sharded:
+        return _stack_plain(tensors)
+    if tensors:
+        local = _stack_plain([t.to_local() if is_dtensor(t) else t for t in tensors])
+    else:
+        local = _empty_share(layout)
+    return _from_local(local, layout.mesh, layout.placements, layout.shape)
+
+
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """[E, R, C] each -> [E, sum of R, C], a copy unless there is only one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return _along_rows(tensors[0], lambda *local: torch.cat(local, dim=1), *tensors)
+
+
+def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
+    """The inverse of `join_rows` for parts of equal size. Views, unless ranks split the rows."""
+    if n_parts == 1:
+        return [joined]
+    return [
+        _along_rows(joined, lambda local, part=part: local.chunk(n_parts, dim=1)[part], joined)
+        for part in range(n_parts)
+    ]
+
+
+def swap_rows_and_columns(tensor: Tensor) -> Tensor:
+    """A view [E, C, R] of a tensor [E, R, C]."""
+    if not is_dtensor(tensor):
+        return tensor.transpose(1, 2)
+    swapped = {0: 0, 1: 2, 2: 1}
+    placements = [p if p.is_replicate() else _on_dim(p, swapped[p.dim]) for p in tensor.placements]
+    n_entries, n_rows, n_columns = tensor.shape
+    local = tensor.to_local().transpose(1, 2)
+    shape = torch.Size((n_entries, n_columns, n_rows))
+    return _from_local(local, tensor.device_mesh, placements, shape)
+
+
+def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`change` of the tensors, all laid out alike; only rows that ranks split are gathered."""
+    if not is_dtensor(like):
+        return change(*tensors)
+    from torch.distributed.tensor import Replicate
+
+    placements = [p if p.is_replicate() or p.dim != 1 else Replicate() for p in like.placements]
+    local = change(
+        *(t.redistribute(placements=placements).to_local() for t in tensors),
+    )
+    n_rows = local.shape[1]
+    shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
+    return _from_local(local, like.device_mesh, placements, shape)
+
+
+def _stack_plain(tensors: list[Tensor]) -> Tensor:
+    first = tensors[0]
+    offsets = [t.storage_offset() for t in tensors]
+    step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
+    is_one_block = all(
+        tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() != 0
+        and (tensor.shape, tensor.stride(), tensor.dtype)
+        == (first.shape, first.stride(), first.dtype)
+        and offset == offsets[0] + step * n
+        for n, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True))
+    )
+    if not is_one_block or step <= 0:
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def _empty_share(layout: StackLayout) -> Tensor:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
+    return torch.empty(shape, dtype=layout.dtype, device=layout.device)
+
+
+def _from_local(
+    local: Tensor, mesh: Any, placements: Sequence["Placement"], shape: torch.Size
+) -> "DTensor":
+    """A DTensor whose shape is given, as it cannot be told from uneven shards."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _dim(tensor: "DTensor", axis: int) -> int:
+    return tensor.placements[axis].dim
+
+
+def _on_dim(placement: "Placement", dim: int) -> "Placement":
+    """The same split on another dim; a strided one stays strided."""
+    if placement.dim == dim:
+        return placement
+    split_factor = getattr(placement, "split_factor", None)
+    kind = type(placement)
+    return kind(dim) if split_factor is None else kind(dim, split_factor=split_factor)
+
+
+def _axes_of(mesh: Any, axes: list[int]) -> Any:
+    if len(axes) == mesh.ndim:
+        return mesh
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
