@@ -1,0 +1,99 @@
+"""Counts the bytes of the tensors that are alive, by what they are for.
+
+Works alike on real tensors and on fake ones, which have a size and no memory. What it sees is
+what torch allocates for tensors: no scratch memory inside a kernel, no allocator's rounding.
+"""
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+PARAMETERS = "parameters and buffers"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+OTHER = "activations and temporaries"
+
+
+class MemoryTracker(TorchDispatchMode):
+    """While entered, counts every storage that an operator returns until it is freed.
+
+    live: bytes now, by kind. peak: `live` at the moment since `reset_peak` when its sum was
+    largest. most: the largest that each kind has been, each at a moment of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        # storage -> [bytes, kind]; by identity, and without keeping it alive.
+        self._storages = WeakIdKeyDictionary(ref_type=weakref.ref)
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        self.peak = Counter(self.live)
+        self.most = Counter(self.live)
+
+    def mark(self, tensors: Iterable[Any], kind: str) -> None:
+        """Count the storages of these tensors, seen before or not, as `kind`."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage(), kind)
+
+    def __enter__(self) -> "MemoryTracker":
+        # FSDP frees and allocates gathered parameters by resizing them, which is no operator.
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        @functools.wraps(resize)
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operators on local tensors, which come here again
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
+        """kind: None leaves a storage what it was."""
+        entry = self._storages.get(storage)
+        if entry is None:
+            entry = self._storages[storage] = [0, OTHER]
+            weakref.finalize(storage, self._forget, entry)
+        self._forget(entry)
+        entry[0] = storage.nbytes()
+        entry[1] = kind or entry[1]
+        self.live[entry[1]] += entry[0]
+        self._update_peak()
+
+    def _forget(self, entry: list[Any]) -> None:
+        self.live[entry[1]] -= entry[0]
+        entry[0] = 0
+
+    def _update_peak(self) -> None:
+        if self.live.total() > self.peak.total():
+            self.peak = Counter(self.live)
+        for kind, size in self.live.items():
+            if size > self.most[kind]:
+                self.most[kind] = size
