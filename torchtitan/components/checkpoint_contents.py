@@ -74,6 +74,8 @@ def load_from_hf(
     wanted = adapter.to_hf(state_dict)
     if not from_quantized:  # quantized files have other shapes, and scales beside the weights
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
+        if ignored:
+            logger.info(f"Without a place in the model, not read: {_shorten(sorted(ignored))}")
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
         check_same_model(wanted, relevant, path, model_description)
     with one_error(f"The safetensors files in {path} could not be read"):

@@ -1,0 +1,115 @@
+"""DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+from torchtitan.models.moe import MoEArgs
+
+if TYPE_CHECKING:
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+    from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+    from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
+    from torchtitan.protocols.train_spec import TrainSpec
+
+__all__ = [
+    "DeepSeekV3Model",
+    "DeepSeekV3ModelArgs",
+    "DeepSeekV3StateDictAdapter",
+    "deepseekv3_args",
+    "get_train_spec",
+    "parallelize_deepseekv3",
+]
+
+
+def _debug_model(**others: Any) -> DeepSeekV3ModelArgs:
+    return DeepSeekV3ModelArgs(
+        vocab_size=2048,
+        dim=256,
+        inter_dim=1024,
+        moe_inter_dim=256,
+        n_layers=6,
+        mscale=0.70,
+        moe_args=_v2_experts(8, top_k=3),
+        **others,
+    )
+
+
+def _v2_experts(num_experts: int, **others: Any) -> MoEArgs:
+    return MoEArgs(
+        num_experts=num_experts,
+        num_shared_experts=2,
+        score_func="softmax",
+        score_before_experts=False,
+        **others,
+    )
+
+
+_PACKED = {"attn_type": "flex", "attn_mask_type": "block_causal"}
+
+deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
+    "debugmodel": _debug_model(),
+    "debugmodel_flex_attn": _debug_model(**_PACKED),
+    "16B": DeepSeekV3ModelArgs(mscale=0.70, moe_args=_v2_experts(64, top_k=6), **_PACKED),
+    "236B": DeepSeekV3ModelArgs(
+        dim=5120,
+        inter_dim=12288,
+        moe_inter_dim=1536,
+        n_layers=60,
+        n_heads=128,
+        q_lora_rank=1536,
+        moe_args=_v2_experts(
+            160,
+            top_k=6,
+            num_expert_groups=8,
+            num_limited_groups=3,
+            group_score="max",
+            route_scale=16.0,
+        ),
+        **_PACKED,
+    ),
+    "671B": DeepSeekV3ModelArgs(
+        vocab_size=129280,
+        dim=7168,
+        inter_dim=18432,
+        moe_inter_dim=2048,
+        n_layers=61,
+        n_dense_layers=3,
+        n_heads=128,
+        q_lora_rank=1536,
+        moe_args=MoEArgs(
+            num_experts=256,
+            top_k=8,
+            num_expert_groups=8,
+            num_limited_groups=4,
+            route_norm=True,
+            route_scale=2.5,
+            score_before_experts=False,
+        ),
+        **_PACKED,
+    ),
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec; its flavor args are the ones in `deepseekv3_args`, shared by all."""
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+    from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+    from torchtitan.models.train_spec import build_decoder_train_spec
+
+    return build_decoder_train_spec(
+        DeepSeekV3Model, deepseekv3_args, DeepSeekV3StateDictAdapter, balance_experts=True
+    )
+
+
+_MODULE_OF = {
+    "DeepSeekV3Model": "torchtitan.models.deepseek_v3.model.model",
+    "DeepSeekV3StateDictAdapter": "torchtitan.models.deepseek_v3.model.state_dict_adapter",
+    "parallelize_deepseekv3": "torchtitan.models.deepseek_v3.infra.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

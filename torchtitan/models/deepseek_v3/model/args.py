@@ -1,0 +1,61 @@
+"""Sizes and choices of a DeepSeek-V3 model."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from torchtitan.models.moe import MoEDecoderArgs
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+
+@dataclass
+class DeepSeekV3ModelArgs(MoEDecoderArgs):
+    """DeepSeek-V2 and V3.
+
+    max_batch_size: not read; kept for those who pass it.
+    inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
+    n_dense_layers: so many layers at the bottom have no experts.
+    q_lora_rank: size of the latent that queries come from; 0 projects them directly.
+    kv_lora_rank: size of the latent that keys and values come from.
+    qk_nope_head_dim, qk_rope_head_dim: a query and key head's numbers without and with position.
+    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: YaRN, see `YaRNArgs`; it
+        holds for every sequence length, and rope_factor 1 turns it off.
+    mscale: what `yarn_mscale` is asked for, Hugging Face's `mscale_all_dim`.
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int = 4096 * 4
+    vocab_size: int = 102400
+    dim: int = 2048
+    inter_dim: int = 10944
+    moe_inter_dim: int = 1408
+    n_layers: int = 27
+    n_dense_layers: int = 1
+    n_heads: int = 16
+    norm_eps: float = 1e-6
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    original_seq_len: int = 4096
+    rope_theta: float = 10000.0
+    rope_factor: float = 40
+    beta_fast: int = 32
+    beta_slow: int = 1
+    mscale: float = 1.0
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """Also take how tokens travel to their experts."""
+        super().update_from_config(job_config, **kwargs)
+        self.expert_parallel_comm_backend = job_config.parallelism.expert_parallel_comm_backend
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        head_dims = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+        return get_moe_model_nparams_and_flops(self, model, head_dims, seq_len)
