@@ -40,6 +40,7 @@ def test_import_torchtitan_loads_nothing_of_its_own():
         "import torchtitan.train",
         "from torchtitan.train import Trainer",
         "from torchtitan.models.llama3 import get_train_spec; get_train_spec()",
+        "from torchtitan.models.llama4 import get_train_spec; get_train_spec()",
         "from torchtitan.models.qwen3 import get_train_spec; get_train_spec()",
         "from torchtitan.models.deepseek_v3 import get_train_spec; get_train_spec()",
     ],

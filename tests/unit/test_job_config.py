@@ -495,7 +495,8 @@ def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_shipped_preset_parses_and_obeys_the_rules(path, monkeypatch, tmp_path):
     config = parse("--job.config_file", str(path), f"--job.dump_folder={tmp_path}")
-    check_job_config(config, config.parallelism.tensor_parallel_degree * 2)
+    degrees = config.parallelism
+    check_job_config(config, 2 * degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree)
 
 
 def test_dtype_names_are_torchs():

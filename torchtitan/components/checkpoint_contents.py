@@ -92,7 +92,8 @@ def save_to_hf(state_dict: dict[str, Any], adapter: "BaseStateDictAdapter", fold
     The shards are those of `hf_assets_path` where the adapter knows them, else one file. Every
     rank first writes its own part to `<folder>/sharded`.
     """
-    state_dict = adapter.to_hf(state_dict)
+    # An adapter may give views with rows and columns swapped, which the format has no word for.
+    state_dict = {name: t.contiguous() for name, t in adapter.to_hf(state_dict).items()}
     from_rank_zero(lambda: start_writing(folder))
     if adapter.fqn_to_index_mapping:
         sharded = os.path.join(folder, "sharded")

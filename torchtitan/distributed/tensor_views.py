@@ -107,7 +107,8 @@ def swap_rows_and_columns(tensor: Tensor) -> Tensor:
     n_entries, n_rows, n_columns = tensor.shape
     local = tensor.to_local().transpose(1, 2)
     shape = torch.Size((n_entries, n_columns, n_rows))
-    return _from_local(local, tensor.device_mesh, placements, shape)
+    entry, row, column = tensor.stride()
+    return _from_local(local, tensor.device_mesh, placements, shape, (entry, column, row))
 
 
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -149,12 +150,20 @@ def _empty_share(layout: StackLayout) -> Tensor:
 
 
 def _from_local(
-    local: Tensor, mesh: Any, placements: Sequence["Placement"], shape: torch.Size
+    local: Tensor,
+    mesh: Any,
+    placements: Sequence["Placement"],
+    shape: torch.Size,
+    stride: tuple[int, ...] | None = None,
 ) -> "DTensor":
-    """A DTensor whose shape is given, as it cannot be told from uneven shards."""
+    """A DTensor whose shape is given, as it cannot be told from uneven shards.
+
+    stride: None if contiguous; `contiguous()` of the result believes it.
+    """
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(shape, device="meta").stride()
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -1,0 +1,293 @@
+"""llama4 on the shared decoder: sizes, names, layers without positions, chunks, bad values."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.models.llama4 import (
+    Llama4StateDictAdapter,
+    Transformer,
+    TransformerModelArgs,
+    get_train_spec,
+    llama4_args,
+)
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.rope import precompute_freqs_cis
+
+# (parameters, FLOPs per token at sequence length 2048)
+DEBUG = (15_017_216, 75_161_088)
+SCOUT = (107_769_861_120, 102_870_251_520)
+MAVERICK = (400_711_848_960, 102_941_030_400)
+KNOWN_SIZES = {
+    "debugmodel": DEBUG,
+    "17bx16e": SCOUT,
+    "17bx128e": MAVERICK,
+    "debugmodel_irope": DEBUG,
+    "17bx16e_irope": SCOUT,
+    "17bx128e_irope": MAVERICK,
+}
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "max_seq_len": 64,
+        "multiple_of": 8,
+        "moe_args": MoEArgs(num_experts=4),
+        "fixed_attn_block_size": 4,
+        "attn_type": "flex",
+    }
+    return TransformerModelArgs(**sizes | changes)
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return Transformer(args)
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    model = Transformer(tiny_args(**changes))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize("flavor", KNOWN_SIZES)
+def test_flavor_has_its_known_sizes(flavor):
+    assert list(llama4_args) == list(KNOWN_SIZES)
+    args = llama4_args[flavor]
+    assert args.get_nparams_and_flops(meta_model(args), 2048) == KNOWN_SIZES[flavor]
+    assert args.max_seq_len == (10485760 if "16e" in flavor else 1048576)
+    scaling = None if "128e" in flavor else (16.0, 1.0, 1.0, 8192)
+    stretch = args.rope_scaling_args
+    assert scaling == (
+        stretch
+        and (
+            stretch.scaling_factor,
+            stretch.low_freq_factor,
+            stretch.high_freq_factor,
+            stretch.original_max_position_embeddings,
+        )
+    )
+    assert (args.ffn_hidden_dim, args.expert_hidden_dim) == (
+        (768, 512) if "debug" in flavor else (16384, 8192)
+    )
+    is_irope = flavor.endswith("_irope")
+    assert args.every_n_layers_nope == (4 if is_irope else None)
+    assert args.fixed_attn_block_size == (256 if flavor == "debugmodel_irope" else 8192)
+    assert args.attn_type == ("flex" if is_irope else "sdpa")
+
+
+def test_every_expert_has_the_full_width_without_auto_scaling():
+    assert tiny_args(dim=96, multiple_of=1).expert_hidden_dim == 128
+    assert tiny_args(dim=96, multiple_of=1, auto_scale_hidden_dim=False).expert_hidden_dim == 256
+    assert tiny_args(moe_inter_dim=24).expert_hidden_dim == 24
+
+
+def test_names_and_order_of_the_state_dict_are_fixed():
+    attention = [f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")]
+    dense = [f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")]
+    moe = [
+        "moe.expert_bias",
+        *(f"moe.experts.{name}" for name in ("w1", "w2", "w3")),
+        "moe.router.gate.weight",
+        *(f"moe.shared_experts.{name}.weight" for name in ("w1", "w2", "w3")),
+    ]
+    norms = ["attention_norm.weight", "ffn_norm.weight"]
+    names = ["tok_embeddings.weight"]
+    for i in range(6):
+        block = [*attention, *(moe if i % 2 else dense), *norms]
+        names += [f"layers.{i}.{name}" for name in block]
+    names += ["norm.weight", "output.weight"]
+    model = meta_model(llama4_args["debugmodel"])
+    assert list(model.state_dict()) == names and len(names) == 72
+    assert model.freqs_cis.shape == (1048576, 8) and model.freqs_cis.dtype == torch.complex64
+
+
+def test_stretched_frequencies_are_the_known_ones():
+    table = precompute_freqs_cis(128, 2, 500000, llama4_args["17bx16e"].rope_scaling_args)
+    angles = table[1].angle()[[0, 1, 34, 35, 36, 63]]
+    expected = [1.0, 0.8146172166, 0.0009384739, 4.77811e-05, 3.89233e-05, 1.534e-07]
+    # The last number is known to four digits only.
+    torch.testing.assert_close(angles, torch.tensor(expected), rtol=5e-4, atol=0)
+
+
+# ---- layers without positions ----
+
+
+def test_every_nth_layer_is_without_positions_counted_as_in_hugging_face():
+    model = meta_model(tiny_args(n_layers=8, every_n_layers_nope=4))
+    attentions = [layer.attention for layer in model.layers.values()]
+    assert [a.mask_name for a in attentions] == ["rope", "rope", "rope", "nope"] * 2
+    assert [a.apply_rope is None for a in attentions] == [False, False, False, True] * 2
+
+
+def test_only_layers_without_positions_carry_what_lies_before_the_chunk():
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    changed = tokens.index_fill(1, torch.tensor([0]), 9)
+    for interval, first_that_is_equal in ((None, 4), (2, None)):
+        model = tiny_model(every_n_layers_nope=interval)
+        masks = model.get_attention_masks(tokens, None)
+        with torch.no_grad():
+            difference = model(tokens, masks) - model(changed, masks)
+        differs = (difference.abs().amax(-1) > 0)[0].tolist()
+        assert differs == [i < (first_that_is_equal or 8) for i in range(8)]
+
+
+# ---- chunks ----
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0], [5, 6, 0, 1, 2, 3, 4, 0, -1]])
+# Documents of POSITIONS, cut anew every 3 tokens.
+CHUNKS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 2, 2, 3, 4]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 2, 3]])
+
+
+def pairs_of(ids):
+    """Which query sees which key: [B, T, T]."""
+    return (ids[:, :, None] == ids[:, None, :]).tril()
+
+
+def allowed_by(block_mask, n_rows):
+    row = torch.arange(n_rows)[:, None, None]
+    query, key = torch.arange(9)[:, None], torch.arange(9)
+    return block_mask.mask_mod(row, torch.tensor(0), query, key).expand(n_rows, 9, 9)
+
+
+def test_flex_masks_keep_chunks_and_documents_apart():
+    model = meta_model(tiny_args(fixed_attn_block_size=3, attn_mask_type="position_block_causal"))
+    masks = model.get_attention_masks(torch.ones(2, 9), None, {"positions": POSITIONS})
+    assert masks.keys() == {"rope", "nope"}
+    assert torch.equal(allowed_by(masks["rope"], 2), pairs_of(CHUNKS))
+    assert torch.equal(allowed_by(masks["nope"], 2), pairs_of(DOCUMENTS))
+
+
+def test_varlen_masks_keep_chunks_and_documents_apart():
+    model = meta_model(
+        tiny_args(
+            fixed_attn_block_size=3, attn_type="varlen", attn_mask_type="position_block_causal"
+        )
+    )
+    masks = model.get_attention_masks(torch.ones(2, 9), None, {"positions": POSITIONS})
+    assert masks["rope"].cu_seq_q.tolist() == [0, 3, 6, 8, 9, 11, 14, 16, 17, 18]
+    assert masks["nope"].cu_seq_q.tolist() == [0, 8, 9, 11, 16, 17, 18]
+    assert (masks["rope"].max_q, masks["nope"].max_q) == (3, 8)
+
+
+def test_causal_flex_masks_have_the_chunks_of_whole_rows():
+    model = meta_model(tiny_args(fixed_attn_block_size=3))
+    masks = model.get_attention_masks(torch.ones(2, 9), None)
+    columns = torch.arange(9).expand(2, -1)
+    assert torch.equal(allowed_by(masks["rope"], 2), pairs_of(columns // 3))
+    assert torch.equal(allowed_by(masks["nope"], 2), pairs_of(columns * 0))
+
+
+def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
+    flex, sdpa = tiny_model(), tiny_model(attn_type="sdpa")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = flex(tokens[:, :4], flex.get_attention_masks(tokens[:, :4], None))
+        torch.testing.assert_close(sdpa(tokens[:, :4]), expected)
+    with pytest.raises(ValueError, match="'sdpa'.*chunks of 4 tokens.*rows of 8.*'flex'"):
+        sdpa(tokens)
+
+
+def test_sdpa_with_rows_beyond_a_chunk_is_a_config_error():
+    config = JobConfig()
+    config.training.seq_len = 8193
+    args = copy.deepcopy(llama4_args["debugmodel"])
+    with pytest.raises(ValueError, match="rows of 8193.*training.seq_len to at most 8192"):
+        args.update_from_config(config)
+    config.model.attn_type = "varlen"
+    args.update_from_config(config)
+    assert args.max_seq_len == 8193
+
+
+# ---- temperature ----
+
+
+def test_temperature_is_a_column_of_the_table():
+    plain = tiny_model().freqs_cis
+    tuning = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5}
+    table = tiny_model(**tuning).freqs_cis
+    assert torch.equal(table[:, :-1], plain)
+    steps = (torch.arange(64) + 1) // 4
+    torch.testing.assert_close(table[:, -1], 1 + 0.5 * torch.log(1 + steps).to(table.dtype))
+    assert meta_model(tiny_args(**tuning)).freqs_cis.shape == table.shape
+
+
+# ---- bad values ----
+
+
+@pytest.mark.parametrize(
+    "name, value, least",
+    [
+        ("every_n_layers_nope", 1, 2),
+        ("every_n_layers_nope", 0, 2),
+        ("interleave_moe_layer_step", 0, 1),
+        ("fixed_attn_block_size", 0, 1),
+        ("floor_scale", 0, 1),
+    ],
+)
+def test_bad_value_is_named(name, value, least):
+    with pytest.raises(ValueError, match=f"{name}.*at least {least}, got {value}"):
+        meta_model(tiny_args(**{name: value}))
+
+
+# ---- weights of Hugging Face, training ----
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_files_are_written_with_the_names_that_the_index_has(prefix, tmp_path):
+    head = f"{prefix}lm_head.weight"
+    index = {"weight_map": {head: "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    adapter = Llama4StateDictAdapter(tiny_args(), str(tmp_path))
+    state = tiny_model().state_dict()
+    files = adapter.to_hf(state)
+    assert all(name.startswith((f"{prefix}model.", head)) for name in files)
+    assert files[f"{prefix}model.layers.1.feed_forward.experts.gate_up_proj"].shape == (4, 32, 96)
+    assert files[f"{prefix}model.layers.0.feed_forward.up_proj.weight"].shape == (88, 32)
+    back = adapter.from_hf(files)
+    assert back.keys() == state.keys() - {"layers.1.moe.expert_bias"}
+    assert all(torch.equal(back[name], state[name]) for name in back)
+
+
+def test_spec_balances_the_load_of_experts_and_validates():
+    spec = get_train_spec()
+    assert spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing
+    assert spec.build_validator_fn is not None
+
+
+def test_debug_preset_learns_in_chunks_and_evens_out_the_load_of_experts(tmp_path):
+    from torchtitan.trainer import Trainer
+
+    trainer = Trainer(
+        ConfigManager().parse_args(
+            [
+                "--job.config_file=torchtitan/models/llama4/train_configs/debug_model.toml",
+                f"--job.dump_folder={tmp_path}",
+                "--model.flavor=debugmodel_irope",
+                "--training.steps=6",
+                "--training.seq_len=64",
+                "--training.local_batch_size=1",
+            ]
+        )
+    )
+    losses = []
+    trainer.metrics_processor.log = lambda step, loss, *others, **more: losses.append(loss)
+    trainer.train()
+    trainer.close()
+    # From log(2048) = 7.6 down. Every fresh text is a new draw, hence only first against last.
+    assert len(losses) == 6 and losses[0] == pytest.approx(8.0, abs=0.5)
+    assert losses[-1] < losses[0] - 0.5
+    biases = [b.moe.expert_bias for b in trainer.model_parts[0].layers.values() if b.moe_enabled]
+    assert len(biases) == 3 and all(bias.any() for bias in biases)

@@ -1,0 +1,78 @@
+"""Llama 4, text: flavors, and the train spec."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.llama4.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
+
+if TYPE_CHECKING:
+    from torchtitan.models.llama4.model.model import Transformer
+    from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
+    from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+    from torchtitan.protocols.train_spec import TrainSpec
+
+__all__ = [
+    "Llama4StateDictAdapter",
+    "Transformer",
+    "TransformerModelArgs",
+    "get_train_spec",
+    "llama4_args",
+    "parallelize_llama",
+]
+
+
+_DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
+_17B = {
+    "dim": 5120,
+    "n_layers": 48,
+    "n_heads": 40,
+    "n_kv_heads": 8,
+    "ffn_dim_multiplier": 1.2,
+    "multiple_of": 2048,
+}
+_SCOUT = _17B | {"max_seq_len": 10485760, "interleave_moe_layer_step": 1}
+_IROPE = {"every_n_layers_nope": 4, "attn_type": "flex", "attn_mask_type": "block_causal"}
+
+
+def _flavor(num_experts: int, stretch_rope: bool, **sizes: Any) -> TransformerModelArgs:
+    return TransformerModelArgs(
+        rope_theta=500000,
+        rope_scaling_args=RoPEScalingArgs() if stretch_rope else None,
+        moe_args=MoEArgs(num_experts=num_experts),
+        **sizes,
+    )
+
+
+llama4_args: dict[str, TransformerModelArgs] = {
+    "debugmodel": _flavor(8, True, **_DEBUG),
+    "17bx16e": _flavor(16, True, **_SCOUT),
+    "17bx128e": _flavor(128, False, **_17B),
+    "debugmodel_irope": _flavor(8, True, fixed_attn_block_size=256, **_DEBUG, **_IROPE),
+    "17bx16e_irope": _flavor(16, True, **_SCOUT, **_IROPE),
+    "17bx128e_irope": _flavor(128, False, **_17B, **_IROPE),
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec; its flavor args are the ones in `llama4_args`, shared by all specs."""
+    from torchtitan.models.llama4.model.model import Transformer
+    from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
+    from torchtitan.models.train_spec import build_decoder_train_spec
+
+    return build_decoder_train_spec(
+        Transformer, llama4_args, Llama4StateDictAdapter, balance_experts=True
+    )
+
+
+_MODULE_OF = {
+    "Llama4StateDictAdapter": "torchtitan.models.llama4.model.state_dict_adapter",
+    "Transformer": "torchtitan.models.llama4.model.model",
+    "parallelize_llama": "torchtitan.models.llama4.infra.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

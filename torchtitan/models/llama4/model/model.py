@@ -1,0 +1,121 @@
+"""Llama 4's text model on the shared decoder.
+
+B rows, T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.models.attention import AttentionMasksType, create_document_block_mask
+from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
+from torchtitan.models.documents import split_documents
+from torchtitan.models.llama3.model.model import Transformer as Llama3
+from torchtitan.models.llama4.model.args import TransformerModelArgs
+from torchtitan.models.moe import build_moe
+from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
+
+__all__ = [
+    "Attention",
+    "FeedForward",
+    "Transformer",
+    "TransformerBlock",
+    "apply_rotary_emb",
+    "precompute_freqs_cis",
+    "reshape_for_broadcast",
+]
+
+
+class Transformer(Llama3):
+    """Llama 4: layers with RoPE in chunks, some without in whole documents; experts.
+
+    Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the
+    table has one more column, complex64 [L, D/2 + 1]: the factor of the queries at a position.
+
+    Raises ValueError for args that `TransformerModelArgs.check_layers` refuses.
+    """
+
+    model_args: TransformerModelArgs
+
+    def __init__(self, model_args: TransformerModelArgs):
+        model_args.check_layers()
+        super().__init__(model_args)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_masks: AttentionMasksType | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """As the decoder's. Raises ValueError for rows beyond one chunk with sdpa."""
+        self.model_args.check_chunks(tokens.shape[1])
+        return super().forward(tokens, attention_masks, positions)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return (layer_id + 1) % self.model_args.interleave_moe_layer_step == 0
+
+    def build_attention(self, layer_id: int) -> Attention:
+        args = self.model_args
+        attention = super().build_attention(layer_id)
+        if args.is_nope_layer(layer_id):
+            attention.mask_name = "nope"
+            attention.apply_rope = _scale_queries if args.attn_temperature_tuning else None
+        else:
+            attention.mask_name = "rope"
+            eps = args.norm_eps if args.use_qk_norm else None
+            attention.apply_rope = partial(_rotate, norm_eps=eps)
+        return attention
+
+    def build_feed_forward(self, layer_id: int) -> nn.Module:
+        if not self.is_moe_layer(layer_id):
+            return super().build_feed_forward(layer_id)
+        args = self.model_args
+        return build_moe(args.moe_args, args.dim, args.expert_hidden_dim)
+
+    def build_rope_table(self) -> Tensor:
+        args, table = self.model_args, super().build_rope_table()
+        if not args.attn_temperature_tuning:
+            return table
+        if table.device.type == "meta":  # arange there would load torch's compiler
+            return table.new_empty(table.shape[0], table.shape[1] + 1)
+        steps = torch.arange(1, len(table) + 1, dtype=torch.float32).div(args.floor_scale).floor()
+        factors = torch.log1p(steps) * args.attn_scale + 1.0
+        return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
+
+    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
+        chunks = split_documents(
+            torch.zeros_like(input_batch), self.model_args.fixed_attn_block_size
+        )
+        return {
+            "rope": create_document_block_mask(chunks),
+            "nope": super().build_causal_masks(input_batch),
+        }
+
+    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
+        chunks = split_documents(document_ids, self.model_args.fixed_attn_block_size)
+        return {
+            "rope": super().build_document_masks(chunks),
+            "nope": super().build_document_masks(document_ids),
+        }
+
+
+def _rotate(
+    xq: Tensor, xk: Tensor, rows: Tensor, *, norm_eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """RoPE, then normalise heads if there is an eps; see `apply_rotary_emb` for the shapes."""
+    xq, xk = apply_rotary_emb(xq, xk, rows[..., : xq.shape[-1] // 2])
+    if norm_eps is None:
+        return xq, xk
+    return _normalise(xq, norm_eps), _normalise(xk, norm_eps)
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """xq: [B, T, H, D]; rows: complex [1 or B, T, D/2 + 1], the factor last."""
+    factors = torch.view_as_real(rows)[..., -1, 0]
+    return (xq * factors[..., None, None]).to(xq.dtype), xk
