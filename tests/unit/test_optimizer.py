@@ -304,6 +304,15 @@ def test_recomputed_block_counts_each_token_once():
     assert model.layers["1"].moe.expert_bias.count_nonzero() == 0
 
 
+def test_recomputed_block_that_is_compiled_has_counted_once():
+    model = moe_model(Moe([3.0, 2.0], coeff=0.1))
+    block = model.layers["1"]
+    block.checkpoint_impl = CheckpointImpl.NO_REENTRANT
+    block._orig_mod = None  # what tells a compiled module
+    balanced_step(model)
+    torch.testing.assert_close(block.moe.expert_bias, torch.tensor([-0.1, 0.1]))
+
+
 @pytest.mark.parametrize("coeff", [None, 0.0])
 def test_without_a_coefficient_nothing_is_balanced(coeff):
     model = moe_model(Moe([5.0, 1.0], coeff=coeff))

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, get_train_spec, qwen3_args
 
 # (parameters, FLOPs per token at sequence length 2048)
 KNOWN_SIZES = {
+    "debugmodel_moe_small": (11_545_856, 138_481_152),
     "debugmodel_moe": (315_758_848, 708_613_632),
     "30B-A3B": (30_532_122_624, 23_083_044_864),
     "235B-A22B": (235_093_634_560, 148_335_301_632),
@@ -57,7 +58,8 @@ def test_flavor_has_its_known_size_and_flops(flavor):
     assert args.get_nparams_and_flops(meta_model(args), 2048) == KNOWN_SIZES[flavor]
     assert args.rope_theta == (5e6 if flavor == "235B-A22B" else 1e6)
     assert args.max_seq_len == (262144 if flavor == "30B-A3B" else 4096)
-    assert args.moe_args.num_experts == (64 if flavor == "debugmodel_moe" else 128)
+    num_experts = {"debugmodel_moe_small": 8, "debugmodel_moe": 64}.get(flavor, 128)
+    assert args.moe_args.num_experts == num_experts
 
 
 def test_names_of_an_moe_block_are_fixed():
@@ -89,3 +91,30 @@ def test_forced_balance_changes_no_shared_flavor():
 
 def test_spec_balances_the_load_of_experts():
     assert get_train_spec().build_optimizers_fn is build_optimizers_with_moe_load_balancing
+
+
+def test_small_preset_learns_and_moves_the_biases(tmp_path):
+    from torchtitan.trainer import Trainer
+
+    trainer = Trainer(
+        ConfigManager().parse_args(
+            [
+                "--job.config_file=torchtitan/models/qwen3/train_configs/debug_moe_small.toml",
+                f"--job.dump_folder={tmp_path}",
+                "--training.steps=5",
+                "--training.seq_len=64",
+                "--training.local_batch_size=1",
+                "--lr_scheduler.warmup_steps=1",
+            ]
+        )
+    )
+    losses = []
+    trainer.metrics_processor.log = lambda step, loss, *others, **more: losses.append(loss)
+    trainer.train()
+    # From log(2048) = 7.6 down.
+    assert len(losses) == 5 and losses[0] == pytest.approx(8.0, abs=0.5)
+    assert losses[-1] < losses[0] - 0.5
+    for block in trainer.model_parts[0].layers.values():
+        assert 0 < block.moe.expert_bias.abs().max() < 6e-3  # five steps of 1e-3
+        assert not block.moe.tokens_per_expert.any()
+    trainer.close()

@@ -314,8 +314,10 @@ def _expert_counts(block: Any) -> torch.Tensor:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
     counts = block.moe.tokens_per_expert
-    # Recomputing the block in backward has counted every token a second time.
-    if getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT:
+    # Recomputing the block in backward has counted every token a second time; the compiler, which
+    # sees both, drops the second.
+    recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+    if recomputed and not hasattr(block, "_orig_mod"):
         counts = counts // 2
     return counts
 

@@ -116,7 +116,8 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
 
     if enable_compile:
         torch._dynamo.config.optimize_ddp = "ddp_optimizer"
-    replicate(model, process_group=dp_mesh.get_group(), bucket_cap_mb=100)
+    # Buffers stay each rank's own: what some count, experts' tokens, is summed over ranks later.
+    replicate(model, process_group=dp_mesh.get_group(), bucket_cap_mb=100, broadcast_buffers=False)
     # DDP's mean cannot become a sum in its communication hook: there, gradients of earlier
     # microbatches, reduced before, are already added in. Scaling what enters backward can.
     model.register_forward_hook(partial(_scale_gradient_of_output, float(dp_mesh.size())))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchtitan.models.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -35,7 +36,7 @@ def parallelize_decoder(
     compile_blocks = job_config.compile.enable and "model" in job_config.compile.components
     _maybe_checkpoint_activations(model, job_config, compile_blocks)
     if compile_blocks:
-        apply_compile(model, job_config.compile)
+        apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
 
@@ -107,12 +108,31 @@ def _maybe_checkpoint_activations(
     )
 
 
-def apply_compile(model: nn.Module, compile_config: "Compile") -> None:
-    """Compile each block in place; blocks of one shape share the compiled code."""
+def apply_compile(model: nn.Module, compile_config: "Compile", ep_enabled: bool = False) -> None:
+    """Compile each block in place; blocks of one shape share the compiled code.
+
+    Blocks whose experts wait for the device to know how many tokens they get, under expert
+    parallelism or in a loop, are compiled in pieces around that. A second call does nothing.
+    """
+    options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
     for name, block in model.layers.named_children():
-        compiled = torch.compile(block, backend=compile_config.backend, fullgraph=True)
-        model.layers.register_module(name, compiled)
+        if isinstance(block, torch._dynamo.OptimizedModule):
+            continue
+        moe = block.moe if getattr(block, "moe_enabled", False) else None
+        if moe is not None and (ep_enabled or not moe.experts.use_grouped_mm):
+            _compile_around_experts(block, moe, options)
+        else:
+            model.layers.register_module(name, torch.compile(block, **options))
     logger.info("compiling each block with backend %r", compile_config.backend)
+
+
+def _compile_around_experts(block: nn.Module, moe: nn.Module, options: dict[str, Any]) -> None:
+    for piece in (block.attention, moe.router, moe.shared_experts):  # norms are one kernel anyway
+        if piece is not None and piece._compiled_call_impl is None:
+            piece.compile(**options)
+    experts = moe.experts
+    if isinstance(experts, GroupedExperts) and experts.use_grouped_mm:
+        experts.compile_products(**options)
 
 
 def _apply_data_parallel(

@@ -4,6 +4,9 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens that one call of the experts gets.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,6 +15,7 @@ from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
+from torchtitan.models.moe.grouped_mm import grouped_mm
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.tools.logging import logger, warn_once
 
@@ -35,6 +39,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.use_grouped_mm = use_grouped_mm
+        self._compiled_grouped_mm: Callable[..., Tensor] | None = None
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
@@ -47,10 +52,15 @@ class GroupedExperts(nn.Module):
         w1, w2, w3 = (local_weight(w) for w in (self.w1, self.w2, self.w3))
         if not (self.use_grouped_mm and can_group(w1, w2)):
             return _run_experts_for_loop(w1, w2, w3, x, num_tokens_per_expert)
-        run = _run_experts_grouped_mm
+        run = self._compiled_grouped_mm or _run_experts_grouped_mm
         if needs_padding(self.w1):
             run = indices_padding_wrapper(run)
         return run(w1, w2, w3, x, num_tokens_per_expert)
+
+    def compile_products(self, **options: Any) -> None:
+        """Compile the matrix products, and nothing else of this layer, with torch.compile."""
+        if self._compiled_grouped_mm is None:
+            self._compiled_grouped_mm = torch.compile(_run_experts_grouped_mm, **options)
 
     def init_weights(self, init_std: float) -> None:
         trunc_normal_(self.w1, mean=0.0, std=PROJECTION_STD)
@@ -85,26 +95,6 @@ def _run_experts_grouped_mm(
     h = F.silu(grouped_mm(x_in, w1.transpose(-2, -1), offsets))
     h = h * grouped_mm(x_in, w3.transpose(-2, -1), offsets)
     return grouped_mm(h, w2.transpose(-2, -1), offsets).type_as(x)
-
-
-def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows up to offsets[0] by weights[0], those up to offsets[1] by weights[1], ...
-
-    x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32. Returns [N, M].
-    """
-    return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
-
-
-class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; its gradient laid out anew, as the kernel refuses an expanded scalar."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad.contiguous()
 
 
 def _in_one_dtype(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor) -> tuple[Tensor, ...]:

@@ -28,11 +28,11 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **others: Any
     )
 
 
-def _experts(num_experts: int, moe_inter_dim: int) -> dict[str, Any]:
+def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, Any]:
     moe_args = MoEArgs(
         num_experts=num_experts,
         num_shared_experts=0,
-        top_k=8,
+        top_k=top_k,
         score_func="softmax",
         route_norm=True,
         score_before_experts=False,
@@ -69,6 +69,7 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "8B": _qwen3(4096, 36, 32, 12288),
     "14B": _qwen3(5120, 40, 40, 17408),
     "32B": _qwen3(5120, 64, 64, 25600),
+    "debugmodel_moe_small": _qwen3(256, 4, 8, 3072, vocab_size=2048, **_experts(8, 256, top_k=2)),
     "debugmodel_moe": _qwen3(256, 8, 16, 3072, vocab_size=2048, **_experts(64, 768)),
     "30B-A3B": _qwen3(2048, 48, 32, 6144, n_kv_heads=4, max_seq_len=262144, **_experts(128, 768)),
     "235B-A22B": _qwen3(

@@ -1,0 +1,79 @@
+"""Products of groups of rows, each with a matrix of its own, in eager and in compiled code.
+
+N rows in E groups, K columns, M columns of the result.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+_library = Library("torchtitan", "FRAGMENT")
+_library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
+_library.define("grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offsets) -> Tensor")
+
+
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply rows up to offsets[0] by weights[0], those from there to offsets[1] by weights[1].
+
+    x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32, ascending. Returns
+    [N, M]; rows from offsets[-1] on hold anything.
+    """
+    if weights.dtype != torch.bfloat16:
+        # Without data, as when compiling, torch refuses to run its own on other dtypes.
+        return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
+    # Not through our operator: weights that compute in 8 bits take over this very call.
+    return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The tensor itself; its gradient laid out anew, as the kernel refuses an expanded scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, offsets)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = torch.ops.torchtitan.grouped_mm(grad, weights.transpose(-2, -1), offsets)
+        return grad_x, torch.ops.torchtitan.grouped_mm_weight_grad(x, grad, offsets), None
+
+
+def _forward(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    return torch._grouped_mm(x, weights, offs=offsets)
+
+
+def _forward_meta(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[-1])
+
+
+def _weight_grad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """[N, K], [N, M] -> [E, K, M]: x^T grad of each group."""
+    return torch._grouped_mm(x.t(), grad, offs=offsets)
+
+
+def _weight_grad_meta(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_mm", _forward, _device)
+    _library.impl("grouped_mm_weight_grad", _weight_grad, _device)
+_library.impl("grouped_mm", _forward_meta, "Meta")
+_library.impl("grouped_mm", _GroupedMM.apply, "Autograd")
+_library.impl("grouped_mm_weight_grad", _weight_grad_meta, "Meta")
