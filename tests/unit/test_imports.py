@@ -43,6 +43,7 @@ def test_import_torchtitan_loads_nothing_of_its_own():
         "from torchtitan.models.llama4 import get_train_spec; get_train_spec()",
         "from torchtitan.models.qwen3 import get_train_spec; get_train_spec()",
         "from torchtitan.models.deepseek_v3 import get_train_spec; get_train_spec()",
+        "from torchtitan.models.gpt_oss import get_train_spec; get_train_spec()",
     ],
 )
 def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):

@@ -1,3 +1,5 @@
 """Model families. Each is a folder with a flavor table and a `get_train_spec()`."""
 
-_supported_models: frozenset[str] = frozenset({"deepseek_v3", "llama3", "llama4", "qwen3"})
+_supported_models: frozenset[str] = frozenset(
+    {"deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"}
+)

@@ -120,8 +120,13 @@ class Attention(nn.Module):
         if self.mask_name is not None and isinstance(attention_masks, dict):
             attention_masks = attention_masks[self.mask_name]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = attend(self.inner_attention, q, k, v, attention_masks)
-        return self.wo(out.flatten(-2))
+        return self.wo(self.attend(q, k, v, attention_masks).flatten(-2))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_masks: AttentionMasksType | None
+    ) -> Tensor:
+        """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, T, H, D]."""
+        return attend(self.inner_attention, q, k, v, attention_masks)
 
     def init_weights(self, init_std: float) -> None:
         for norm in (self.q_norm, self.k_norm):

@@ -193,16 +193,17 @@ def precompute_rope_cache(
     max_seq_len: int,
     base: float = 1_000_000.0,
     scaling_args: RoPEScalingArgs | YaRNArgs | None = None,
+    magnitude: float = 1.0,
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] for heads of size `dim`; see the module's top.
 
-    scaling_args: None leaves the frequencies as they are.
+    scaling_args: None leaves the frequencies as they are. magnitude: multiplies all numbers.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
     frequencies = _frequencies(dim, base, scaling_args)
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
 
 

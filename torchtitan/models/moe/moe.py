@@ -91,19 +91,20 @@ def _run_experts_grouped_mm(
     Rows past the sum of the counts hold anything.
     """
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    w1, w2, w3, x_in = _in_one_dtype(w1, w2, w3, x)
+    w1, w2, w3, x_in = in_one_dtype(w1, w2, w3, x)
     h = F.silu(grouped_mm(x_in, w1.transpose(-2, -1), offsets))
     h = h * grouped_mm(x_in, w3.transpose(-2, -1), offsets)
     return grouped_mm(h, w2.transpose(-2, -1), offsets).type_as(x)
 
 
-def _in_one_dtype(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for ordinary matmuls; without it, x in the weights' dtype."""
+def in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does for ordinary matmuls; without it, the last one in the others' dtype."""
+    *weights, x = weights_and_x
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type):
-        return w1, w2, w3, x.type_as(w1)
+        return *weights, x.type_as(weights[0])
     dtype = torch.get_autocast_dtype(device_type)
-    return w1.to(dtype), w2.to(dtype), w3.to(dtype), x.to(dtype)
+    return tuple(tensor.to(dtype) for tensor in weights_and_x)
 
 
 def local_weight(weight: Tensor) -> Tensor:

@@ -53,18 +53,20 @@ def _unpermute(out: Tensor, input_shape: torch.Size, permuted_indices: Tensor) -
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Pad the groups of tokens before `func(w1, w2, w3, x, num_tokens_per_expert)`, not after."""
+    """Pad the groups of tokens before `func(w1, w2, w3, x, num_tokens_per_expert)`, not after.
+
+    There may be any number of weights; dim 0 of the first counts the experts.
+    """
 
     @wraps(func)
-    def padded(
-        w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
-    ) -> Tensor:
-        num_local_experts = w1.shape[0]
+    def padded(*weights_x_and_counts: Tensor) -> Tensor:
+        *weights, x, num_tokens_per_expert = weights_x_and_counts
+        num_local_experts = weights[0].shape[0]
         ep_degree = num_tokens_per_expert.shape[0] // num_local_experts
         input_shape, x, permuted_indices, padded_counts = _permute(
             x, num_tokens_per_expert, ep_degree, num_local_experts
         )
-        out = func(w1, w2, w3, x, padded_counts)
+        out = func(*weights, x, padded_counts)
         return _unpermute(out, input_shape, permuted_indices)
 
     return padded

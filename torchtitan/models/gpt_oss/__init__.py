@@ -1,0 +1,76 @@
+"""gpt-oss: flavors, and the train spec."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
+from torchtitan.models.moe.args import MoEArgs
+
+if TYPE_CHECKING:
+    from torchtitan.models.gpt_oss.model.model import GptOssModel
+    from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
+    from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
+    from torchtitan.protocols.train_spec import TrainSpec
+
+__all__ = [
+    "GptOssModel",
+    "GptOssModelArgs",
+    "GptOssStateDictAdapter",
+    "get_train_spec",
+    "gptoss_configs",
+    "parallelize_gptoss",
+]
+
+
+def _experts(num_experts: int) -> MoEArgs:
+    return MoEArgs(
+        num_experts=num_experts,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=True,
+        gate_bias=True,
+        score_before_experts=False,
+        top_k=4,
+    )
+
+
+gptoss_configs: dict[str, GptOssModelArgs] = {
+    "debugmodel": GptOssModelArgs(dim=256, n_layers=4, moe_args=_experts(8)),
+    # The same for a CPU: a vocabulary of 2,048, and experts no wider than the model.
+    "debugmodel_small": GptOssModelArgs(
+        vocab_size=2048,
+        dim=256,
+        moe_inter_dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=2,
+        sliding_window_size=32,
+        moe_args=_experts(8),
+    ),
+    "20b": GptOssModelArgs(moe_args=_experts(32)),
+    "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec; its flavor args are the ones in `gptoss_configs`, shared by all specs."""
+    from torchtitan.models.gpt_oss.model.model import GptOssModel
+    from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
+    from torchtitan.models.train_spec import build_decoder_train_spec
+
+    return build_decoder_train_spec(
+        GptOssModel, gptoss_configs, GptOssStateDictAdapter, balance_experts=True
+    )
+
+
+_MODULE_OF = {
+    "GptOssModel": "torchtitan.models.gpt_oss.model.model",
+    "GptOssStateDictAdapter": "torchtitan.models.gpt_oss.model.state_dict_adapter",
+    "parallelize_gptoss": "torchtitan.models.gpt_oss.infra.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

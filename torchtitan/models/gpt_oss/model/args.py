@@ -1,0 +1,61 @@
+"""Sizes and choices of a gpt-oss model."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from torchtitan.models.moe.args import MoEDecoderArgs
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+
+@dataclass
+class GptOssModelArgs(MoEDecoderArgs):
+    """gpt-oss (arXiv:2508.10925).
+
+    max_batch_size, dtype: not read; kept for those who pass them.
+    moe_inter_dim: hidden size of one expert; swiglu_limit: where its activations are cut off.
+    head_dim: numbers per attention head, whatever dim / n_heads is.
+    sliding_window_size: in even layers a token sees itself and so many less one before it.
+    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, where
+        the last two are beta_fast and beta_slow; it holds for every sequence length.
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int = 131072
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    vocab_size: int = 201088
+    dim: int = 2880
+    moe_inter_dim: int = 2880
+    n_layers: int = 24
+    norm_eps: float = 1e-5
+    swiglu_limit: float = 7.0
+    head_dim: int = 64
+    n_heads: int = 64
+    n_kv_heads: int = 8
+    sliding_window_size: int = 128
+    attn_mask_type: str = "causal"
+    attn_type: str = "flex"
+    original_seq_len: int = 4096
+    rope_theta: float = 150000.0
+    rope_factor: float = 32
+    ntk_alpha: float = 1.0
+    ntk_beta: float = 32.0
+
+    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+        """See `MoEDecoderArgs`. Raises ValueError for context parallelism."""
+        super().update_from_config(job_config, **kwargs)
+        degree = job_config.parallelism.context_parallel_degree
+        if degree > 1:
+            raise ValueError(
+                f"parallelism.context_parallel_degree must be 1 for gpt_oss, got {degree}: its "
+                "attention with sinks and windows cannot be split along the sequence; use the "
+                "data_parallel_* degrees"
+            )
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        return get_moe_model_nparams_and_flops(self, model, 2 * self.head_dim, seq_len)

@@ -1,0 +1,141 @@
+"""gpt-oss on the shared decoder.
+
+Letters as in `models.decoder`. Initialisation differs from its table: in a block all weights and
+the biases and sinks of attention and experts have the std that depends on depth; only the
+router's bias starts at 0.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.models import decoder
+from torchtitan.models.attention import (
+    AttentionMasksType,
+    attend,
+    create_causal_block_mask,
+    create_document_block_mask,
+    create_document_varlen_metadata,
+)
+from torchtitan.models.decoder import Decoder, TransformerBlock
+from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
+from torchtitan.models.gpt_oss.model.moe import GptOssMoE
+from torchtitan.models.rope import YaRNArgs, yarn_mscale
+from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
+from torchtitan.models.rope import precompute_rope_cache as precompute_plain_rope_cache
+
+__all__ = [
+    "Attention",
+    "GptOssModel",
+    "TransformerBlock",
+    "apply_rotary_emb",
+    "precompute_rope_cache",
+]
+
+
+def precompute_rope_cache(
+    dim: int,
+    max_seq_len: int,
+    base: float = 1_000_000.0,
+    rope_factor: float = 1.0,
+    ntk_alpha: float = 1.0,
+    ntk_beta: float = 32.0,
+    original_seq_len: int = 4096,
+) -> Tensor:
+    """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
+
+    Stretched by YaRN whose blend begins and ends between pairs, and multiplied by its magnitude.
+    """
+    yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
+    return precompute_plain_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
+
+
+class Attention(decoder.Attention):
+    """Attention in which each head has a sink: one more key of a learnt score and value zero.
+
+    use_sliding_attention: a query sees no further than the window.
+    """
+
+    def __init__(self, model_args: GptOssModelArgs, use_sliding_attention: bool):
+        super().__init__(
+            model_args.dim,
+            model_args.n_heads,
+            model_args.n_kv_heads,
+            model_args.head_dim,
+            attn_type=model_args.attn_type,
+            qkv_bias=True,
+            output_bias=True,
+            apply_rope=apply_rotary_emb,
+            mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
+        )
+        self.window = model_args.sliding_window_size if use_sliding_attention else None
+        self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_masks: AttentionMasksType | None
+    ) -> Tensor:
+        """See `decoder.Attention.attend`."""
+        out, lse = attend(
+            self.inner_attention, q, k, v, attention_masks, window=self.window, return_lse=True
+        )
+        # What the sink leaves of the softmax: exp(lse) / (exp(lse) + exp(sink)).
+        share = torch.sigmoid(lse - self.sinks.float())
+        return (out * share.unsqueeze(-1)).to(out.dtype)
+
+    def init_weights(self, init_std: float) -> None:
+        for parameter in self.parameters():
+            trunc_normal_(parameter, mean=0.0, std=init_std)
+
+
+class GptOssModel(Decoder):
+    """gpt-oss: sinks, windows in even layers, RoPE on halves with YaRN, experts in every layer."""
+
+    model_args: GptOssModelArgs
+    rope_buffer_name = "rope_cache"
+
+    def __init__(self, model_args: GptOssModelArgs):
+        if model_args.attn_type == "sdpa":
+            raise ValueError(
+                "attn_type 'sdpa' gives neither sliding windows nor what attention sinks need; "
+                "set model.attn_type to 'flex' or 'varlen'"
+            )
+        super().__init__(model_args)
+        self.max_seq_len = model_args.max_seq_len
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(self.model_args, use_sliding_attention=layer_id % 2 == 0)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return True
+
+    def build_feed_forward(self, layer_id: int) -> GptOssMoE:
+        return GptOssMoE(self.model_args, self.model_args.dim, self.model_args.moe_inter_dim)
+
+    def build_rope_table(self) -> Tensor:
+        args = self.model_args
+        return precompute_rope_cache(
+            args.head_dim,
+            args.max_seq_len,
+            args.rope_theta,
+            args.rope_factor,
+            args.ntk_alpha,
+            args.ntk_beta,
+            args.original_seq_len,
+        )
+
+    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
+        shape, device = input_batch.shape, input_batch.device
+        window = self.model_args.sliding_window_size
+        return {
+            "basic_mask": create_causal_block_mask(*shape, device),
+            "sliding_window_mask": create_causal_block_mask(*shape, device, window=window),
+        }
+
+    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
+        if self.model_args.attn_type == "varlen":  # its kernel takes the window from the layer
+            return create_document_varlen_metadata(document_ids)
+        window = self.model_args.sliding_window_size
+        return {
+            "basic_mask": create_document_block_mask(document_ids),
+            "sliding_window_mask": create_document_block_mask(document_ids, window=window),
+        }
