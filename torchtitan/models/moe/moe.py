@@ -76,8 +76,9 @@ def _run_experts_for_loop(
     num_tokens = sum(counts)
     groups = x[:num_tokens].split(counts)
     outs = [
-        (F.silu(group @ w1[e].t()) * (group @ w3[e].t())) @ w2[e].t()
-        for e, group in enumerate(groups)
+        (F.silu(group @ a.t()) * (group @ c.t())) @ b.t()
+        # Not by index, whose gradient is as large as all experts together.
+        for a, b, c, group in zip(w1.unbind(), w2.unbind(), w3.unbind(), groups, strict=True)
     ]
     padding = x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])
     return torch.cat([out.type_as(x) for out in outs] + [padding])
