@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
+from scripts.generate._kv_cache import kv_cache
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import Compile
 from torchtitan.models.llama4 import (
     Llama4StateDictAdapter,
     Transformer,
@@ -15,6 +17,7 @@ from torchtitan.models.llama4 import (
     get_train_spec,
     llama4_args,
 )
+from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.rope import precompute_freqs_cis
 
@@ -209,6 +212,34 @@ def test_sdpa_with_rows_beyond_a_chunk_is_a_config_error():
     config.model.attn_type = "varlen"
     args.update_from_config(config)
     assert args.max_seq_len == 8193
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "sdpa"])
+def test_cached_forward_has_the_logits_of_the_full_one(attn_type):
+    changes = {"n_layers": 3, "every_n_layers_nope": 3, "attn_temperature_tuning": True}
+    model = tiny_model(**changes, floor_scale=2)
+    tokens = torch.randint(0, 64, (2, 11))
+    with torch.no_grad():
+        expected = model(tokens, model.get_attention_masks(tokens, None))
+        cached = tiny_model(**changes, floor_scale=2, attn_type=attn_type)
+        with kv_cache(cached, 11) as forward:
+            pieces = [forward(part) for part in tokens.split([6, 1, 3, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
+
+
+def test_compiled_blocks_give_the_same_loss_and_gradients():
+    variant = {"every_n_layers_nope": 2, "use_qk_norm": True, "attn_temperature_tuning": True}
+    model = tiny_model(**variant)
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, Compile(enable=True, backend="aot_eager"))
+    tokens = torch.randint(0, 64, (2, 12))
+    masks = model.get_attention_masks(tokens, None)
+    losses = [one(tokens, masks).pow(2).sum() for one in (model, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 # ---- temperature ----

@@ -50,7 +50,8 @@ class Transformer(Llama3):
         positions: Tensor | None = None,
     ) -> Tensor:
         """As the decoder's. Raises ValueError for rows beyond one chunk with sdpa."""
-        self.model_args.check_chunks(tokens.shape[1])
+        if attention_masks is None:
+            self.model_args.check_chunks(tokens.shape[1])
         return super().forward(tokens, attention_masks, positions)
 
     def is_moe_layer(self, layer_id: int) -> bool:
