@@ -1,0 +1,485 @@
+"""Which model a Hugging Face config.json describes: family, flavor, args.
+
+    python -m torchtitan.models.hf_config path/to/config.json
+
+Tables say which of our args holds which HF field; a function per family adds what takes more than
+a name, and refuses by name what the family cannot express.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torchtitan.models.args import DecoderArgs
+
+Config = Mapping[str, Any]
+
+CONFIG_FILE = "config.json"
+
+
+class HFMatch(NamedTuple):
+    """What a config.json describes. `flavor` is None if no flavor has all of its numbers."""
+
+    family: str
+    flavor: str | None
+    model_args: "DecoderArgs"
+
+
+def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
+    """Return the family, the flavor if one has the same numbers, and new args with all of them.
+
+    config: the content of a config.json, its path, or that of the folder it lies in. Both
+        spellings are read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
+    max_seq_len, the end-of-text token and the choice of attention kernel are no part of the
+    comparison: training sets them.
+    Raises ValueError, with the field and the reason, for what the family cannot express.
+    """
+    config = _read(config)
+    family, to_args = _family_of(config)
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    flavors = get_train_spec(family).model_args
+    args_cls = type(next(iter(flavors.values())))
+    model_args = _build(args_cls, to_args(config))
+    same = [name for name, args in flavors.items() if not differing(args, model_args)]
+    return HFMatch(family, same[0] if same else None, model_args)
+
+
+def differing(a: "DecoderArgs", b: "DecoderArgs") -> dict[str, tuple[Any, Any]]:
+    """Name -> (of a, of b), for every number that changes what weights fit or what they compute."""
+    facts = [_facts(args) for args in (a, b)]
+    names = dict.fromkeys([*facts[0], *facts[1]])
+    values = {name: (facts[0].get(name), facts[1].get(name)) for name in names}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+# HF field -> ours, in one table per group of families.
+
+_COMMON = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_seq_len",
+}
+_GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
+_LLAMA = _COMMON | _GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
+_QWEN = _LLAMA
+_QWEN_MOE = _QWEN | {
+    "moe_intermediate_size": "moe_inter_dim",
+    "num_local_experts": "moe_args.num_experts",
+    "num_experts_per_tok": "moe_args.top_k",
+}
+_DEEPSEEK = _COMMON | {
+    "intermediate_size": "inter_dim",
+    "moe_intermediate_size": "moe_inter_dim",
+    "first_k_dense_replace": "n_dense_layers",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_local_experts": "moe_args.num_experts",
+    "n_shared_experts": "moe_args.num_shared_experts",
+    "num_experts_per_tok": "moe_args.top_k",
+    "routed_scaling_factor": "moe_args.route_scale",
+}
+_LLAMA4 = (
+    _COMMON
+    | _GROUPED_HEADS
+    | {
+        "head_dim": "head_dim",
+        "intermediate_size": "moe_inter_dim",
+        "intermediate_size_mlp": "hidden_dim",
+        "num_local_experts": "moe_args.num_experts",
+        "num_experts_per_tok": "moe_args.top_k",
+        "attention_chunk_size": "fixed_attn_block_size",
+    }
+)
+_GPT_OSS = (
+    _COMMON
+    | _GROUPED_HEADS
+    | {
+        "head_dim": "head_dim",
+        "intermediate_size": "moe_inter_dim",
+        "sliding_window": "sliding_window_size",
+        "num_local_experts": "moe_args.num_experts",
+        "num_experts_per_tok": "moe_args.top_k",
+    }
+)
+_LLAMA3_SCALING = {
+    "factor": "scaling_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+_YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
+
+_SAME_FIELD = {  # older or newer names of one field
+    "num_experts": "num_local_experts",
+    "n_routed_experts": "num_local_experts",
+}
+
+
+def _llama3(config: Config) -> dict[str, Any]:
+    return (
+        _take(config, _LLAMA)
+        | _llama3_rope(config)
+        | {
+            "head_dim": config.get("head_dim"),
+            "attention_bias": config.get("attention_bias", False),
+            "mlp_bias": config.get("mlp_bias", False),
+        }
+    )
+
+
+def _qwen3(config: Config) -> dict[str, Any]:
+    is_qwen2 = config["model_type"] == "qwen2"
+    _require(config, "use_sliding_window", {False}, "sliding windows are not implemented")
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise _refusal(config, "layer_types", "sliding windows are not implemented")
+    if not is_qwen2:
+        _require(config, "attention_bias", {False}, "Qwen 3 blocks have no biases")
+    _require_rope_type(config, {"default"})
+    head_dim = config["hidden_size"] // config["num_attention_heads"] if is_qwen2 else 128
+    args = {
+        "head_dim": config.get("head_dim") or head_dim,
+        "qk_norm": not is_qwen2,
+        "qkv_bias": is_qwen2,
+    }
+    if config["model_type"] != "qwen3_moe":
+        return _take(config, _QWEN) | args
+    _require(config, "decoder_sparse_step", {1}, "every layer has experts")
+    if config.get("mlp_only_layers"):
+        raise _refusal(config, "mlp_only_layers", "every layer has experts")
+    experts = {
+        "num_shared_experts": 0,
+        "score_func": "softmax",
+        "route_norm": config.get("norm_topk_prob", False),
+        "score_before_experts": False,
+    }
+    return _take(config, _QWEN_MOE) | args | {"moe_enabled": True} | _in_moe_args(experts)
+
+
+def _deepseek_v3(config: Config) -> dict[str, Any]:
+    is_v2 = config["model_type"] == "deepseek_v2"
+    _require(config, "attention_bias", {False}, "its projections have no biases")
+    _require(config, "rope_interleave", {True}, "pairs that turn together must be neighbours")
+    _require(config, "moe_layer_freq", {1}, "every layer above the dense ones has experts")
+    methods = {"greedy", "group_limited_greedy"} if is_v2 else {"noaux_tc"}
+    method = config.get("topk_method", "greedy" if is_v2 else "noaux_tc")
+    _require(config, "topk_method", methods, f"{config['model_type']} routes otherwise")
+    n_groups = config.get("n_group")
+    is_grouped = method != "greedy" and n_groups not in (None, 1)
+    experts = {
+        "score_func": config.get("scoring_func", "softmax" if is_v2 else "sigmoid"),
+        "route_norm": config.get("norm_topk_prob", not is_v2),
+        "score_before_experts": False,
+        "num_expert_groups": n_groups if is_grouped else None,
+        "num_limited_groups": config.get("topk_group") if is_grouped else None,
+        "group_score": "max" if is_v2 else "top2_sum",
+    }
+    return (
+        _take(config, _DEEPSEEK)
+        | {"q_lora_rank": config.get("q_lora_rank") or 0}
+        | _deepseek_yarn(config)
+        | _in_moe_args(experts)
+    )
+
+
+def _deepseek_yarn(config: Config) -> dict[str, Any]:
+    rope = _rope(config)
+    if _require_rope_type(config, {"default", "yarn"}) == "default":
+        return {"rope_factor": 1.0}
+    # Otherwise cos and sin are scaled too, which is done here by the softmax scale alone.
+    if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
+        raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
+    _check_yarn(rope, truncate=True)
+    return _take(rope, _YARN) | {
+        "beta_fast": rope.get("beta_fast", 32),
+        "beta_slow": rope.get("beta_slow", 1),
+        "mscale": rope["mscale_all_dim"],
+    }
+
+
+def _llama4(config: Config) -> dict[str, Any]:
+    n_layers = config["num_hidden_layers"]
+    step = config.get("interleave_moe_layer_step", 1)
+    moe_layers = config.get("moe_layers")
+    if moe_layers is not None:
+        _require_layers(config, "moe_layers", list(range(step - 1, n_layers, step)))
+    # 1 where a layer has RoPE.
+    has_rope = config.get("no_rope_layers") or [
+        int((layer + 1) % config.get("no_rope_layer_interval", 4) != 0) for layer in range(n_layers)
+    ]
+    interval = has_rope.index(0) + 1 if 0 in has_rope else None
+    expected = [int(interval is None or (n + 1) % interval != 0) for n in range(n_layers)]
+    if list(has_rope) != expected:
+        raise _refusal(config, "no_rope_layers", "they must stand at equal distances")
+    if config.get("layer_types"):
+        kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
+        _require_layers(config, "layer_types", kinds)
+    switches = {
+        "use_qk_norm": config.get("use_qk_norm", True),
+        "attn_temperature_tuning": bool(config.get("attn_temperature_tuning", True)),
+        "floor_scale": config.get("floor_scale", 8192),
+        "attn_scale": config.get("attn_scale", 0.1),
+        "attention_bias": config.get("attention_bias", False),
+    }
+    return (
+        _take(config, _LLAMA4)
+        | _llama3_rope(config)
+        | {"interleave_moe_layer_step": step, "every_n_layers_nope": interval}
+        | switches
+        | _in_moe_args({"num_shared_experts": 1, "score_func": "sigmoid"})
+    )
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    rope = _rope(config)
+    _require(config, "attention_bias", {True}, "its projections have biases")
+    _require(config, "swiglu_alpha", {1.702}, "the activation's slope is fixed")
+    if config.get("layer_types"):
+        kinds = ["full_attention" if n % 2 else "sliding_attention"
+                 for n in range(config["num_hidden_layers"])]  # fmt: skip
+        _require_layers(config, "layer_types", kinds)
+    yarn: dict[str, Any] = {"rope_factor": 1.0}
+    if _require_rope_type(config, {"default", "yarn"}) == "yarn":
+        _check_yarn(rope, truncate=False)
+        yarn = _take(rope, _YARN) | {
+            "ntk_beta": rope.get("beta_fast", 32.0),
+            "ntk_alpha": rope.get("beta_slow", 1.0),
+        }
+    experts = {
+        "num_shared_experts": 0,
+        "score_func": "softmax",
+        "route_norm": True,
+        "gate_bias": True,
+        "score_before_experts": False,
+    }
+    swiglu = {"swiglu_limit": config.get("swiglu_limit", 7.0)}
+    return _take(config, _GPT_OSS) | yarn | swiglu | _in_moe_args(experts)
+
+
+class _Family(NamedTuple):
+    name: str
+    to_args: Callable[[Config], dict[str, Any]]
+    default_rope_theta: float = 10000.0
+
+
+_FAMILIES = {  # HF's model_type -> ours
+    "llama": _Family("llama3", _llama3),
+    "qwen2": _Family("qwen3", _qwen3),
+    "qwen3": _Family("qwen3", _qwen3),
+    "qwen3_moe": _Family("qwen3", _qwen3),
+    "deepseek_v2": _Family("deepseek_v3", _deepseek_v3),
+    "deepseek_v3": _Family("deepseek_v3", _deepseek_v3),
+    "llama4_text": _Family("llama4", _llama4, 500000.0),
+    "gpt_oss": _Family("gpt_oss", _gpt_oss, 150000.0),
+}
+
+
+# Reading a config
+
+
+def _read(config: Config | str | os.PathLike[str]) -> Config:
+    if not isinstance(config, Mapping):
+        path = os.path.join(config, CONFIG_FILE) if os.path.isdir(config) else config
+        try:
+            with open(path) as file:
+                config = json.load(file)
+        except (FileNotFoundError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
+                "of a model, or its folder"
+            ) from error
+    if config.get("model_type") == "llama4":
+        config = {"model_type": "llama4_text"} | dict(config.get("text_config") or {})
+    return {_SAME_FIELD.get(name, name): value for name, value in config.items()}
+
+
+def _family_of(config: Config) -> tuple[str, Callable[[Config], dict[str, Any]]]:
+    model_type = config.get("model_type")
+    if model_type not in _FAMILIES:
+        raise _refusal(config, "model_type", f"known are {', '.join(_FAMILIES)}")
+    family = _FAMILIES[model_type]
+
+    def to_args(config: Config) -> dict[str, Any]:
+        _require(config, "hidden_act", {"silu"}, "feed-forwards are gated by SiLU")
+        eos = config.get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) else eos
+        common = {
+            "rope_theta": _rope(config).get("rope_theta", family.default_rope_theta),
+            "enable_weight_tying": config.get("tie_word_embeddings", False),
+        }
+        return common | ({} if eos is None else {"eos_id": eos}) | family.to_args(config)
+
+    return family.name, to_args
+
+
+def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
+    """Ours -> value. A model without num_key_value_heads has as many as query heads."""
+    defaults = {"num_key_value_heads": config.get("num_attention_heads")}
+    values = {hf: config[hf] if config.get(hf) is not None else defaults.get(hf) for hf in table}
+    if missing := [hf for hf, value in values.items() if value is None]:
+        raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add them")
+    return {ours: values[hf] for hf, ours in table.items()}
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """rope_parameters in the spelling of transformers 5."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if config.get("rope_theta") is not None:
+        parameters.setdefault("rope_theta", config["rope_theta"])
+    return parameters
+
+
+def _llama3_rope(config: Config) -> dict[str, Any]:
+    if _require_rope_type(config, {"default", "llama3"}) == "default":
+        return {"rope_scaling_args": None}
+    from torchtitan.models.rope import RoPEScalingArgs
+
+    return {"rope_scaling_args": RoPEScalingArgs(**_take(_rope(config), _LLAMA3_SCALING))}
+
+
+def _require_rope_type(config: Config, allowed: set[str]) -> str:
+    rope = _rope(config)
+    _require(rope, "rope_type", allowed, "frequencies cannot be scaled that way")
+    return rope["rope_type"]
+
+
+def _check_yarn(rope: Config, truncate: bool) -> None:
+    if rope.get("truncate", True) is not truncate:
+        raise _refusal(rope, "truncate", f"the band of frequencies is made with {truncate}")
+    if rope.get("attention_factor") is not None:
+        raise _refusal(rope, "attention_factor", "it follows from factor")
+
+
+def _require(config: Config, name: str, allowed: set[Any], reason: str) -> None:
+    if config.get(name) is not None and config[name] not in allowed:
+        raise _refusal(config, name, reason)
+
+
+def _require_layers(config: Config, name: str, expected: list[Any]) -> None:
+    if list(config[name]) != expected:
+        raise _refusal(config, name, f"the layers can only be {expected}")
+
+
+def _refusal(config: Config, name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"No model here is that of the Hugging Face config: it has {name} = "
+        f"{config.get(name)!r}, but {reason}"
+    )
+
+
+# Args
+
+
+def _in_moe_args(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"moe_args.{name}": value for name, value in values.items()}
+
+
+def _build(args_cls: "type[DecoderArgs]", values: dict[str, Any]) -> "DecoderArgs":
+    """Args from values, of which those called moe_args.* go into `moe_args`."""
+    prefix = "moe_args."
+    experts = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+    args = args_cls(**{k: v for k, v in values.items() if not k.startswith(prefix)})
+    if experts:
+        args.moe_args = dataclasses.replace(args.moe_args, **experts)
+    return args
+
+
+# Choices that a run makes, or that nothing reads.
+_NO_FACTS = {
+    "max_seq_len",
+    "eos_id",
+    "attn_type",
+    "attn_mask_type",
+    "depth_init",
+    "max_batch_size",
+    "dtype",
+    "expert_parallel_comm_backend",
+    "_enforced",
+    "moe_args.use_grouped_mm",
+    "moe_args.load_balance_coeff",
+    "moe_args._debug_force_load_balance",
+}
+# Sizes that follow from fields in more than one way -> the fields.
+_DERIVED = {
+    "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
+    "expert_hidden_dim": ["moe_inter_dim", "auto_scale_hidden_dim"],
+    "attention_head_dim": ["head_dim"],
+}
+# A fact -> what it means nothing without.
+_MEANINGLESS = {
+    "moe_args.group_score": lambda args: args.moe_args.num_expert_groups is None,
+    "floor_scale": lambda args: not args.attn_temperature_tuning,
+    "attn_scale": lambda args: not args.attn_temperature_tuning,
+    "hidden_dim": lambda args: getattr(args, "moe_enabled", False),
+    "ffn_hidden_dim": lambda args: getattr(args, "interleave_moe_layer_step", 0) == 1,
+}
+
+
+def _facts(args: "DecoderArgs") -> dict[str, Any]:
+    facts = _flatten(dataclasses.asdict(args))
+    if getattr(args, "moe_enabled", True) is False:
+        facts = {k: v for k, v in facts.items() if not k.startswith("moe_") or k == "moe_enabled"}
+    for derived, fields in _DERIVED.items():
+        if hasattr(args, derived):
+            facts = {name: value for name, value in facts.items() if name not in fields}
+            facts[derived] = getattr(args, derived)
+    if facts.get("n_kv_heads", 0) is None:
+        facts["n_kv_heads"] = args.n_heads
+    if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # 1 does what None does
+        facts = {k: v for k, v in facts.items() if not k.startswith("rope_scaling_args")}
+    if facts.get("rope_factor") == 1:
+        yarn = {"original_seq_len", "beta_fast", "beta_slow", "ntk_alpha", "ntk_beta", "mscale"}
+        facts = {name: value for name, value in facts.items() if name not in yarn}
+    return {
+        name: value
+        for name, value in facts.items()
+        if name not in _NO_FACTS and not (name in _MEANINGLESS and _MEANINGLESS[name](args))
+    }
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.models.hf_config",
+        description="Tell which family and flavor a Hugging Face config.json describes.",
+    )
+    parser.add_argument("config", help="a config.json, or the folder it lies in")
+    options = parser.parse_args()
+    try:
+        match = from_hf_config(options.config)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"family: {match.family}")
+    if match.flavor is not None:
+        print(f"flavor: {match.flavor}")
+        return
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    flavors = get_train_spec(match.family).model_args
+    nearest = min(flavors, key=lambda name: len(differing(flavors[name], match.model_args)))
+    print(f"flavor: none has these numbers; the nearest is {nearest}, which differs in")
+    for name, (flavor_has, config_has) in differing(flavors[nearest], match.model_args).items():
+        print(f"  {name}: {flavor_has} in {nearest}, {config_has} in the config")
+
+
+if __name__ == "__main__":
+    main()
