@@ -9,22 +9,30 @@ import argparse
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpoint_contents import load_from_hf, prepare_conversion
+from torchtitan.components.checkpoint_contents import prepare_conversion
 from torchtitan.components.checkpoint_folder import HashingWriter
+from torchtitan.components.checkpoint_hf import load_from_hf
 from torchtitan.tools.logging import init_logger
 
 
 @torch.no_grad()
-def convert_from_hf(input_dir: str, output_dir: str, model_name: str, model_flavor: str) -> None:
+def convert_from_hf(
+    input_dir: str,
+    output_dir: str,
+    model_name: str,
+    model_flavor: str,
+    hf_config: str | None = None,
+) -> None:
     """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
 
+    hf_config: a config.json that says which model it is, in place of name and flavor.
     Raises ValueError if the files are not those of this model and flavor.
     """
-    weights, adapter = prepare_conversion(model_name, model_flavor)
-    loaded = load_from_hf(
-        weights, adapter, input_dir, model_description=f"{model_name} {model_flavor}"
+    weights, adapter, description = prepare_conversion(
+        model_name, model_flavor, hf_config=hf_config
     )
-    dcp.save(weights | loaded, storage_writer=HashingWriter(output_dir), checkpoint_id=output_dir)
+    load_from_hf(weights, adapter, input_dir, model_description=description)
+    dcp.save(weights, storage_writer=HashingWriter(output_dir), checkpoint_id=output_dir)
 
 
 def main() -> None:
@@ -33,6 +41,10 @@ def main() -> None:
     parser.add_argument("output_dir", help="folder to write the checkpoint to")
     parser.add_argument("--model_name", default="llama3")
     parser.add_argument("--model_flavor", default="8B")
+    parser.add_argument(
+        "--hf_config",
+        help="the model's config.json, or its folder: takes the place of name and flavor",
+    )
     options = parser.parse_args()
     init_logger()
     try:

@@ -7,11 +7,8 @@ import argparse
 
 import torch
 
-from torchtitan.components.checkpoint_contents import (
-    load_weights,
-    prepare_conversion,
-    save_to_hf,
-)
+from torchtitan.components.checkpoint_contents import load_weights, prepare_conversion
+from torchtitan.components.checkpoint_hf import save_to_hf
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import init_logger
 
@@ -24,18 +21,20 @@ def convert_to_hf(
     model_flavor: str,
     hf_assets_path: str | None,
     export_dtype: str,
+    hf_config: str | None = None,
 ) -> None:
     """Read the checkpoint `input_dir` (a step folder), write safetensors to `output_dir`.
 
     hf_assets_path: folder whose model.safetensors.index.json says which tensor goes into which
-        file; without it everything goes into one file.
+        file; without it files hold 5 GB each.
+    hf_config: a config.json that says which model it is, in place of name and flavor.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
-    weights, adapter = prepare_conversion(model_name, model_flavor, hf_assets_path)
-    load_weights(weights, input_dir, f"{model_name} {model_flavor}")
-    dtype = TORCH_DTYPE_MAP[export_dtype]
-    weights = {k: t.to(dtype) if t.is_floating_point() else t for k, t in weights.items()}
-    save_to_hf(weights, adapter, output_dir)
+    weights, adapter, description = prepare_conversion(
+        model_name, model_flavor, hf_assets_path, hf_config
+    )
+    load_weights(weights, input_dir, description)
+    save_to_hf(weights, adapter, output_dir, TORCH_DTYPE_MAP[export_dtype])
 
 
 def main() -> None:
@@ -45,6 +44,10 @@ def main() -> None:
     parser.add_argument("--hf_assets_path", default="./assets/hf/Llama-3.1-8B")
     parser.add_argument("--model_name", default="llama3")
     parser.add_argument("--model_flavor", default="8B")
+    parser.add_argument(
+        "--hf_config",
+        help="the model's config.json, or its folder: takes the place of name and flavor",
+    )
     parser.add_argument("--export_dtype", default="float32", choices=list(TORCH_DTYPE_MAP))
     options = parser.parse_args()
     init_logger()

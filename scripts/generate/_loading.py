@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from torchtitan.components.checkpoint_contents import load_from_hf, load_weights
+from torchtitan.components.checkpoint_contents import load_weights
 from torchtitan.components.checkpoint_folder import Contents, contents_of, list_steps
+from torchtitan.components.checkpoint_hf import load_from_hf
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import check_flavor
 from torchtitan.protocols.train_spec import TrainSpec
@@ -41,8 +42,7 @@ def load_model(
         if train_spec.state_dict_adapter is None:
             raise ValueError(f"{job_config.model.name} has no adapter for Hugging Face weights")
         adapter = train_spec.state_dict_adapter(model_args, None)
-        for name, tensor in load_from_hf(weights, adapter, path, False, description).items():
-            weights[name].copy_(tensor)
+        load_from_hf(weights, adapter, path, False, description)
     else:
         load_weights(weights, path, description)
     return model.eval()

@@ -46,10 +46,9 @@ from torchtitan.components.checkpoint_contents import (
     flat_keys,
     keys_of,
     keys_outside_model,
-    load_from_hf,
     one_error,
-    save_to_hf,
     saved_shapes_in,
+    shapes_of,
 )
 from torchtitan.components.checkpoint_folder import (
     Contents,
@@ -62,6 +61,7 @@ from torchtitan.components.checkpoint_folder import (
     list_steps,
     mark_unfinished,
 )
+from torchtitan.components.checkpoint_hf import load_from_hf, save_to_hf
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -585,7 +585,7 @@ class CheckpointManager:
         if model_names <= states.keys():
             weights = {name: states[name] for name in model_names}
             saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
-            check_same_model(weights, saved_weights, source.path, self.model_description)
+            check_same_model(shapes_of(weights), saved_weights, source.path, self.model_description)
         if others and not saved_others:
             logger.warning(f"{source.path} holds weights only: {_WEIGHTS_ONLY}")
             return {name: states[name] for name in model_names if name in states}

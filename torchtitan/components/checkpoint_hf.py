@@ -1,0 +1,279 @@
+"""Weights in Hugging Face files: safetensors, with an index of what stands where.
+
+Reading and writing go through a model in parts, so that translating layouts needs memory for a
+part's copies only. Functions said to be collective must be called by every rank.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from torchtitan.components.checkpoint_contents import (
+    Shapes,
+    check_same_model,
+    one_error,
+    saved_shapes,
+    shapes_of,
+    shorten,
+)
+from torchtitan.components.checkpoint_folder import (
+    HF_INDEX,
+    all_ranks,
+    finish_writing,
+    from_rank_zero,
+    hash_over_ranks,
+    start_writing,
+)
+from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+_CONSOLIDATION_THREADS = 5
+_BYTES_PER_PART = 2**28
+_BYTES_PER_FILE = 5 * 10**9  # as transformers has it
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+# Reading
+
+
+def load_from_hf(
+    state_dict: dict[str, Any],
+    adapter: "BaseStateDictAdapter",
+    path: str,
+    from_quantized: bool = False,
+    model_description: str = "the model",
+) -> dict[str, Any]:
+    """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
+
+    state_dict: the model's own entries. Returns those that were read.
+    Raises ValueError if the two sides do not match.
+    """
+    reader = adapter.get_hf_storage_reader(path, from_quantized)
+    metadata = reader.read_metadata()
+    reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it for every part
+    saved = from_rank_zero(lambda: saved_shapes(reader))
+    if not saved:
+        raise ValueError(
+            f"There are no safetensors files in {path}, from where Hugging Face weights are "
+            "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
+        )
+    adapter = adapter.spelled_like(saved)
+    parts = list(_parts_of(state_dict))
+    parts += [{}] * (max(all_ranks(len(parts))) - len(parts))
+    if not from_quantized:  # quantized files have other shapes, and scales beside the weights
+        wanted: Shapes = {}
+        for part in parts:
+            wanted |= shapes_of(adapter.to_hf(part))
+        ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
+        if ignored:
+            logger.info(f"Without a place in the model, not read: {shorten(sorted(ignored))}")
+        relevant = {name: shape for name, shape in saved.items() if name not in ignored}
+        check_same_model(wanted, relevant, path, model_description)
+    loaded = {}
+    for part in parts:
+        hf_part = adapter.to_hf(part)
+        with one_error(f"The safetensors files in {path} could not be read"):
+            dcp.load(hf_part, storage_reader=reader)
+        for name, tensor in adapter.from_hf(hf_part).items():
+            if name in state_dict:
+                _copy_unless_same(state_dict[name], tensor)
+                loaded[name] = state_dict[name]
+    if kept := sorted(state_dict.keys() - loaded.keys()):
+        logger.warning(f"Not in {path}, left as they are: {shorten(kept)}")
+    return loaded
+
+
+def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entries in turn, in parts of bounded size; those of one module stay together, for
+    adapters join some of them."""
+    part: dict[str, Any] = {}
+    n_bytes, module = 0, None
+    for name, tensor in state_dict.items():
+        if n_bytes >= _BYTES_PER_PART and name.rpartition(".")[0] != module:
+            yield part
+            part, n_bytes = {}, 0
+        part[name] = tensor
+        n_bytes += _local(tensor).nbytes
+        module = name.rpartition(".")[0]
+    if part:
+        yield part
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _copy_unless_same(target: Tensor, source: Tensor) -> None:
+    ours, theirs = _local(target), _local(source)
+    if (ours.data_ptr(), ours.stride()) != (theirs.data_ptr(), theirs.stride()):
+        target.copy_(source)
+
+
+# Writing
+
+
+def save_to_hf(
+    state_dict: dict[str, Any],
+    adapter: "BaseStateDictAdapter",
+    folder: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the model to safetensors files with an index. Collective.
+
+    dtype: what floating-point tensors are cast to; None keeps each one's own.
+    The files are those of `hf_assets_path` where the adapter knows them, else as few as hold
+    5 GB each. Ranks first write their own parts to `<folder>/sharded`, which is removed.
+    """
+    from_rank_zero(lambda: start_writing(folder))
+    if dist.is_initialized():
+        _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
+    else:
+        _write_alone(state_dict, adapter, folder, dtype)
+    names = from_rank_zero(lambda: _hf_files(folder))
+    hashes = hash_over_ranks(folder, names)
+    from_rank_zero(lambda: finish_writing(folder, hashes))
+    logger.info(f"Wrote {len(names)} Hugging Face files to {folder}")
+
+
+def _to_hf(
+    part: dict[str, Any], adapter: "BaseStateDictAdapter", dtype: torch.dtype | None
+) -> dict[str, Any]:
+    tensors = adapter.to_hf(part)
+    for name, tensor in tensors.items():
+        if dtype is not None and tensor.is_floating_point():
+            tensors[name] = tensor.to(dtype)
+    return tensors
+
+
+def _hf_files(folder: str) -> list[str]:
+    return [n for n in os.listdir(folder) if n.endswith(".safetensors") or n == HF_INDEX]
+
+
+def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
+    """HF name -> number of its file, for exactly the tensors that any rank has.
+
+    sizes: bytes of the tensors of this rank.
+    """
+    sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
+    if known:
+        if unknown := [name for name in sizes if name not in known]:
+            # Not an error: it would come at the end of the training and cost its result.
+            logger.warning(
+                f"The index under model.hf_assets_path does not list {shorten(unknown)}; "
+                "writing them into the last file"
+            )
+        last = max(known.values())
+        return {name: known.get(name, last) for name in sizes}
+    index, number, n_bytes = {}, 1, 0
+    for name, size in sizes.items():
+        if n_bytes and n_bytes + size > _BYTES_PER_FILE:
+            number, n_bytes = number + 1, 0
+        index[name] = number
+        n_bytes += size
+    return index
+
+
+def _write_over_ranks(
+    tensors: dict[str, Any], adapter: "BaseStateDictAdapter", folder: str
+) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files_on_every_rank,
+    )
+
+    # An adapter may give views with rows and columns swapped, which the format has no word for.
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
+    sharded = os.path.join(folder, "sharded")
+    writer = HuggingFaceStorageWriter(
+        path=sharded,
+        save_distributed=True,
+        fqn_to_index_mapping=file_index,
+        enable_consolidation=False,
+    )
+    dcp.save(tensors, storage_writer=writer, checkpoint_id=None)
+    consolidate_safetensors_files_on_every_rank(
+        input_dir=sharded,
+        output_dir=folder,
+        fqn_to_index_mapping=file_index,
+        num_threads=_CONSOLIDATION_THREADS,
+    )
+    from_rank_zero(lambda: shutil.rmtree(sharded))  # every rank has passed a barrier
+
+
+def _write_alone(
+    state_dict: dict[str, Any],
+    adapter: "BaseStateDictAdapter",
+    folder: str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write every tensor straight to its place in its file."""
+    entries: dict[str, tuple[str, list[int], int]] = {}
+    for part in _parts_of(state_dict):
+        for name, tensor in _to_hf(part, adapter, dtype).items():
+            kind = _SAFETENSORS_DTYPES[tensor.dtype]
+            entries[name] = (kind, list(tensor.shape), tensor.numel() * tensor.element_size())
+    sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
+    file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
+    n_files = max(file_index.values())
+    weight_map = {
+        name: f"model-{number:05d}-of-{n_files:05d}.safetensors"
+        for name, number in file_index.items()
+    }
+    places = {}
+    for file_name in sorted(set(weight_map.values())):
+        names = [name for name in weight_map if weight_map[name] == file_name]
+        starts = _write_header(os.path.join(folder, file_name), {n: entries[n] for n in names})
+        places |= {name: (file_name, start) for name, start in starts.items()}
+    for part in _parts_of(state_dict):
+        for name, tensor in _to_hf(part, adapter, dtype).items():
+            file_name, start = places[name]
+            with open(os.path.join(folder, file_name), "r+b") as file:
+                file.seek(start)
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    with open(os.path.join(folder, HF_INDEX), "w") as file:
+        json.dump(index, file, indent=2)
+
+
+def _write_header(path: str, entries: dict[str, tuple[str, list[int], int]]) -> dict[str, int]:
+    """Begin a safetensors file; returns where in it the bytes of each tensor go.
+
+    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON that
+    follows, then the tensors one after another.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    offsets = {}
+    for name, (dtype, shape, n_bytes) in entries.items():
+        end = offset + n_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offsets[name] = offset
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+    return {name: 8 + len(text) + start for name, start in offsets.items()}
