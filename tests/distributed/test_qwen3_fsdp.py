@@ -1,4 +1,6 @@
-"""A tied qwen3 on two FSDP ranks against one process."""
+"""qwen3 on two FSDP ranks against one process."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
@@ -121,17 +124,24 @@ def test_position_tables_stay_fp32_where_parameters_are_bf16():
     assert torch.equal(torch.cat([logits for logits, _ in results]), expected)
 
 
-def load_and_export(files_folder, dump_folder):
-    """Two ranks take their weights from Hugging Face files and write them again."""
-    import dataclasses
+def three_experts():
+    experts = MoEArgs(
+        num_experts=3, num_shared_experts=0, top_k=2, score_func="softmax", use_grouped_mm=False
+    )
+    return dataclasses.replace(
+        tiny_args(), moe_enabled=True, moe_inter_dim=16, moe_args=experts, enable_weight_tying=False
+    )
 
+
+def load_and_export(args, files_folder, dump_folder):
+    """Two ranks take their weights from Hugging Face files and write them again."""
     from torchtitan.config import ConfigManager
     from torchtitan.engine import TrainingEngine
     from torchtitan.protocols import train_spec
 
     spec = train_spec.get_train_spec("qwen3")
     train_spec.register_train_spec(
-        "tiny_qwen3", dataclasses.replace(spec, model_args={"tiny": tiny_args()})
+        "tiny_qwen3", dataclasses.replace(spec, model_args={"tiny": args})
     )
     config = ConfigManager().parse_args(
         [
@@ -150,25 +160,34 @@ def load_and_export(files_folder, dump_folder):
     engine = TrainingEngine(config)
     assert engine.checkpointer.load()
     (model,) = engine.model_parts
-    assert model.output.weight is model.tok_embeddings.weight
+    assert (model.output.weight is model.tok_embeddings.weight) == args.enable_weight_tying
     engine.checkpointer.save(1, last_step=True)
     engine.close()
 
 
-def test_tied_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path):
-    model = Qwen3Model(tiny_args())
+@pytest.mark.parametrize("args", [tiny_args(), three_experts()], ids=["tied", "three_experts"])
+def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path, args):
+    model = Qwen3Model(args)
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights()
-    weights = Qwen3StateDictAdapter(tiny_args(), None).to_hf(model.state_dict())
-    assert "lm_head.weight" not in weights
+    weights = Qwen3StateDictAdapter(args, None).to_hf(model.state_dict())
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    assert ("lm_head.weight" in weights) != args.enable_weight_tying
     (tmp_path / "hf").mkdir()
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     run_ranks(
-        load_and_export, 2, str(tmp_path / "hf"), str(tmp_path / "out"), init_process_group=False
+        load_and_export,
+        2,
+        args,
+        str(tmp_path / "hf"),
+        str(tmp_path / "out"),
+        init_process_group=False,
     )
+    step = tmp_path / "out" / "checkpoint" / "step-1"
+    assert not (step / "sharded").exists()
     written = {}
-    for file in (tmp_path / "out" / "checkpoint" / "step-1").glob("*.safetensors"):
+    for file in step.glob("*.safetensors"):
         written |= load_file(file)
     assert written.keys() == weights.keys()
     for name, tensor in weights.items():

@@ -148,8 +148,9 @@ def our_model(folder):
     """(family, model) of the config and the weights in a folder."""
     match = from_hf_config(folder)
     spec = get_train_spec(match.family)
-    args = dataclasses.replace(match.model_args, attn_type="varlen")
-    args.attn_mask_type = "causal"
+    args = dataclasses.replace(
+        match.model_args, attn_type="varlen", attn_mask_type="position_block_causal"
+    )
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()
@@ -158,10 +159,8 @@ def our_model(folder):
 
 
 def logits_of(model, tokens):
-    masks = None
-    if model.model_args.attn_type != "sdpa":
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        masks = model.get_attention_masks(tokens, None, {"positions": positions})
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    masks = model.get_attention_masks(tokens, None, {"positions": positions})
     return model(tokens, attention_masks=masks)
 
 

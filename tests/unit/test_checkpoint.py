@@ -875,7 +875,7 @@ def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog)
     assert not adapter.ignores_hf_key("model.12.weight") and not adapter.ignores_hf_key("other")
     assert NetAdapter(None, None).fqn_to_index_mapping is None
     assert NetAdapter(None, str(tmp_path)).fqn_to_index_mapping is None
-    assert "written as one file" in caplog.text
+    assert "divided by size" in caplog.text
     with pytest.raises(ValueError, match="number in the shard's name, got 'last.safetensors'"):
         NetAdapter(None, write_index(tmp_path / "odd", other="last.safetensors"))
 

@@ -1,4 +1,4 @@
-"""Converting llama3 weights there and back."""
+"""Converting weights there and back."""
 
 import json
 
@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.components.checkpoint_contents import load_weights, zero_weights
+from torchtitan.components import checkpoint_hf
+from torchtitan.components.checkpoint_contents import (
+    load_weights,
+    prepare_conversion,
+    zero_weights,
+)
 from torchtitan.components.checkpoint_folder import mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -59,6 +64,57 @@ def test_export_dtype_is_applied(tmp_path, hf_folder, hf_weights):
     (file,) = (tmp_path / "back").glob("*.safetensors")
     name = "model.norm.weight"
     assert torch.equal(load_file(file)[name], hf_weights[name].to(torch.bfloat16))
+
+
+def test_without_an_index_files_are_divided_by_size(tmp_path, hf_folder, hf_weights, monkeypatch):
+    largest = max(tensor.nbytes for tensor in hf_weights.values())
+    monkeypatch.setattr(checkpoint_hf, "_BYTES_PER_FILE", 2 * largest)
+    convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
+    back = tmp_path / "back"
+    convert_to_hf(str(tmp_path / "dcp"), str(back), *MODEL, None, "float32")
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in hf_weights.values())
+    files = {file.name: load_file(file) for file in back.glob("*.safetensors")}
+    assert len(files) > 2 and set(files) == set(index["weight_map"].values())
+    for name, tensor in hf_weights.items():
+        assert torch.equal(files[index["weight_map"][name]].pop(name), tensor)
+    assert not any(files.values())
+    assert not (back / "sharded").exists()
+
+
+@pytest.mark.parametrize("largest_part", [1, 2**40])
+def test_config_stands_for_name_and_flavor(tmp_path, monkeypatch, largest_part):
+    monkeypatch.setattr(checkpoint_hf, "_BYTES_PER_PART", largest_part)
+    experts = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 32,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    config = tmp_path / "hf" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(experts))
+    weights, adapter, _ = prepare_conversion("", "", hf_config=str(config))
+    shapes = adapter.to_hf(weights)
+    files = {name: torch.randn(shapes[name].shape) for name in shapes}
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in files
+    save_file(files, config.parent / "model.safetensors")
+    dcp_folder, back = tmp_path / "dcp", tmp_path / "back"
+    convert_from_hf(str(config.parent), str(dcp_folder), "", "", hf_config=str(config))
+    convert_to_hf(str(dcp_folder), str(back), "", "", None, "float32", hf_config=str(config))
+    (file,) = back.glob("*.safetensors")
+    written = load_file(file)
+    assert written.keys() == files.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in files.items())
 
 
 def test_mistakes_are_named(tmp_path, hf_folder):

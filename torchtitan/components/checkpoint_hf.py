@@ -181,7 +181,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
         if unknown := [name for name in sizes if name not in known]:
             # Not an error: it would come at the end of the training and cost its result.
             logger.warning(
-                f"The index under model.hf_assets_path does not list {shorten(unknown)}; "
+                f"The index under model.hf_assets_path does not list {shorten(sorted(unknown))}; "
                 "writing them into the last file"
             )
         last = max(known.values())

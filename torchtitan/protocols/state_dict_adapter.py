@@ -22,7 +22,7 @@ class BaseStateDictAdapter(ABC):
     """What a checkpoint manager needs of a model family to read and write Hugging Face files.
 
     fqn_to_index_mapping: HF tensor name -> number (from 1) of the shard that holds it; None
-        writes one file.
+        divides by size.
     hf_assets_path: folder with the model's Hugging Face files, or None.
     """
 
@@ -96,7 +96,7 @@ def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
         with open(path) as file:
             weight_map = json.load(file)["weight_map"]
     except FileNotFoundError:
-        logger.info(f"There is no {path}: a Hugging Face export is written as one file")
+        logger.info(f"There is no {path}: a Hugging Face export is divided by size")
         return None
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path} is not a safetensors index: {error!r}") from error

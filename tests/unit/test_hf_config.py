@@ -1,0 +1,214 @@
+"""From config.json to family, flavor and args, with the published numbers of known models."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan.models.hf_config import from_hf_config, main
+from torchtitan.models.llama3 import llama3_args
+
+LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "eos_token_id": [128001, 128008],
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_3_2_1B = LLAMA_3_1_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+QWEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+}
+QWEN_2_5_7B = QWEN | {"model_type": "qwen2"}
+QWEN3_30B_A3B = QWEN | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "rope_scaling": None,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 163840,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "config, family, flavor",
+    [
+        (LLAMA_3_1_8B, "llama3", "8B"),
+        (LLAMA_3_2_1B, "llama3", None),
+        (QWEN_2_5_7B, "qwen3", "Qwen2.5-7B"),
+        (QWEN3_30B_A3B, "qwen3", "30B-A3B"),
+        (DEEPSEEK_V3, "deepseek_v3", "671B"),
+    ],
+)
+def test_published_configs_find_their_flavor(config, family, flavor):
+    match = from_hf_config(config)
+    assert (match.family, match.flavor) == (family, flavor)
+
+
+def test_numbers_without_a_flavor_become_args():
+    args = from_hf_config(LLAMA_3_2_1B).model_args
+    assert args.enable_weight_tying and args.rope_scaling_args.scaling_factor == 32
+    assert (args.dim, args.ffn_hidden_dim, args.attention_head_dim) == (2048, 8192, 64)
+    assert args.eos_id == 128001
+    assert args is not from_hf_config(LLAMA_3_2_1B).model_args
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 10000.0},
+        {"rms_norm_eps": 1e-6},
+        {"tie_word_embeddings": True},
+        {"rope_scaling": None},
+        {"num_key_value_heads": 32},
+        {"intermediate_size": 11008},
+        {"attention_bias": True},
+        {"head_dim": 64},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_one_other_number_is_another_model(change):
+    assert from_hf_config(LLAMA_3_1_8B | change).flavor is None
+
+
+def test_flavors_are_left_as_they_are():
+    before = repr(llama3_args)
+    from_hf_config(LLAMA_3_1_8B).model_args.dim = 1
+    assert repr(llama3_args) == before
+
+
+def test_both_spellings_of_rope_and_experts_say_the_same():
+    rope = LLAMA_3_1_8B["rope_scaling"] | {"rope_theta": LLAMA_3_1_8B["rope_theta"]}
+    newer = {k: v for k, v in LLAMA_3_1_8B.items() if not k.startswith("rope")}
+    assert from_hf_config(newer | {"rope_parameters": rope}) == from_hf_config(LLAMA_3_1_8B)
+    newer = {k: v for k, v in QWEN3_30B_A3B.items() if k != "num_experts"}
+    assert from_hf_config(newer | {"num_local_experts": 128}) == from_hf_config(QWEN3_30B_A3B)
+
+
+@pytest.mark.parametrize(
+    "config, change, message",
+    [
+        (LLAMA_3_1_8B, {"model_type": "mamba"}, "model_type = 'mamba'.* known are llama, qwen2"),
+        (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
+        (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),
+        (QWEN_2_5_7B, {"use_sliding_window": True}, "use_sliding_window = True.* not implemented"),
+        (QWEN_2_5_7B, {"layer_types": ["sliding_attention"]}, "layer_types"),
+        (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = True.* no biases"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave = False"),
+    ],
+)
+def test_what_a_family_cannot_express_is_named(config, change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(config | change)
+
+
+def test_command_prints_flavor_or_what_differs(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_1_8B))
+    monkeypatch.setattr(sys, "argv", ["hf_config", str(file)])
+    main()
+    assert capsys.readouterr().out == "family: llama3\nflavor: 8B\n"
+    file.write_text(json.dumps(LLAMA_3_1_8B | {"rope_theta": 1e6, "vocab_size": 100}))
+    monkeypatch.setattr(sys, "argv", ["hf_config", str(tmp_path)])
+    main()
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].endswith("the nearest is 8B, which differs in")
+    assert [line.strip() for line in out[2:]] == [
+        "vocab_size: 128256 in 8B, 100 in the config",
+        "rope_theta: 500000 in 8B, 1000000.0 in the config",
+    ]
+    monkeypatch.setattr(sys, "argv", ["hf_config", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit, match="error: .*none.json cannot be read"):
+        main()
+
+
+def test_command_is_runnable_as_documented(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_2_5_7B))
+    command = [sys.executable, "-m", "torchtitan.models.hf_config", str(tmp_path)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out == "family: qwen3\nflavor: Qwen2.5-7B\n"
