@@ -21,6 +21,7 @@ from torchtitan.components.packing import PackingPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.job import resolve_job
 from torchtitan.protocols.model_converter import build_model_converters
@@ -319,7 +320,7 @@ class TrainingEngine:
         for batch in _as_list(microbatches):
             batch = self.to_device(batch)
             with self.train_context(), self.maybe_enable_amp:
-                logits, _ = self._forward(batch)
+                logits = whole_tensor(self._forward(batch)[0])
                 outputs.append(output_fn(logits, batch) if output_fn else logits)
         return outputs
 
@@ -337,7 +338,8 @@ class TrainingEngine:
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
             ranks, all microbatches).
         loss_fn: (logits [B, T, V], labels [B, T], batch) -> sum over tokens; default is the
-            train spec's loss.
+            train spec's loss. It gets whole logits under tensor parallelism too, where the train
+            spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set.
         Returns this rank's sum divided by the denominator; summed over data-parallel ranks it
         is the loss of the global batch.
         """
@@ -358,7 +360,7 @@ class TrainingEngine:
                     if loss_fn is None:
                         loss = self.loss_fn(logits, batch_labels)
                     else:
-                        loss = loss_fn(logits, batch_labels, batch)
+                        loss = loss_fn(whole_tensor(logits), batch_labels, batch)
                     loss = loss / global_valid_tokens
                 del logits  # [B, T, V]: free before backward needs the memory
                 loss.backward()

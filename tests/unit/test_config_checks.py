@@ -160,6 +160,13 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"parallelism__enable_async_tensor_parallel": True, "compile__components": ["loss"]},
         ["enable_async_tensor_parallel", "['loss']", "set compile.enable = true"],
     ),
+    "quantized tp": (
+        {
+            "parallelism__tensor_parallel_degree": 2,
+            "model__converters": ["quantize.linear.float8"],
+        },
+        ["quantize.linear.float8", "tensor_parallel_degree", "got 2", "take it out"],
+    ),
     "early step": (
         {"optimizer__early_step_in_backward": True, "parallelism__expert_parallel_degree": 2},
         ["optimizer.early_step_in_backward", "expert_parallel_degree", "2", "turn one"],
@@ -451,7 +458,7 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
     check_against_spec(config, train_spec(build_optimizers_fn=print))
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "expert"])
+@pytest.mark.parametrize("name", ["pipeline", "context", "expert"])
 def test_degree_that_is_not_available_yet_says_so(name):
     config = config_with(**{f"parallelism__{name}_parallel_degree": 2})
     message = message_of(check_against_spec, config, train_spec())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.packing import PackingPolicy
+from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.models.documents import PADDING, document_starts
 from torchtitan.tools.logging import logger, warn_once
 
@@ -123,7 +124,7 @@ class IsolationProbe:
     def _run(self, batch: Batch) -> Tensor:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
-            return _local(self.forward(batch))
+            return self.forward(batch)
 
     def _on_any_rank(self, found: bool) -> bool:
         if not torch.distributed.is_initialized():
@@ -144,11 +145,14 @@ class IsolationProbe:
 
     def _layer_outputs(self, batch: Batch) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
+        seq_len = batch["input"].shape[1]
+        # Under tensor parallelism a layer's output is spread over ranks by tokens.
+        sequence = getattr(self.model, "sequence", WholeSequence())
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 output = output[0] if isinstance(output, tuple) else output
-                outputs[name] = _local(output).detach().clone()
+                outputs[name] = sequence.join(output, seq_len).detach().clone()
 
             return hook
 
@@ -206,8 +210,3 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
     rows = zip(before, after, strict=True)  # one by one: logits are large
     differs = [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
     return torch.stack(differs).cpu()
-
-
-def _local(x: Tensor) -> Tensor:
-    """A DTensor's own shard."""
-    return x.to_local() if hasattr(x, "to_local") else x

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.config import JobConfig
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.logging import logger
 
 # Labels with this value count in no loss.
@@ -21,15 +22,17 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of every label that is not IGNORE_INDEX, a scalar.
 
-    pred: [B, T, V] logits; labels: [B, T] int64. Computed in fp32 (no copy if pred already is):
+    pred: [B, T, V] logits, which within torch's `loss_parallel()` may be a DTensor split along V;
+    labels: [B, T] int64, plain. Computed in fp32 (no copy if pred already is):
     bf16 has too few digits for a sum over the vocabulary.
     """
-    return F.cross_entropy(
+    loss = F.cross_entropy(
         pred.flatten(0, 1).float(),
         labels.flatten(0, 1),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
+    return loss.to_local() if is_dtensor(loss) else loss
 
 
 def mse_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

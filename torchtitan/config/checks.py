@@ -42,6 +42,7 @@ def check_job_config(
     check_activation_checkpoint(job_config)
     check_compile_components(job_config)
     check_async_tensor_parallel(job_config)
+    check_quantized_tensor_parallel(job_config)
     check_early_step_in_backward(job_config)
     check_fault_tolerance_is_off(job_config)
     check_dump_folder(job_config)
@@ -281,6 +282,16 @@ def check_async_tensor_parallel(job_config: JobConfig) -> None:
             f"{_compile_settings(job_config)}; set compile.enable = true with 'model' among its "
             f"components, or turn it off"
         )
+
+
+def check_quantized_tensor_parallel(job_config: JobConfig) -> None:
+    degree = job_config.parallelism.tensor_parallel_degree
+    for name in job_config.model.converters:
+        if name.startswith("quantize.") and degree > 1:
+            raise ConfigError(
+                f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
+                f"above 1, got {degree}; take it out, or set the degree to 1"
+            )
 
 
 def check_early_step_in_backward(job_config: JobConfig) -> None:
@@ -555,7 +566,7 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
 
 
 def check_degrees_are_available(job_config: JobConfig) -> None:
-    for name in ("tensor", "pipeline", "context", "expert"):
+    for name in ("pipeline", "context", "expert"):
         key = f"{name}_parallel_degree"
         degree = getattr(job_config.parallelism, key)
         if degree > 1:

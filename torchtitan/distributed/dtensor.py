@@ -1,7 +1,10 @@
-"""Telling DTensors apart without loading them."""
+"""Telling DTensors apart without loading them, and computing with a rank's part of one."""
 
 import sys
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def is_dtensor(x: Any) -> bool:
@@ -12,3 +15,41 @@ def is_dtensor(x: Any) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """`x` as a plain tensor, gathered if it is a DTensor, for use that is alike on every rank."""
+    return x.full_tensor() if is_dtensor(x) else x
+
+
+def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
+    """This rank's part of a parameter, a plain tensor to compute with; None and others as they are.
+
+    Where ranks hold the parameter whole, each uses it on its own tokens, heads or hidden units:
+    the gradient is summed over them.
+    added_once: the parameter (a bias) is added to one summand of a sum over these ranks: each
+        rank gets its share of it.
+    """
+    if not is_dtensor(parameter):
+        return parameter
+    local = parameter.to_local()
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            local = _SumGradient.apply(local, parameter.device_mesh.get_group(axis).group_name)
+            if added_once:
+                local = local / parameter.device_mesh.size(axis)
+    return local
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; its gradient summed over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_reduce(grad.contiguous(), "sum", ctx.group)), None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import (
     AttentionMasksType,
@@ -141,7 +142,12 @@ class TransformerBlock(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     feed_forward: a dense feed-forward, or a mixture of experts, which is stored as `moe`.
+
+    Under tensor parallelism x is this rank's tokens; attention and feed-forward get those of all
+    ranks, and return one summand of their result.
     """
+
+    sequence: WholeSequence | SequenceShards = WholeSequence()
 
     def __init__(
         self,
@@ -169,9 +175,12 @@ class TransformerBlock(nn.Module):
         self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
     ) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
-        x = x + self.attention(self.attention_norm(x), rope, attention_masks)
+        sequence, seq_len = self.sequence, rope.shape[1]
+        h = sequence.gather(self.attention_norm(x), seq_len)
+        x = x + sequence.reduce(self.attention(h, rope, attention_masks))
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
-        return x + feed_forward(self.ffn_norm(x))
+        h = sequence.gather(self.ffn_norm(x), seq_len)
+        return x + sequence.reduce(feed_forward(h))
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         self.attention_norm.reset_parameters()
@@ -193,6 +202,7 @@ class Decoder(ModelProtocol):
     """
 
     rope_buffer_name: ClassVar[str] = "freqs_cis"
+    sequence: WholeSequence | SequenceShards = WholeSequence()
 
     def __init__(self, model_args: DecoderArgs):
         super().__init__(model_args)
@@ -256,15 +266,22 @@ class Decoder(ModelProtocol):
         positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
             means 0..T-1. They are independent of the masks.
         On a later pipeline stage `tokens` are hidden states [B, T, M], and before the last
-        stage the result is, too.
+        stage the result is, too. Under tensor parallelism they are whole, and so is T, which may
+        be any number; logits are a DTensor split along V if the loss is computed that way.
         """
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        sequence, seq_len = self.sequence, tokens.shape[1]
+        if self.tok_embeddings is not None:
+            h = sequence.reduce(self.tok_embeddings(tokens))
+        else:
+            h = sequence.split(tokens)
         # The same rows for every layer: look them up once.
-        rope = select_positions(getattr(self, self.rope_buffer_name), positions, h.shape[1])
+        rope = select_positions(getattr(self, self.rope_buffer_name), positions, seq_len)
         for layer in self.layers.values():
             h = layer(h, rope, attention_masks)
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
+        if self.output is None:
+            return sequence.join(h, seq_len)
+        return self.output(sequence.gather(h, seq_len))
 
     def get_attention_masks(
         self,

@@ -20,6 +20,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from torchtitan.config import JobConfig
     from torchtitan.config.job_config import Compile
     from torchtitan.distributed import ParallelDims
@@ -32,7 +34,9 @@ def parallelize_decoder(
 
     Raises ValueError for a kind of parallelism that the decoder does not support yet.
     """
-    _apply_model_parallel(parallel_dims)
+    _refuse_unavailable(parallel_dims)
+    if parallel_dims.tp_enabled:
+        _apply_tensor_parallel(model, parallel_dims, job_config)
     compile_blocks = job_config.compile.enable and "model" in job_config.compile.components
     _maybe_checkpoint_activations(model, job_config, compile_blocks)
     if compile_blocks:
@@ -41,9 +45,8 @@ def parallelize_decoder(
     return model
 
 
-def _apply_model_parallel(parallel_dims: "ParallelDims") -> None:
+def _refuse_unavailable(parallel_dims: "ParallelDims") -> None:
     kinds = {
-        "tensor": parallel_dims.tp,
         "expert": parallel_dims.ep,
         "context": parallel_dims.cp,
         "pipeline": parallel_dims.pp,
@@ -54,6 +57,91 @@ def _apply_model_parallel(parallel_dims: "ParallelDims") -> None:
                 f"parallelism.{kind}_parallel_degree = {degree} is not available yet; set it to 1 "
                 "and use the data_parallel_* degrees"
             )
+
+
+# ---- tensor parallelism ----
+
+# Parameter -> the dimension it is split along; None: every rank has it whole.
+_OUTPUTS = {"weight": 0, "bias": 0}  # each rank computes some of a Linear's outputs
+_INPUTS = {"weight": 1, "bias": None}  # each rank adds up some of its inputs
+_ALIKE = {"weight": None, "bias": None}
+
+TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
+    "tok_embeddings": _OUTPUTS,
+    "norm": _ALIKE,
+    "output": _OUTPUTS,
+    "layers.*.attention_norm": _ALIKE,
+    "layers.*.ffn_norm": _ALIKE,
+    # attention, split by heads
+    "layers.*.attention": {"sinks": 0},
+    "layers.*.attention.wq": _OUTPUTS,
+    "layers.*.attention.wk": _OUTPUTS,
+    "layers.*.attention.wv": _OUTPUTS,
+    "layers.*.attention.wo": _INPUTS,
+    "layers.*.attention.q_norm": _ALIKE,
+    "layers.*.attention.k_norm": _ALIKE,
+    # latents that all heads share
+    "layers.*.attention.wq_a": _ALIKE,
+    "layers.*.attention.wq_b": _OUTPUTS,
+    "layers.*.attention.wkv_a": _ALIKE,
+    "layers.*.attention.kv_norm": _ALIKE,
+    "layers.*.attention.wkv_b": _OUTPUTS,
+    # feed-forward, and that of experts, split by hidden units
+    "layers.*.feed_forward.w1": _OUTPUTS,
+    "layers.*.feed_forward.w3": _OUTPUTS,
+    "layers.*.feed_forward.w2": _INPUTS,
+    "layers.*.moe.router.gate": _ALIKE,
+    "layers.*.moe.shared_experts.w1": _OUTPUTS,
+    "layers.*.moe.shared_experts.w3": _OUTPUTS,
+    "layers.*.moe.shared_experts.w2": _INPUTS,
+    "layers.*.moe.experts": {
+        "w1": 1,
+        "w3": 1,
+        "w2": 2,
+        "mlp1_weight": 1,
+        "mlp1_bias": 1,
+        "mlp2_weight": 2,
+        "mlp2_bias": None,
+    },
+}
+
+
+def apply_tp(
+    model: nn.Module,
+    tp_mesh: "DeviceMesh",
+    loss_parallel: bool,
+    enable_float8_tensorwise_tp: bool = False,
+    **unused: Any,
+) -> None:
+    """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
+
+    loss_parallel: logits stay split along the vocabulary, as a DTensor.
+    unused: `cp_enabled` and `enable_async_tp`, which change nothing here.
+
+    Raises ValueError for float8, and for a model that the plan doesn't fit.
+    """
+    from torchtitan.distributed.tensor_parallel import distribute_modules
+
+    if enable_float8_tensorwise_tp:
+        raise ValueError(
+            "float8 linear layers cannot be split by tensor parallelism; remove "
+            "quantize.linear.float8 from model.converters, or set "
+            "parallelism.tensor_parallel_degree = 1"
+        )
+    distribute_modules(model, tp_mesh, TENSOR_PARALLEL_PLAN, loss_parallel)
+
+
+def _apply_tensor_parallel(
+    model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
+) -> None:
+    from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+
+    mesh = parallel_dims.get_mesh("tp")
+    apply_tp(model, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
+    maybe_enable_async_tp(job_config, mesh)
+
+
+# ---- activation checkpointing, compile ----
 
 
 def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
@@ -135,6 +223,9 @@ def _compile_around_experts(block: nn.Module, moe: nn.Module, options: dict[str,
         experts.compile_products(**options)
 
 
+# ---- data parallelism ----
+
+
 def _apply_data_parallel(
     model: nn.Module,
     parallel_dims: "ParallelDims",
@@ -145,11 +236,12 @@ def _apply_data_parallel(
     from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp
 
     training = job_config.training
-    if parallel_dims.fsdp_enabled:
-        axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    # DDP knows plain parameters only. With split ones, replicas are FSDP's with one shard each.
+    replicates_split = parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled
+    if parallel_dims.fsdp_enabled or replicates_split:
         apply_fsdp(
             model,
-            parallel_dims.get_mesh(axes),
+            parallel_dims.get_fsdp_mesh(),
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             pp_enabled=parallel_dims.pp_enabled,

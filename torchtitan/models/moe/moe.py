@@ -5,13 +5,13 @@ of an expert, N tokens that one call of the experts gets.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import is_dtensor, local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
@@ -35,6 +35,8 @@ __all__ = [
 class GroupedExperts(nn.Module):
     """E SwiGLU feed-forwards whose weights are stacked: w1, w3 [E, H, D], w2 [E, D, H]."""
 
+    reads_local_parameters: ClassVar[bool] = True
+
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool):
         super().__init__()
         self.num_experts = num_experts
@@ -49,7 +51,7 @@ class GroupedExperts(nn.Module):
 
         Under expert parallelism E counts this rank's experts, and groups are padded already.
         """
-        w1, w2, w3 = (local_weight(w) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (local_parameter(w) for w in (self.w1, self.w2, self.w3))
         if not (self.use_grouped_mm and can_group(w1, w2)):
             return _run_experts_for_loop(w1, w2, w3, x, num_tokens_per_expert)
         run = self._compiled_grouped_mm or _run_experts_grouped_mm
@@ -108,11 +110,6 @@ def in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in weights_and_x)
 
 
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's part of an expert weight."""
-    return weight.to_local() if is_dtensor(weight) else weight
-
-
 def can_group(*weights: Tensor) -> bool:
     """Whether the grouped kernel takes these weights [E, M, K]; says so once where it doesn't."""
     if all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights):
@@ -142,11 +139,14 @@ class RouterGate(nn.Linear):
     In bf16, scores that are close would tie or change places, and with them the experts chosen.
     """
 
+    reads_local_parameters: ClassVar[bool] = True
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, D]. Returns fp32 logits [T, E]."""
-        bias = None if self.bias is None else self.bias.float()
+        weight, bias = local_parameter(self.weight), local_parameter(self.bias)
+        bias = None if bias is None else bias.float()
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float(), bias)
+            return F.linear(x.float(), weight.float(), bias)
 
 
 class TokenChoiceTopKRouter(nn.Module):

@@ -1,5 +1,6 @@
-"""The shared plan under the name that DeepSeek-V3 has for it."""
+"""The shared plan under the names that DeepSeek-V3 has for it."""
 
+from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
 
-__all__ = ["parallelize_deepseekv3"]
+__all__ = ["apply_non_moe_tp", "parallelize_deepseekv3"]

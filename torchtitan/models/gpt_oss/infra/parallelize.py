@@ -1,5 +1,6 @@
-"""The shared plan under the name that gpt-oss has for it."""
+"""The shared plan under the names that gpt-oss has for it."""
 
+from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
 
-__all__ = ["parallelize_gptoss"]
+__all__ = ["apply_non_moe_tp", "parallelize_gptoss"]

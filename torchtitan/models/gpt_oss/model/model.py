@@ -5,9 +5,12 @@ the biases and sinks of attention and experts have the std that depends on depth
 router's bias starts at 0.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
+from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models import decoder
 from torchtitan.models.attention import (
@@ -56,6 +59,8 @@ class Attention(decoder.Attention):
     use_sliding_attention: a query sees no further than the window.
     """
 
+    reads_local_parameters: ClassVar[bool] = True
+
     def __init__(self, model_args: GptOssModelArgs, use_sliding_attention: bool):
         super().__init__(
             model_args.dim,
@@ -79,7 +84,7 @@ class Attention(decoder.Attention):
             self.inner_attention, q, k, v, attention_masks, window=self.window, return_lse=True
         )
         # What the sink leaves of the softmax: exp(lse) / (exp(lse) + exp(sink)).
-        share = torch.sigmoid(lse - self.sinks.float())
+        share = torch.sigmoid(lse - local_parameter(self.sinks).float())
         return (out * share.unsqueeze(-1)).to(out.dtype)
 
     def init_weights(self, init_std: float) -> None:

@@ -1,11 +1,13 @@
 """The experts of gpt-oss: biases, and a SwiGLU of their own. Letters as in `models.moe.moe`."""
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.moe import MoE, MoEArgs
@@ -13,7 +15,6 @@ from torchtitan.models.moe.moe import (
     can_group,
     grouped_mm,
     in_one_dtype,
-    local_weight,
     needs_padding,
 )
 from torchtitan.models.moe.utils import indices_padding_wrapper
@@ -35,6 +36,8 @@ class GptOssGroupedExperts(nn.Module):
     Called as `GroupedExperts` is.
     """
 
+    reads_local_parameters: ClassVar[bool] = True
+
     def __init__(
         self,
         dim: int,
@@ -54,15 +57,17 @@ class GptOssGroupedExperts(nn.Module):
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D]."""
-        mlp1, mlp2 = local_weight(self.mlp1_weight), local_weight(self.mlp2_weight)
-        biases = local_weight(self.mlp1_bias), local_weight(self.mlp2_bias)
+        mlp1, mlp2 = local_parameter(self.mlp1_weight), local_parameter(self.mlp2_weight)
+        # With hidden units spread over ranks, each computes one summand of an expert's result.
+        bias2 = local_parameter(self.mlp2_bias, added_once=True)
         if not (self.use_grouped_mm and can_group(mlp1, mlp2)):
             run = partial(_run_experts_for_loop, limit=self.swiglu_limit)
         else:
             run = partial(_run_experts_grouped_mm, limit=self.swiglu_limit)
             if needs_padding(self.mlp1_weight):
                 run = indices_padding_wrapper(run)
-        return run(mlp1, mlp2, *biases, x, num_tokens_per_expert)
+        bias1 = local_parameter(self.mlp1_bias)
+        return run(mlp1, mlp2, bias1, bias2, x, num_tokens_per_expert)
 
     def init_weights(self, init_std: float) -> None:
         for parameter in self.parameters():

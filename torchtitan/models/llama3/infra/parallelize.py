@@ -1,13 +1,14 @@
 """The shared plan and its steps, at the place where they used to be Llama's own."""
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
-from torchtitan.models.parallelize import apply_compile
+from torchtitan.models.parallelize import apply_compile, apply_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 
 __all__ = [
     "apply_compile",
     "apply_ddp",
     "apply_fsdp",
+    "apply_tp",
     "disable_fsdp_gradient_division",
     "parallelize_llama",
 ]

@@ -2,12 +2,14 @@
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
 from torchtitan.models.parallelize import apply_compile
+from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 
 __all__ = [
     "apply_compile",
     "apply_ddp",
     "apply_fsdp",
+    "apply_non_moe_tp",
     "disable_fsdp_gradient_division",
     "parallelize_llama",
 ]

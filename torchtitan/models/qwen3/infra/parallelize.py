@@ -1,5 +1,6 @@
-"""The shared plan under the name that Qwen 3 has for it."""
+"""The shared plan under the names that Qwen 3 has for it."""
 
+from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
 
-__all__ = ["parallelize_qwen3"]
+__all__ = ["apply_non_moe_tp", "parallelize_qwen3"]

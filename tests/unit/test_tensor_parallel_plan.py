@@ -1,0 +1,151 @@
+"""The tensor-parallel table fits every family, and says so where it doesn't fit a model."""
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed.sequence_parallel import SequenceShards
+from torchtitan.distributed.tensor_parallel import (
+    VocabularyEmbedding,
+    VocabularyOutput,
+    maybe_enable_async_tp,
+)
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.parallelize import apply_tp
+from torchtitan.protocols.train_spec import get_train_spec
+
+TP = 2
+FAMILIES = {
+    "llama3": ["debugmodel"],
+    "qwen3": ["debugmodel", "debugmodel_moe"],
+    "deepseek_v3": ["debugmodel"],
+    "llama4": ["debugmodel"],
+    "gpt_oss": ["debugmodel"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated_ranks():
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("fake", rank=0, world_size=TP)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh():
+    return init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+
+
+def tiny_model(**changes):
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "multiple_of": 16}
+    with torch.device("meta"):
+        return Transformer(TransformerModelArgs(**sizes | changes, max_seq_len=16))
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor"), [(f, flavor) for f, flavors in FAMILIES.items() for flavor in flavors]
+)
+def test_every_parameter_of_every_family_lies_on_the_mesh(family, flavor):
+    spec = get_train_spec(family)
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[flavor])
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    apply_tp(model, mesh(), loss_parallel=True)
+    for name, parameter in model.named_parameters():
+        assert parameter.device_mesh.mesh_dim_names == ("tp",), name
+        assert parameter.shape == shapes[name]
+        if parameter.ndim > 1 and not name.endswith("_bias"):
+            # Split, but for a matrix whose result every head or expert needs whole.
+            alike = any(part in name for part in ("router.gate", "wq_a", "wkv_a"))
+            assert parameter.placements[0].is_shard() != alike, name
+
+
+def test_linear_without_a_row_is_an_error_that_names_it():
+    model = tiny_model()
+    model.layers["1"].attention.extra = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"no row for 'layers.1.attention.extra', a Linear"):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def test_parameter_that_a_row_leaves_out_is_named():
+    model = tiny_model()
+    model.layers["0"].attention.scales = nn.Parameter(torch.empty(4, device="meta"))
+    with pytest.raises(ValueError, match=r"does not say how layers.0.attention.scales is split"):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def test_size_that_the_mesh_does_not_divide_is_named():
+    with pytest.raises(
+        ValueError, match=r"must divide dimension 0 of tok_embeddings.weight, got 2"
+    ):
+        apply_tp(tiny_model(vocab_size=65), mesh(), loss_parallel=True)
+
+
+def test_linear_of_another_class_is_refused_rather_than_computed_wrongly():
+    class Float8Linear(nn.Linear):
+        pass
+
+    model = tiny_model()
+    model.layers["0"].feed_forward.w1 = Float8Linear(32, 48, bias=False, device="meta")
+    with pytest.raises(
+        ValueError, match=r"cannot split 'layers.0.feed_forward.w1', a Float8Linear"
+    ):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def test_float8_is_refused_by_the_pair_of_keys():
+    with pytest.raises(ValueError, match=r"quantize.linear.float8.*tensor_parallel_degree"):
+        apply_tp(tiny_model(), mesh(), True, enable_float8_tensorwise_tp=True)
+
+
+def test_pipeline_stage_without_embedding_norm_and_output_is_split_too():
+    model = tiny_model()
+    model.tok_embeddings = model.norm = model.output = None
+    apply_tp(model, mesh(), loss_parallel=True)
+    assert isinstance(model.sequence, SequenceShards)
+    assert isinstance(model.layers["0"].sequence, SequenceShards)
+
+
+def test_names_of_parameters_stay_and_tied_ones_stay_tied():
+    model = tiny_model(enable_weight_tying=True)
+    names = list(model.state_dict())
+    apply_tp(model, mesh(), loss_parallel=False)
+    assert list(model.state_dict()) == names
+    assert model.output.weight is model.tok_embeddings.weight
+    assert isinstance(model.tok_embeddings, VocabularyEmbedding)
+    assert isinstance(model.output, VocabularyOutput) and not model.output.keeps_shards
+
+
+def test_frozen_parameters_stay_frozen():
+    model = tiny_model()
+    model.layers["0"].requires_grad_(False)
+    apply_tp(model, mesh(), loss_parallel=True)
+    assert not any(p.requires_grad for p in model.layers["0"].parameters())
+    assert all(p.requires_grad for p in model.layers["1"].parameters())
+
+
+def test_asynchronous_tensor_parallelism_needs_compiled_blocks(monkeypatch):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
+    config = JobConfig()
+    maybe_enable_async_tp(config, mesh())
+    assert not torch._inductor.config._micro_pipeline_tp
+    config.parallelism.enable_async_tensor_parallel = True
+    with pytest.raises(RuntimeError, match="enable_async_tensor_parallel.*compile.enable"):
+        maybe_enable_async_tp(config, mesh())
+    config.compile.enable = True
+    maybe_enable_async_tp(config, mesh())
+    assert torch._inductor.config._micro_pipeline_tp
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_import_path_gives_the_one_function(family):
+    old = importlib.import_module(f"torchtitan.models.{family}.infra.parallelize")
+    assert (old.apply_tp if family == "llama3" else old.apply_non_moe_tp) is apply_tp

@@ -1,0 +1,142 @@
+"""Keeping hidden states spread over the ranks of a tensor-parallel mesh, by tokens.
+
+Between the modules whose work is split over tp ranks, each rank holds the hidden states of its
+own tokens (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
+
+    whole    [B, T, M]
+    a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
+
+Where tp does not divide T, the last shards end in rows of zeros. Norms and sums leave them without
+influence on any token, and whoever gathers shards drops them.
+
+Hidden states are plain tensors. Their gradients have two kinds, and who joins shards has to know
+which it will get: inside a split module each rank's gradient is one summand of the whole one, and
+elsewhere (logits, the hand-over between pipeline stages) it is the whole one on every rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# Selective checkpointing and the compiler know collectives by these operators.
+_OPS = torch.ops._c10d_functional
+
+
+class WholeSequence:
+    """Without tensor parallelism: hidden states are whole everywhere."""
+
+    def gather(self, shard: Tensor, seq_len: int) -> Tensor:
+        return shard
+
+    def reduce(self, partial_sum: Tensor) -> Tensor:
+        return partial_sum
+
+    def split(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def join(self, shard: Tensor, seq_len: int) -> Tensor:
+        return shard
+
+
+class SequenceShards:
+    """The four ways between shards and whole hidden states on a one-dimensional mesh.
+
+    Every rank of the mesh has to make the same calls, in the same order, in backward too.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self._ranks = (mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+    def gather(self, shard: Tensor, seq_len: int) -> Tensor:
+        """[B, t, M] -> [B, T, M] for a module whose work is split: gradients are summed."""
+        return _Gather.apply(shard, seq_len, *self._ranks)
+
+    def reduce(self, partial_sum: Tensor) -> Tensor:
+        """[B, T, M], one summand on each rank -> this rank's rows [B, t, M] of the sum."""
+        return _Reduce.apply(partial_sum, *self._ranks)
+
+    def split(self, whole: Tensor) -> Tensor:
+        """[B, T, M], the same on every rank -> this rank's rows [B, t, M]."""
+        return _Split.apply(whole, *self._ranks)
+
+    def join(self, shard: Tensor, seq_len: int) -> Tensor:
+        """[B, t, M] -> [B, T, M] where every rank's gradient will be the whole one."""
+        return join_shards(shard, 1, seq_len, *self._ranks)
+
+
+def join_shards(shard: Tensor, dim: int, length: int, group: str, size: int, rank: int) -> Tensor:
+    """All ranks' shards along `dim`, cut to `length`; every rank's gradient is the whole one."""
+    return _Join.apply(shard, dim, length, group, size, rank)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, seq_len: int, *ranks: Any) -> Tensor:
+        ctx.ranks = ranks
+        return _all_gather(shard, 1, seq_len, *ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _reduce_scatter(grad, *ctx.ranks), None, None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_sum: Tensor, *ranks: Any) -> Tensor:
+        ctx.seq_len, ctx.ranks = partial_sum.shape[1], ranks
+        return _reduce_scatter(partial_sum, *ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *ranks: Any) -> Tensor:
+        ctx.seq_len, ctx.ranks = whole.shape[1], ranks
+        return _own_rows(whole, 1, *ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, dim: int, length: int, *ranks: Any) -> Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return _all_gather(shard, dim, length, *ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _own_rows(grad, ctx.dim, *ctx.ranks), None, None, None, None, None
+
+
+def _all_gather(shard: Tensor, dim: int, length: int, group: str, size: int, rank: int) -> Tensor:
+    gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
+    # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy for one row.
+    by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
+    return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
+
+
+def _reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int) -> Tensor:
+    by_rank = _pad(partial_sum, 1, size).unflatten(1, (size, -1)).movedim(1, 0).flatten(0, 1)
+    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group))
+
+
+def _own_rows(whole: Tensor, dim: int, group: str, size: int, rank: int) -> Tensor:
+    padded = _pad(whole, dim, size)
+    length = padded.shape[dim] // size
+    # A view would keep the whole alive.
+    return padded.narrow(dim, rank * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Zeros at the end of `dim`, so that `size` divides it."""
+    missing = -x.shape[dim] % size
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x

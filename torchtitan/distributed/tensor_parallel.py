@@ -1,0 +1,203 @@
+"""Tensor parallelism: every weight matrix is split over the ranks of one mesh.
+
+Parameters become DTensors on the mesh. Activations stay plain tensors: each module computes with
+its rank's part of its parameters, and `sequence_parallel` moves hidden states between modules. In
+a block of a decoder (B rows, T tokens, t = T / tp of them on this rank, M model dim):
+
+    attention_norm, ffn_norm    [B, t, M]                            parameters whole
+    gather                      [B, t, M] -> [B, T, M]
+    wq, wk, wv, w1, w3          [B, T, M] -> this rank's heads, hidden units
+                                                                     split by rows (columns of W^T)
+    wo, w2                      -> one summand of [B, T, M]          split by columns
+    reduce                      -> [B, t, M]
+
+Tokens or heads that a parameter has worked on are this rank's only, so the gradient of one that
+every rank holds whole is always summed over ranks. A value that each rank computes alike from
+everything (an auxiliary loss, say) has to be divided by the number of ranks.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torchtitan.distributed.dtensor import local_parameter
+from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+Row = Mapping[str, int | None]
+"""Of one module: parameter name -> the dimension it is split along, None where it stays whole."""
+
+
+def distribute_modules(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Row], loss_parallel: bool
+) -> None:
+    """Split the model's parameters over a 1-D mesh, in place, as its modules' rows say.
+
+    plan: module name, in which `*` stands for a layer's number -> row. It may have rows for
+        modules that this model, or this pipeline stage, doesn't have.
+    loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
+        whole plain ones.
+
+    Values of parameters that are not on the meta device are taken as equal on every rank; nothing
+    is communicated. Modules that share a parameter go on sharing it.
+
+    Raises ValueError for a module with parameters and no row, a parameter that its module's row
+    leaves out, a size that the mesh doesn't divide, and a class that cannot compute with a part
+    of its parameters (a Linear made float8, say).
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters:
+            continue
+        row = _find_row(plan, name, module, parameters)
+        for parameter_name, parameter in parameters.items():
+            if parameter not in replaced:
+                where = f"{name}.{parameter_name}"
+                replaced[parameter] = _distribute(where, parameter, mesh, row[parameter_name])
+            module.register_parameter(parameter_name, replaced[parameter])
+        _compute_locally(name, module, row)
+    if model.output is not None:
+        model.output.__class__ = VocabularyOutput
+        model.output.keeps_shards = loss_parallel
+    shards = SequenceShards(mesh)
+    for part in (model, *model.layers.values()):
+        part.sequence = shards
+    logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
+
+
+def _find_row(
+    plan: Mapping[str, Row], name: str, module: nn.Module, parameters: Mapping[str, Any]
+) -> Row:
+    pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
+    if pattern is None:
+        raise ValueError(
+            f"the tensor-parallel plan has no row for {name!r}, a {type(module).__name__} with "
+            f"parameters {', '.join(parameters)}; add one that says how they are split"
+        )
+    row = plan[pattern]
+    missing = [key for key in parameters if key not in row]
+    if missing:
+        raise ValueError(
+            f"the tensor-parallel plan's row {pattern!r} does not say how {name}.{missing[0]} is "
+            f"split, only {', '.join(row)}; add it"
+        )
+    return row
+
+
+def _distribute(
+    where: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None
+) -> nn.Parameter:
+    placement = Replicate() if dim is None else Shard(dim)
+    if dim is not None and parameter.shape[dim] % mesh.size():
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree must divide dimension {dim} of {where}, got "
+            f"{mesh.size()} with shape {list(parameter.shape)}; choose a divisor of "
+            f"{parameter.shape[dim]}"
+        )
+    whole = parameter.detach()
+    split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
+    """Have the module's forward read this rank's part of its parameters.
+
+    By another class and not a wrapper: names stay, and compiled blocks share their code.
+    """
+    if getattr(module, "reads_local_parameters", False):
+        return
+    if type(module) is nn.Linear:
+        module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
+    elif type(module) is nn.RMSNorm:
+        module.__class__ = LocalRMSNorm
+    elif type(module) is nn.Embedding:
+        module.__class__ = VocabularyEmbedding
+    else:
+        raise ValueError(
+            f"tensor parallelism cannot split {name!r}, a {type(module).__name__}: its forward has "
+            "to read parameters through local_parameter() and its class to say so with "
+            "reads_local_parameters = True; or set parallelism.tensor_parallel_degree = 1"
+        )
+
+
+# ---- modules that compute with this rank's part of their parameters ----
+
+
+class LocalRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
+
+
+class LocalLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local_parameter(self.weight), local_parameter(self.bias))
+
+
+class SummandLinear(nn.Linear):
+    """Split along its inputs: the result is one summand, the bias spread over all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = local_parameter(self.bias, added_once=True)
+        return F.linear(x, local_parameter(self.weight), bias)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which each rank holds the rows of some tokens. [B, T] -> [B, T, M].
+
+    The result is one summand: zero for tokens that other ranks hold.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local_parameter(self.weight)
+        own = tokens - self.weight.device_mesh.get_local_rank() * weight.shape[0]
+        elsewhere = (own < 0) | (own >= weight.shape[0])
+        rows = F.embedding(own.masked_fill(elsewhere, 0), weight)
+        return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+class VocabularyOutput(nn.Linear):
+    """An output projection of which each rank holds the rows of some tokens. [B, T, M] -> logits.
+
+    keeps_shards: logits [B, T, V] are a DTensor, each rank with its vocabulary entries.
+        Otherwise each rank gets a plain tensor of all.
+    """
+
+    keeps_shards: bool = True
+
+    def forward(self, h: Tensor) -> Tensor:
+        mesh = self.weight.device_mesh
+        logits = F.linear(h, local_parameter(self.weight), local_parameter(self.bias))
+        if self.keeps_shards:
+            return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
+        ranks = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+        return join_shards(logits, logits.ndim - 1, self.out_features, *ranks)
+
+
+# ---- overlapping communication with matrix products ----
+
+
+def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
+    """Have the compiler overlap gathers and reductions with matrix products, if the job wants it.
+
+    Raises RuntimeError if blocks are not compiled.
+    """
+    if not job_config.parallelism.enable_async_tensor_parallel:
+        return
+    if not (job_config.compile.enable and "model" in job_config.compile.components):
+        raise RuntimeError(
+            "parallelism.enable_async_tensor_parallel is carried out by the compiler; set "
+            "compile.enable = true with 'model' among compile.components, or turn it off"
+        )
+    import torch._inductor.config
+
+    torch._inductor.config._micro_pipeline_tp = True
+    logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())
