@@ -134,11 +134,14 @@ def three_experts():
 
 
 def load_and_export(args, files_folder, dump_folder):
-    """Two ranks take their weights from Hugging Face files and write them again."""
+    """Two ranks take their weights from Hugging Face files, in many parts, and write them again."""
+    from torchtitan.components import checkpoint_hf
     from torchtitan.config import ConfigManager
     from torchtitan.engine import TrainingEngine
     from torchtitan.protocols import train_spec
 
+    checkpoint_hf._BYTES_PER_PART = 10_000
+    checkpoint_hf._BYTES_PER_FILE = 20_000
     spec = train_spec.get_train_spec("qwen3")
     train_spec.register_train_spec(
         "tiny_qwen3", dataclasses.replace(spec, model_args={"tiny": args})

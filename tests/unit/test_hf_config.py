@@ -1,5 +1,6 @@
 """From config.json to family, flavor and args, with the published numbers of known models."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from torchtitan.models.hf_config import from_hf_config, main
 from torchtitan.models.llama3 import llama3_args
+from torchtitan.protocols import train_spec
 
 LLAMA_3_1_8B = {
     "model_type": "llama",
@@ -212,3 +214,14 @@ def test_command_is_runnable_as_documented(tmp_path):
     command = [sys.executable, "-m", "torchtitan.models.hf_config", str(tmp_path)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out == "family: qwen3\nflavor: Qwen2.5-7B\n"
+
+
+def test_size_that_is_registered_is_a_flavor(monkeypatch):
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    family, flavor, model_args = from_hf_config(LLAMA_3_2_1B)
+    assert flavor is None
+    spec = train_spec.get_train_spec(family)
+    flavors = {**spec.model_args, "1B": model_args}
+    train_spec.register_train_spec("llama3", dataclasses.replace(spec, model_args=flavors))
+    assert from_hf_config(LLAMA_3_2_1B) == ("llama3", "1B", model_args)
+    assert "1B" not in llama3_args

@@ -107,7 +107,8 @@ def load_from_hf(
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The entries in turn, in parts of bounded size; those of one module stay together, for
-    adapters join some of them."""
+    adapters join some of them. Ranks that share tensors cut at the same places, for adapters may
+    have to gather some."""
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
     for name, tensor in state_dict.items():
@@ -115,10 +116,20 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
             part, n_bytes = {}, 0
         part[name] = tensor
-        n_bytes += _local(tensor).nbytes
+        n_bytes += _share_of(tensor)
         module = name.rpartition(".")[0]
     if part:
         yield part
+
+
+def _share_of(tensor: Tensor) -> int:
+    """Bytes on each rank, were the shards all of one size."""
+    n_bytes = tensor.numel() * tensor.element_size()
+    if is_dtensor(tensor):
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                n_bytes //= tensor.device_mesh.size(axis)
+    return n_bytes
 
 
 def _local(tensor: Tensor) -> Tensor:
