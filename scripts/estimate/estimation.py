@@ -34,6 +34,8 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.config.manager import exit_on_config_error
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
+from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.models.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 _GIB = 2**30
@@ -84,9 +86,15 @@ class _EstimationEngine(TrainingEngine):
 
     def _build_meta_model(self) -> nn.Module:
         model = super()._build_meta_model()
-        for module in model.modules():
-            if hasattr(module, "inner_attention"):
-                module.inner_attention = _FusedAttention()
+        # Masks of an invented batch: kernels ask for some, and `_FusedAttention` reads none. A
+        # model of somebody else's is run as it is.
+        self.masks: dict[str, Any] = {}
+        if isinstance(model, Decoder):
+            row = torch.zeros((1, self.job_config.training.seq_len), dtype=torch.int64)
+            self.masks["attention_masks"] = model.build_causal_masks(row)
+            for module in model.modules():
+                if hasattr(module, "inner_attention"):
+                    module.inner_attention = _FusedAttention()
         return model
 
     def _materialize(self) -> None:
@@ -103,8 +111,7 @@ class _EstimationEngine(TrainingEngine):
         for _ in range(min(self.gradient_accumulation_steps, 2)):
             tokens = torch.zeros(shape, dtype=torch.int64)
             self.forward_backward_step(
-                # No masks: `_FusedAttention` takes none, and making them reads the tokens.
-                input_dict={"input": tokens, "attention_masks": None},
+                input_dict={"input": tokens, **self.masks},
                 labels=tokens,
                 global_valid_tokens=1.0,
             )
@@ -118,7 +125,7 @@ class _EstimationEngine(TrainingEngine):
             yield from part.buffers()
 
 
-class _FusedAttention(nn.Module):
+class _FusedAttention(FlexAttentionWrapper):
     """Takes the memory of a fused kernel, whichever the job uses: no scores, only their sums.
 
     The kernels of an accelerator (flash, flex, varlen) all keep q, k, v, the output and one
@@ -130,10 +137,11 @@ class _FusedAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *args: Any,
+        *,
+        block_mask: Any = None,
+        scale: float | None = None,
         return_lse: bool = False,
         enable_gqa: bool = False,
-        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """q: [B, H, T, D]; k: [B, K, T, D]; v: [B, K, T, Dv]. Returns [B, H, T, Dv]."""
         width = v.shape[-1]

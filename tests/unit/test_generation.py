@@ -25,7 +25,11 @@ from scripts.generate.test_generate import encode_prompt, main
 from torchtitan.components.checkpoint_folder import mark_unfinished
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
+from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama4 import Transformer as Llama4
+from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -104,12 +108,58 @@ def test_cached_log_probs_equal_those_of_the_full_forward(attn_type, split):
     assert difference.abs().max() <= 5e-6
 
 
+TINY = {"dim": 32, "n_layers": 4, "n_heads": 4, "vocab_size": 50, "max_seq_len": 64}
+LATENTS = {
+    "inter_dim": 48,
+    "moe_inter_dim": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+CHUNKED = {
+    "n_kv_heads": 2,
+    "multiple_of": 16,
+    "every_n_layers_nope": 4,
+    "fixed_attn_block_size": 7,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8,
+    "attn_type": "flex",
+}
+WINDOWED = {
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "moe_inter_dim": 16,
+    "sliding_window_size": 5,
+    "attn_type": "flex",
+}
+FAMILIES = {
+    "qwen3": (Qwen3Model, QWEN3_ARGS),
+    "qwen3 with experts": (
+        Qwen3Model,
+        Qwen3ModelArgs(**TINY, n_kv_heads=2, head_dim=16, moe_enabled=True, moe_inter_dim=16),
+    ),
+    "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**TINY, **LATENTS)),
+    "llama4": (Llama4, Llama4Args(**TINY, **CHUNKED)),
+    "gpt_oss": (GptOssModel, GptOssModelArgs(**TINY, **WINDOWED)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_cached_log_probs_of_qwen3_equal_those_of_the_full_forward():
-    model, tokens = tiny_qwen3(), random_tokens(2, 12)
-    with kv_cache(model, max_length=12) as forward:
-        pieces = [forward(piece) for piece in tokens.split([5, *[1] * 7], dim=1)]
-    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - model(tokens).log_softmax(dim=-1)
+def test_cached_log_probs_of_every_family_equal_those_of_the_full_forward(family):
+    model_cls, args = FAMILIES[family]
+    torch.manual_seed(0)
+    model, tokens = model_cls(args), random_tokens(2, 24)
+    model.init_weights()
+    masks = None
+    if args.attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None)
+    expected = model(tokens, masks).log_softmax(dim=-1)
+    # The prompt of 13 is longer than a chunk and a window, and decoding crosses the next ones.
+    with kv_cache(model, max_length=24) as forward:
+        pieces = [forward(piece) for piece in tokens.split([13, *[1] * 6, 5], dim=1)]
+    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
     assert difference.abs().max() <= 5e-6
 
 

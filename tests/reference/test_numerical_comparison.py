@@ -1,0 +1,87 @@
+"""The script that compares our logits with transformers', on a tiny model made with transformers."""
+
+import sys
+
+import pytest
+import torch
+
+from scripts.checkpoint_conversion.numerical_tests_example import (
+    compare_logits,
+    main,
+    numerical_test,
+)
+from torchtitan.models.qwen3 import Qwen3ModelArgs
+from torchtitan.protocols import train_spec
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SIZES = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "hidden_dim": 48,
+    "vocab_size": 50,
+}
+FLAVORS = {
+    "sdpa": Qwen3ModelArgs(**SIZES),
+    "varlen": Qwen3ModelArgs(**SIZES, attn_type="varlen", attn_mask_type="block_causal"),
+    "other_theta": Qwen3ModelArgs(**SIZES, rope_theta=500.0),
+}
+
+
+@pytest.fixture
+def hf_folder(tmp_path, monkeypatch):
+    config = transformers.Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    spec = train_spec.get_train_spec("qwen3")
+    spec.model_args = FLAVORS
+    monkeypatch.setitem(train_spec._extra_train_specs, "tiny_qwen3", spec)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("flavor", ["sdpa", "varlen"])
+def test_right_weights_differ_by_rounding_only(hf_folder, flavor):
+    comparison = numerical_test(hf_folder, "tiny_qwen3", flavor, seq_len=40)
+    assert abs(comparison.kl_divergence) < 1e-11
+    assert comparison.max_difference < 1e-5
+    assert comparison.same_likeliest == 1
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["numerical_tests_example", *arguments])
+    main()
+
+
+def test_program_reports_and_ends_with_an_error_if_models_differ(hf_folder, monkeypatch, capsys):
+    arguments = [hf_folder, "--model_name=tiny_qwen3", "--seq_len=40"]
+    run_main(monkeypatch, *arguments, "--model_flavor=sdpa")
+    assert "KL divergence (mean over tokens) " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="the models differ by more than 0.001"):
+        run_main(monkeypatch, *arguments, "--model_flavor=other_theta")
+    with pytest.raises(SystemExit, match="error: model.flavor must be a flavor of 'tiny_qwen3'"):
+        run_main(monkeypatch, *arguments, "--model_flavor=8B")
+
+
+def test_figures_by_hand():
+    theirs = torch.tensor([[[0.5, 0.5], [0.75, 0.25]]]).log()
+    ours = torch.tensor([[[0.5, 0.5], [0.25, 0.75]]]).log()
+    comparison = compare_logits(theirs, ours + 3)  # logits are free up to a constant
+    log3 = torch.tensor(3.0).log().item()
+    # The second token's: 3/4 log 3 - 1/4 log 3.
+    assert comparison.kl_divergence == pytest.approx(log3 / 4, abs=1e-6)
+    assert comparison.max_difference == pytest.approx(log3, abs=1e-6)
+    assert comparison.same_likeliest == 0.5
