@@ -2,7 +2,7 @@
 
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +19,7 @@ from torchtitan.config.checks import (
     check_job_config,
     check_tokenizer_fits,
 )
+from torchtitan.models.moe import MoEArgs
 
 
 def config_with(**settings) -> JobConfig:
@@ -421,6 +422,49 @@ def test_heads_not_divisible_by_tensor_parallel_degree_are_named(degree, name):
     assert "what fits is 1, 2, 4" in message
 
 
+@dataclass
+class MoEModelArgs(ModelArgs):
+    moe_enabled: bool = True
+    moe_args: MoEArgs = field(default_factory=lambda: MoEArgs(num_experts=6))
+
+
+def message_about_experts(degree, model_args):
+    config = config_with(parallelism__expert_parallel_degree=degree)
+    return message_of(check_against_spec, config, train_spec(model_args={"debugmodel": model_args}))
+
+
+def test_experts_are_dealt_evenly():
+    check_against_spec(
+        config_with(parallelism__expert_parallel_degree=3),
+        train_spec(model_args={"debugmodel": MoEModelArgs()}),
+    )
+    message = message_about_experts(4, MoEModelArgs())
+    assert "expert_parallel_degree must divide the number of experts" in message
+    assert "got 4 with 6 experts; what fits is 1, 2, 3, 6" in message
+
+
+@pytest.mark.parametrize("model_args", [ModelArgs(), MoEModelArgs(moe_enabled=False)])
+def test_expert_parallelism_of_a_model_without_experts_is_refused(model_args):
+    message = message_about_experts(2, model_args)
+    assert "needs a flavor with experts, got 2" in message and "set it to 1" in message
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "ep", "etp", "fits"),
+    [(4, 1, 3, 1, "1, 2, 4"), (2, 2, 8, 1, "1, 2, 4"), (2, 2, 4, 2, "1, 2")],
+)
+def test_ranks_are_dealt_experts_a_whole_number_of_times(shard, tp, ep, etp, fits):
+    config = config_with(
+        parallelism__data_parallel_shard_degree=shard,
+        parallelism__tensor_parallel_degree=tp,
+        parallelism__expert_parallel_degree=ep,
+        parallelism__expert_tensor_parallel_degree=etp,
+    )
+    message = message_of(check_job_config, config, world_size=4)
+    assert "parallelism.expert_parallel_degree must divide" in message
+    assert f"got {ep} with {shard} * 1 * {tp} / {etp}; what fits is {fits}" in message
+
+
 def test_missing_tokenizer_folder_is_named_if_a_tokenizer_is_built(tmp_path):
     config = config_with(model__hf_assets_path="nowhere")
     check_against_spec(config, train_spec())
@@ -458,7 +502,7 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
     check_against_spec(config, train_spec(build_optimizers_fn=print))
 
 
-@pytest.mark.parametrize("name", ["pipeline", "context", "expert"])
+@pytest.mark.parametrize("name", ["pipeline", "context"])
 def test_degree_that_is_not_available_yet_says_so(name):
     config = config_with(**{f"parallelism__{name}_parallel_degree": 2})
     message = message_of(check_against_spec, config, train_spec())

@@ -38,7 +38,7 @@ def tiny_model(**changes):
 
 @pytest.mark.parametrize(
     "degree, key",
-    [("ep", "expert"), ("cp", "context"), ("pp", "pipeline")],
+    [("cp", "context"), ("pp", "pipeline")],
 )
 def test_parallelism_that_is_not_there_yet_is_refused_by_its_key(degree, key):
     with pytest.raises(ValueError, match=f"parallelism.{key}_parallel_degree = 2 is not available"):

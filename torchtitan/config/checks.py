@@ -58,6 +58,7 @@ def check_job_config(
     check_expert_tensor_parallel_degree(job_config)
     if world_size is not None:
         check_degrees_match_world_size(job_config, world_size)
+        check_ranks_for_experts(job_config, world_size)
         check_global_batch_size(job_config, world_size)
         check_seed_checkpoint(job_config, world_size)
         check_early_step_with_ddp(job_config, world_size)
@@ -74,6 +75,7 @@ def check_against_spec(
     check_flavor(job_config, train_spec)
     check_attention(job_config, train_spec)
     check_heads(job_config, train_spec)
+    check_num_experts(job_config, train_spec)
     check_hf_assets(job_config, train_spec)
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
@@ -468,6 +470,22 @@ def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
         )
 
 
+def check_ranks_for_experts(job_config: JobConfig, world_size: int) -> None:
+    """Experts are dealt to ranks that share the other weights, a whole number of times."""
+    parallelism = job_config.parallelism
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    dp_shard = _shard_degree(job_config, world_size)
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    ranks = dp_shard * cp * tp
+    if ep > 1 and ranks % (ep * etp):
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree must divide data_parallel_shard_degree * "
+            f"context_parallel_degree * tensor_parallel_degree / expert_tensor_parallel_degree, "
+            f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; what fits is "
+            f"{_divisors(ranks // etp)}"
+        )
+
+
 def check_global_batch_size(job_config: JobConfig, world_size: int) -> None:
     training = job_config.training
     global_batch = training.global_batch_size
@@ -521,11 +539,30 @@ def check_heads(job_config: JobConfig, train_spec: Any) -> None:
     for name in ("n_heads", "n_kv_heads"):
         heads = getattr(model_args, name, None)
         if heads and heads % tp:
-            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
                 f"parallelism.tensor_parallel_degree must divide {name} of flavor "
-                f"{job_config.model.flavor!r}, got {tp} with {heads} heads; what fits is {fits}"
+                f"{job_config.model.flavor!r}, got {tp} with {heads} heads; what fits is "
+                f"{_divisors(heads)}"
             )
+
+
+def check_num_experts(job_config: JobConfig, train_spec: Any) -> None:
+    ep, flavor = job_config.parallelism.expert_parallel_degree, job_config.model.flavor
+    model_args = train_spec.model_args[flavor]
+    if ep == 1:
+        return
+    if not hasattr(model_args, "moe_args") or not getattr(model_args, "moe_enabled", True):
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree above 1 needs a flavor with experts, got {ep} "
+            f"with {job_config.model.name!r} flavor {flavor!r}, which has none; set it to 1"
+        )
+    num_experts = model_args.moe_args.num_experts
+    if num_experts % ep:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree must divide the number of experts of flavor "
+            f"{flavor!r}, got {ep} with {num_experts} experts; what fits is "
+            f"{_divisors(num_experts)}"
+        )
 
 
 def check_hf_assets(job_config: JobConfig, train_spec: Any) -> None:
@@ -566,7 +603,7 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
 
 
 def check_degrees_are_available(job_config: JobConfig) -> None:
-    for name in ("pipeline", "context", "expert"):
+    for name in ("pipeline", "context"):
         key = f"{name}_parallel_degree"
         degree = getattr(job_config.parallelism, key)
         if degree > 1:
@@ -588,6 +625,10 @@ def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
 
 
 # --- Helpers ----------------------------------------------------------------------------------
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _value(job_config: JobConfig, key: str) -> Any:

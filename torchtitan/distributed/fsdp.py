@@ -8,7 +8,9 @@ The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict o
 and `output`, each but `layers` possibly None on a pipeline stage.
 """
 
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.tools.logging import logger
@@ -33,11 +36,17 @@ def apply_fsdp(
     pp_enabled: bool,
     cpu_offload: bool = False,
     reshard_after_forward_policy: str = "default",
+    ep_degree: int = 1,
+    edp_mesh: DeviceMesh | None = None,
+    gradient_divide_factor: int | None = None,
 ) -> None:
     """Shard the model in place: embeddings, each block, and norm with output are one unit each.
 
     dp_mesh: one axis for FSDP; two, replicas outermost, for HSDP. Size 1 works, without
     communication. Parameters are gathered in `param_dtype`, gradients reduced in `reduce_dtype`.
+    ep_degree: ranks among which the experts of a block were dealt. Above 1 they are a unit each,
+    sharded on `edp_mesh`, whose last axis is that of ranks with the same experts.
+    gradient_divide_factor: accepted for compatibility; gradients are never divided.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward
     and gathers them anew in backward; "never" keeps them; "default" is always without pipeline
     parallelism (where every microbatch would gather again), else never.
@@ -67,12 +76,60 @@ def apply_fsdp(
     block_options = options | {
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
-    for block in model.layers.values():
+    blocks = list(model.layers.values())
+    for experts in _experts_of(blocks) if ep_degree > 1 else ():
+        fully_shard(
+            experts,
+            reshard_after_forward=reshard,
+            shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
+            **(block_options | {"mesh": edp_mesh}),
+        )
+    for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
     disable_fsdp_gradient_division(model)
+    if ep_degree > 1:
+        _prefetch_in_order(embeddings, blocks, output)
+
+
+def _experts_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    return [block.moe.experts for block in blocks if getattr(block, "moe_enabled", False)]
+
+
+def _expert_placement(
+    experts: nn.Module, ep_degree: int, edp_mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Shard] | None:
+    """How FSDP splits parameters [E, M, ...]: along M if there are more ranks than experts."""
+    num_shards = edp_mesh.size(edp_mesh.ndim - 1)
+    if num_shards * ep_degree <= experts.num_experts:
+        return None
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        # FSDP pads uneven shares along the first dim only; there, some ranks then hold nothing.
+        return Shard(0 if parameter.to_local().shape[1] % num_shards else 1)
+
+    return placement
+
+
+def _prefetch_in_order(
+    embeddings: nn.Module | None, blocks: list[nn.Module], output: nn.Module | None
+) -> None:
+    """Have each unit gather the next one's parameters, too.
+
+    FSDP by itself gathers when the host comes to a unit, which is early enough as long as the
+    host runs ahead of the device. Where experts are dealt, it waits in each block.
+    """
+    units = [[block, *_experts_of([block])] for block in blocks]
+    if embeddings is not None:
+        units.insert(0, [embeddings])
+    if output is not None:
+        units.append([output])
+    units = [[module for module in unit if isinstance(module, FSDPModule)] for unit in units]
+    for unit, following in pairwise(unit for unit in units if unit):
+        unit[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(unit)
 
 
 def _reshard_after_forward(policy: str, pp_enabled: bool) -> bool:

@@ -46,8 +46,9 @@ def distribute_modules(
     loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
         whole plain ones.
 
-    Values of parameters that are not on the meta device are taken as equal on every rank; nothing
-    is communicated. Modules that share a parameter go on sharing it.
+    Parameters that are DTensors already are left as they are. Values of others that are not on
+    the meta device are taken as equal on every rank; nothing is communicated. Modules that share
+    a parameter go on sharing it.
 
     Raises ValueError for a module with parameters and no row, a parameter that its module's row
     leaves out, a size that the mesh doesn't divide, and a class that cannot compute with a part
@@ -55,7 +56,11 @@ def distribute_modules(
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
+        parameters = {
+            key: parameter
+            for key, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, DTensor)  # experts that were dealt to ranks
+        }
         if not parameters:
             continue
         row = _find_row(plan, name, module, parameters)

@@ -35,6 +35,8 @@ def parallelize_decoder(
     Raises ValueError for a kind of parallelism that the decoder does not support yet.
     """
     _refuse_unavailable(parallel_dims)
+    if parallel_dims.ep_enabled:
+        _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
         _apply_tensor_parallel(model, parallel_dims, job_config)
     compile_blocks = job_config.compile.enable and "model" in job_config.compile.components
@@ -47,7 +49,6 @@ def parallelize_decoder(
 
 def _refuse_unavailable(parallel_dims: "ParallelDims") -> None:
     kinds = {
-        "expert": parallel_dims.ep,
         "context": parallel_dims.cp,
         "pipeline": parallel_dims.pp,
     }
@@ -141,6 +142,71 @@ def _apply_tensor_parallel(
     maybe_enable_async_tp(job_config, mesh)
 
 
+# ---- expert parallelism ----
+
+
+def apply_moe_ep_tp(
+    model: nn.Module,
+    tp_mesh: "DeviceMesh | None",
+    ep_mesh: "DeviceMesh | None",
+    etp_mesh: "DeviceMesh | None",
+    ep_etp_mesh: "DeviceMesh | None",
+    dual_pipe_v: bool = False,
+    use_deepep: bool = False,
+) -> None:
+    """Deal the experts of every block to ranks, or split each of them, or both; in place.
+
+    tp_mesh, ep_mesh: 1-D, None where this parallelism is off. Where both are on, the ranks of
+        `tp_mesh` share out the tokens.
+    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp]. Given if experts are split by
+        hidden units besides, and tokens are not shared out.
+
+    To be called before `apply_tp`, which leaves alone what is distributed.
+
+    Raises ValueError for DualPipe and DeepEP, and for experts that the meshes don't divide.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from torchtitan.distributed.expert_parallel import (
+        ExpertParallel,
+        ExpertTensorParallel,
+        ReordererSequenceParallel,
+        TensorParallel,
+    )
+
+    if dual_pipe_v or use_deepep:
+        raise ValueError(
+            "experts are dealt by torch's all-to-all only; leave dual_pipe_v and use_deepep off, "
+            "and set parallelism.expert_parallel_comm_backend = 'standard'"
+        )
+    hidden_dims = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
+    for block in model.layers.values():
+        if not block.moe_enabled:
+            continue
+        experts = block.moe.experts
+        if ep_mesh is None:
+            parallelize_module(experts, tp_mesh, TensorParallel(hidden_dims))
+        elif etp_mesh is not None:
+            parallelize_module(experts, ep_etp_mesh, ExpertTensorParallel(hidden_dims))
+        else:
+            parallelize_module(experts, ep_mesh, ExpertParallel())
+            if tp_mesh is not None:
+                parallelize_module(block.moe.reorderer, tp_mesh, ReordererSequenceParallel())
+
+
+def _apply_expert_parallel(model: nn.Module, parallel_dims: "ParallelDims") -> None:
+    apply_moe_ep_tp(
+        model,
+        tp_mesh=parallel_dims.get_optional_mesh("tp"),
+        ep_mesh=parallel_dims.get_mesh("ep"),
+        etp_mesh=parallel_dims.get_optional_mesh("etp"),
+        ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
+    )
+    logger.info(
+        "expert parallelism on %d ranks, each split %d-fold", parallel_dims.ep, parallel_dims.etp
+    )
+
+
 # ---- activation checkpointing, compile ----
 
 
@@ -163,6 +229,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         ops.torchtitan.document_attention.default,
         ops._c10d_functional.reduce_scatter_tensor.default,
+        ops._c10d_functional.all_to_all_single.default,
         torch._higher_order_ops.flex_attention,
     }
     if not compile_blocks:
@@ -238,7 +305,8 @@ def _apply_data_parallel(
     training = job_config.training
     # DDP knows plain parameters only. With split ones, replicas are FSDP's with one shard each.
     replicates_split = parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled
-    if parallel_dims.fsdp_enabled or replicates_split:
+    # Ranks that hold the same experts sum gradients on a mesh of their own, which FSDP can do.
+    if parallel_dims.fsdp_enabled or replicates_split or parallel_dims.ep_enabled:
         apply_fsdp(
             model,
             parallel_dims.get_fsdp_mesh(),
@@ -247,6 +315,15 @@ def _apply_data_parallel(
             pp_enabled=parallel_dims.pp_enabled,
             cpu_offload=training.enable_cpu_offload,
             reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+            ep_degree=parallel_dims.ep,
+            edp_mesh=_expert_data_parallel_mesh(parallel_dims),
         )
     elif parallel_dims.dp_replicate_enabled:
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compile_blocks)
+
+
+def _expert_data_parallel_mesh(parallel_dims: "ParallelDims") -> "DeviceMesh | None":
+    if not parallel_dims.ep_enabled:
+        return None
+    replicated = parallel_dims.dp_replicate_enabled
+    return parallel_dims.get_mesh(["dp_replicate", "efsdp"] if replicated else ["efsdp"])

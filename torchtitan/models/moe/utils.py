@@ -2,54 +2,39 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.models.moe.kernels import generate_permute_indices
+from torchtitan.distributed import token_groups
+from torchtitan.distributed.token_groups import (
+    ValidTokenGroupAlignmentSize,
+    set_token_group_alignment_size_m,
+)
+from torchtitan.distributed.token_groups import unpermute_tokens as _unpermute
 
-# Rows: 16 bytes of bf16. Read through the module, since converters to 8 bits raise it.
-TOKEN_GROUP_ALIGN_SIZE_M = 8
-ValidTokenGroupAlignmentSize = Literal[8, 16, 32]
+__all__ = [
+    "ValidTokenGroupAlignmentSize",
+    "indices_padding_wrapper",
+    "set_token_group_alignment_size_m",
+]
 
 
-def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSize) -> None:
-    """Pad the tokens of each expert up to a multiple of 8, 16 or 32 from here on."""
-    if alignment_size not in (8, 16, 32):
-        raise ValueError(
-            f"the alignment of expert groups must be 8, 16 or 32, got {alignment_size}"
-        )
-    global TOKEN_GROUP_ALIGN_SIZE_M
-    TOKEN_GROUP_ALIGN_SIZE_M = alignment_size
+def __getattr__(name: str) -> Any:
+    if name == "TOKEN_GROUP_ALIGN_SIZE_M":  # its value now
+        return token_groups.TOKEN_GROUP_ALIGN_SIZE_M
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _permute(
     x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """Reorder x [N, D] from [source rank][local expert] to [local expert], with padding.
-
-    num_tokens_per_expert: [ep_degree * num_local_experts] int.
-    Returns (shape of x with the zero row that padding comes from, padded x [M, D], the row of
-    each of its M rows, padded counts [num_local_experts] int32). M follows from N alone, so
-    nothing waits for the device; rows past the sum of the counts belong to no expert.
-    """
-    alignment = TOKEN_GROUP_ALIGN_SIZE_M
-    padded_len = x.shape[0] + num_local_experts * alignment
-    padded_len = (padded_len + alignment - 1) // alignment * alignment
-    permuted_indices, m_sizes, _ = generate_permute_indices(
-        num_tokens_per_expert, num_local_experts, ep_degree, padded_len, alignment
+    """`permute_tokens` into groups that the kernels take."""
+    alignment = token_groups.TOKEN_GROUP_ALIGN_SIZE_M
+    return token_groups.permute_tokens(
+        x, num_tokens_per_expert, ep_degree, num_local_experts, alignment
     )
-    x = torch.cat([x, x.new_zeros(1, x.shape[-1])])
-    return x.shape, x[permuted_indices], permuted_indices, m_sizes
-
-
-def _unpermute(out: Tensor, input_shape: torch.Size, permuted_indices: Tensor) -> Tensor:
-    """Undo `_permute`: [M, D] -> [N, D], without padding."""
-    # Padding, which may hold anything, all goes to the last row. D may differ from the input's.
-    unpermuted = out.new_empty(input_shape[0], out.shape[-1])
-    unpermuted[permuted_indices] = out
-    return unpermuted[:-1]
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,7 +1,7 @@
 """The shared plan and its steps, at the place where they used to be Llama 4's own."""
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
-from torchtitan.models.parallelize import apply_compile
+from torchtitan.models.parallelize import apply_compile, apply_moe_ep_tp
 from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 
@@ -9,6 +9,7 @@ __all__ = [
     "apply_compile",
     "apply_ddp",
     "apply_fsdp",
+    "apply_moe_ep_tp",
     "apply_non_moe_tp",
     "disable_fsdp_gradient_division",
     "parallelize_llama",

@@ -1,0 +1,250 @@
+"""Expert parallelism: each rank of a mesh holds some of the experts, and tokens travel to them.
+
+R ranks of the `ep` axis, E experts of which each rank holds e = E / R, N (token, expert) pairs of
+one rank, D model dim. Around the experts of a layer, which compute on pairs grouped by expert:
+
+    dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for the e experts here
+    combine    the way back
+
+Every rank enters every exchange, in backward too, with no pairs if it has none. An expert's
+gradient thus comes from the pairs of all R ranks; what remains is to sum it over the ranks that
+hold the same experts, which is FSDP's work.
+
+Under tensor parallelism all ranks of its axis have the same pairs. Either each dispatches a share
+of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp` of
+the same ranks (`ExpertTensorParallel`). In both cases, and in `TensorParallel`, what a rank gets
+is one summand of the result, and the gradient of its input one summand of the whole gradient.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchtitan.distributed.token_groups import (
+    kernel_alignment,
+    permute_tokens,
+    unpermute_tokens,
+)
+
+__all__ = [
+    "BaseExpertParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "ReordererSequenceParallel",
+    "TensorParallel",
+]
+
+# Selective checkpointing and the compiler know collectives by these operators.
+_OPS = torch.ops._c10d_functional
+
+SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
+"""Parameter -> the dimension of its hidden units, None if it has none: of `GroupedExperts`."""
+
+
+class TensorParallel(ParallelStyle):
+    """Splits experts by hidden units over a 1-D mesh; nothing is communicated.
+
+    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default.
+    """
+
+    def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
+        super().__init__()
+        self.hidden_dims = hidden_dims
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in dict(module.named_parameters(recurse=False)):
+            _split(module, name, device_mesh, [self.hidden_dims[name]])
+        return module
+
+
+class BaseExpertParallel(ParallelStyle, ABC):
+    """Splits a module of experts, and wraps its forward in dispatch and combine.
+
+    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). One object
+    serves one module: it remembers the last dispatch for its combine.
+    """
+
+    @abstractmethod
+    def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Replace the module's own parameters by their shares."""
+
+    @abstractmethod
+    def _token_dispatch(
+        self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the experts here compute on: tokens [M, D] and their counts [e]."""
+
+    @abstractmethod
+    def _token_combine(
+        self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        """Return the results [N, D] for this rank's tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            partition_fn=self._partition_fn,
+            input_fn=self._token_dispatch,
+            output_fn=self._token_combine,
+        )
+
+
+class ExpertParallel(BaseExpertParallel):
+    """Deals whole experts to the ranks of a 1-D mesh: rank r holds those from r * e on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_splits: list[int] = []
+        self.output_splits: list[int] = []
+        self.input_shape: torch.Size | None = None
+        self.permuted_indices: Tensor | None = None
+
+    def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
+        for parameter_name in dict(mod.named_parameters(recurse=False)):
+            _split(mod, parameter_name, device_mesh, [0])
+
+    def _token_dispatch(
+        self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        routed, num_tokens_per_expert = inputs
+        num_ranks, group = device_mesh.size(), device_mesh.get_group().group_name
+        num_local = num_tokens_per_expert.shape[0] // num_ranks
+        with torch.no_grad():
+            even = [num_local] * num_ranks
+            received = _exchange(num_tokens_per_expert, even, even, group)  # [R * e]
+            sizes = torch.stack([num_tokens_per_expert, received]).unflatten(1, (num_ranks, -1))
+            # The one wait for the device.
+            self.input_splits, self.output_splits = sizes.sum(dim=2).to("cpu").tolist()
+        routed = _AllToAll.apply(routed, self.output_splits, self.input_splits, group)
+        alignment = kernel_alignment(routed.device)
+        self.input_shape, routed, self.permuted_indices, padded_counts = permute_tokens(
+            routed, received, num_ranks, num_local, alignment
+        )
+        return routed, padded_counts
+
+    def _token_combine(
+        self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        group = device_mesh.get_group().group_name
+        out = unpermute_tokens(routed_output, self.input_shape, self.permuted_indices)
+        return _AllToAll.apply(out, self.input_splits, self.output_splits, group)
+
+
+class ExpertTensorParallel(ExpertParallel):
+    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each along `etp`.
+
+    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default.
+    """
+
+    def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
+        super().__init__()
+        self.hidden_dims = hidden_dims
+
+    def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
+        for parameter_name in dict(mod.named_parameters(recurse=False)):
+            dims = [0, self.hidden_dims[parameter_name]]
+            _split(mod, parameter_name, device_mesh, dims)
+
+    def _token_dispatch(
+        self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        return super()._token_dispatch(mod, inputs, device_mesh["ep"])
+
+    def _token_combine(
+        self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return super()._token_combine(mod, routed_output, device_mesh["ep"])
+
+
+class ReordererSequenceParallel(ParallelStyle):
+    """Gives each rank of a 1-D mesh a share of tokens that all of them have, for a reorderer.
+
+    Applied to a `TokenReorderer`, called with scores and experts [T, k] of all tokens: the rank
+    sorts the pairs of T / R tokens, rounded up, and its last tokens may be fewer. Pairs keep
+    their numbers among all T * k.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first_pair = 0
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module, device_mesh, input_fn=self._own_tokens, output_fn=self._number_in_all
+        )
+
+    def _own_tokens(
+        self, module: nn.Module, inputs: tuple[Tensor, Tensor], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        top_scores, selected = inputs
+        num_tokens, top_k = top_scores.shape
+        share = -(-num_tokens // device_mesh.size())
+        first = min(share * device_mesh.get_local_rank(), num_tokens)
+        self._first_pair = first * top_k
+        own = slice(first, first + share)
+        return top_scores[own], selected[own]
+
+    def _number_in_all(
+        self, module: nn.Module, outputs: tuple[Tensor, Tensor, Tensor], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores, pairs, counts = outputs
+        return scores, pairs + self._first_pair, counts
+
+
+_DEGREE_OF_AXIS = {
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+def _split(module: nn.Module, name: str, mesh: DeviceMesh, dims: list[int | None]) -> None:
+    """Replace a parameter by its share: along `dims[i]` over the i-th axis of the mesh.
+
+    Values of a parameter that is not on the meta device are taken as equal on every rank.
+
+    Raises ValueError for a dimension that the axis does not divide.
+    """
+    parameter = getattr(module, name)
+    for axis, dim in enumerate(dims):
+        if dim is not None and parameter.shape[dim] % mesh.size(axis):
+            axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
+            raise ValueError(
+                f"parallelism.{_DEGREE_OF_AXIS[axis_name]} must divide dimension {dim} of the "
+                f"experts' {name}, got {mesh.size(axis)} with shape {list(parameter.shape)}; "
+                f"choose a divisor of {parameter.shape[dim]}"
+            )
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
+
+
+def _exchange(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """x: [sum of sent, ...], for each rank of the group its rows -> [sum of received, ...]."""
+    return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
+
+
+class _AllToAll(torch.autograd.Function):
+    """`_exchange`, whose gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _exchange(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.sent, ctx.received, ctx.group), None, None, None

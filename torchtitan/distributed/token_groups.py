@@ -1,0 +1,147 @@
+"""Regrouping tokens by expert: plain torch on every device.
+
+R source ranks, E experts on this rank. Tokens come ordered by [rank][expert] and leave ordered
+by [expert][rank], each expert's in a slot of aligned size.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Rows: 16 bytes of bf16. Converters to 8 bits raise it.
+TOKEN_GROUP_ALIGN_SIZE_M = 8
+ValidTokenGroupAlignmentSize = Literal[8, 16, 32]
+
+
+def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSize) -> None:
+    """Pad the tokens of each expert up to a multiple of 8, 16 or 32 from here on."""
+    if alignment_size not in (8, 16, 32):
+        raise ValueError(
+            f"the alignment of expert groups must be 8, 16 or 32, got {alignment_size}"
+        )
+    global TOKEN_GROUP_ALIGN_SIZE_M
+    TOKEN_GROUP_ALIGN_SIZE_M = alignment_size
+
+
+def kernel_alignment(device: torch.device) -> int:
+    """Rows to whose multiples the grouped kernels of this device want each group padded."""
+    return 1 if device.type == "cpu" else TOKEN_GROUP_ALIGN_SIZE_M
+
+
+def permute_tokens(
+    x: Tensor, counts: Tensor, num_ranks: int, experts_per_rank: int, alignment: int
+) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
+    """Reorder x [N, D] from [rank][expert] to [expert][rank], with padding to aligned slots.
+
+    counts: [R * E] int.
+    Returns (shape of x with the zero row that padding comes from, padded x [M, D], the row of
+    each of its M rows, slot sizes [E] int32). M follows from N alone, so nothing waits for the
+    device; rows past the sum of the sizes belong to no expert.
+    """
+    padded_len = x.shape[0] + experts_per_rank * alignment
+    padded_len = (padded_len + alignment - 1) // alignment * alignment
+    indices, m_sizes, _ = generate_permute_indices(
+        counts, experts_per_rank, num_ranks, padded_len, alignment
+    )
+    x = torch.cat([x, x.new_zeros(1, x.shape[-1])])
+    return x.shape, x.index_select(0, _rows(indices, x.shape)), indices, m_sizes
+
+
+def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
+    """Undo `permute_tokens`: [M, D] -> [N, D], without padding."""
+    # Padding, which may hold anything, all goes to the last row. D may differ from the input's.
+    unpermuted = out.new_empty(input_shape[0], out.shape[-1])
+    return unpermuted.index_copy(0, _rows(indices, input_shape), out)[:-1]
+
+
+def _rows(indices: Tensor, input_shape: torch.Size) -> Tensor:
+    return torch.where(indices < 0, input_shape[0] - 1, indices).long()
+
+
+def generate_permute_indices(
+    tokens_per_expert_group: Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+    alignment: int,
+    use_cpu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (indices, sizes, ends) of the aligned slots, all int32; no sync with the device.
+
+    tokens_per_expert_group: [R * E] int, tokens from each rank for each expert.
+    max_len: length of the regrouped buffer.
+    alignment: slot sizes are multiples of it; an expert without tokens has one such slot, too.
+
+    indices [max_len]: which token stands in each place, -1 for none. sizes [E], ends [E]: of
+    the slots, in order.
+    """
+    if use_cpu:
+        tokens_per_expert_group = tokens_per_expert_group.cpu()
+    start_index_values = tokens_per_expert_group.cumsum(0) - tokens_per_expert_group
+    totals = tokens_per_expert_group.view(num_ranks, experts_per_rank).sum(0).clamp(min=alignment)
+    m_sizes = (totals + alignment - 1) // alignment * alignment
+    m_offsets = m_sizes.cumsum(0)
+    permuted_indices = fill_indices_wrapper(
+        tokens_per_expert_group,
+        start_index_values,
+        m_offsets - m_sizes,
+        experts_per_rank,
+        num_ranks,
+        max_len,
+    )
+    return permuted_indices, m_sizes.int(), m_offsets.int()
+
+
+def fill_indices_wrapper(
+    tokens_per_expert_group: Tensor,
+    start_index_values: Tensor,
+    write_offsets: Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+    block_size: int = 128,
+    max_blocks: int = 1024,
+) -> Tensor:
+    """Return which token stands in each of `max_len` places: [max_len] int32, -1 for none.
+
+    tokens_per_expert_group: [R * E], tokens from each rank for each expert.
+    start_index_values: [R * E], where these tokens begin in the input.
+    write_offsets: [E], where each expert's slot begins in the output; ascending.
+    block_size, max_blocks: accepted for compatibility; they tune a kernel that isn't here.
+    """
+
+    def by_expert(values: Tensor) -> Tensor:  # [R * E] -> [E, R]
+        return values.view(num_ranks, experts_per_rank).t()
+
+    lengths = by_expert(tokens_per_expert_group).long()
+    starts = write_offsets.unsqueeze(1) + lengths.cumsum(1) - lengths
+    runs = starts.flatten()
+    place = torch.arange(max_len, device=runs.device)
+    # The run that began last. Of runs that begin together it is the last, and only that one can
+    # have tokens, since the others end where they begin.
+    run = torch.searchsorted(runs, place, right=True) - 1
+    run_or_first = run.clamp(min=0)
+    within = place - runs[run_or_first]
+    filled = (run >= 0) & (within < lengths.flatten()[run_or_first])
+    token = by_expert(start_index_values).flatten()[run_or_first] + within
+    return torch.where(filled, token, -1).int()
+
+
+def fill_indices_cpu(
+    tokens_per_expert_group: Tensor,
+    start_index_values: Tensor,
+    write_offsets: Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+) -> Tensor:
+    """Return what `fill_indices_wrapper` does, on the CPU whatever the inputs' device."""
+    return fill_indices_wrapper(
+        tokens_per_expert_group.cpu(),
+        start_index_values.cpu(),
+        write_offsets.cpu(),
+        experts_per_rank,
+        num_ranks,
+        max_len,
+    )
