@@ -1,4 +1,4 @@
-"""Largest difference that a data-parallel layout makes to losses and gradient norms.
+"""Largest difference that a layout makes to losses and gradient norms.
 
     python benchmarks/layouts.py [--steps 20]
 
@@ -18,6 +18,7 @@ from tests.distributed.training_runs import (
     ACCUMULATION_LAYOUTS,
     DATA_PARALLEL_LAYOUTS,
     ONE_PROCESS,
+    TENSOR_PARALLEL_LAYOUTS,
     max_relative_difference,
     run_layout,
 )
@@ -30,7 +31,7 @@ def main() -> None:
     reference = run_layout(ONE_PROCESS, tempfile.mkdtemp(), args.steps)
     print(f"{'layout':24} {'step-0 weights':18} {'loss':>9} {'grad norm':>9}")
     print(f"{ONE_PROCESS.name:24} {reference['step0_hash']:18} {'-':>9} {'-':>9}")
-    for layout in DATA_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS:
+    for layout in DATA_PARALLEL_LAYOUTS + TENSOR_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS:
         run = run_layout(layout, tempfile.mkdtemp(), args.steps)
         differences = [
             max_relative_difference(run[key], reference[key]) for key in ("loss", "grad_norm")

@@ -6,6 +6,7 @@ from tests.distributed.training_runs import (
     ACCUMULATION_LAYOUTS,
     DATA_PARALLEL_LAYOUTS,
     ONE_PROCESS,
+    TENSOR_PARALLEL_LAYOUTS,
     max_relative_difference,
     run_layout,
 )
@@ -21,7 +22,9 @@ def one_process_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", DATA_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS, ids=lambda layout: layout.name
+    "layout",
+    DATA_PARALLEL_LAYOUTS + TENSOR_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS,
+    ids=lambda layout: layout.name,
 )
 def test_layout_gives_the_losses_and_gradient_norms_of_one_process(
     layout, one_process_run, tmp_path

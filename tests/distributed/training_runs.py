@@ -26,6 +26,7 @@ class Layout:
     world_size: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
     accumulation_steps: int = 1
 
     @property
@@ -36,6 +37,7 @@ class Layout:
         return [
             f"--parallelism.data_parallel_replicate_degree={self.dp_replicate}",
             f"--parallelism.data_parallel_shard_degree={self.dp_shard}",
+            f"--parallelism.tensor_parallel_degree={self.tp}",
             f"--training.local_batch_size={self.local_batch_size}",
             f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
         ]
@@ -47,6 +49,10 @@ DATA_PARALLEL_LAYOUTS = [
     Layout("DDP 2", 2, dp_replicate=2),
     Layout("FSDP 4", 4, dp_shard=4),
     Layout("HSDP 2x2", 4, dp_replicate=2, dp_shard=2),
+]
+TENSOR_PARALLEL_LAYOUTS = [
+    Layout("TP 2", 2, tp=2),
+    Layout("FSDP 2, TP 2", 4, dp_shard=2, tp=2),
 ]
 ACCUMULATION_LAYOUTS = [
     Layout("accumulation 2", accumulation_steps=2),

@@ -121,3 +121,11 @@ def test_save_list_holds_matmul_and_every_attention_there_is():
     assert {"aten.mm.default", "aten.max.default", "torchtitan.document_attention.default"} <= saved
     assert "aten._scaled_dot_product_flash_attention.default" in saved
     assert any("flex_attention" in name for name in saved)
+
+
+def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_parallelism():
+    config = JobConfig()
+    config.compile.enable = True
+    config.activation_checkpoint.mode = "full"
+    with pytest.raises(ValueError, match="activation_checkpoint.mode = 'full'.*option = 'op'"):
+        parallelize_decoder(tiny_model(), dims(tp=2), config)

@@ -137,9 +137,28 @@ def _apply_tensor_parallel(
 ) -> None:
     from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
+    _refuse_recomputed_sdpa(model, job_config)
     mesh = parallel_dims.get_mesh("tp")
     apply_tp(model, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
     maybe_enable_async_tp(job_config, mesh)
+
+
+def _refuse_recomputed_sdpa(model: nn.Module, job_config: "JobConfig") -> None:
+    """torch's compiler loses count of what backward needs, on the CPU: 2.13 saves the generator's
+    state for sdpa, which may draw numbers, where it expects the mesh of a split parameter."""
+    ac = job_config.activation_checkpoint
+    recomputes_all = ac.mode == "full" or (
+        ac.mode == "selective" and ac.selective_ac_option != "op"
+    )
+    compiles = job_config.compile.enable and "model" in job_config.compile.components
+    attn_type = getattr(model.model_args, "attn_type", "sdpa")
+    if compiles and recomputes_all and attn_type == "sdpa" and get_device_type() == "cpu":
+        raise ValueError(
+            f"compile.enable with activation_checkpoint.mode = {ac.mode!r} and "
+            f"selective_ac_option = {ac.selective_ac_option!r} does not work on the CPU with "
+            f"parallelism.tensor_parallel_degree above 1 and attn_type 'sdpa'; set "
+            f"activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'"
+        )
 
 
 # ---- expert parallelism ----
