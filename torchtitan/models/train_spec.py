@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from torchtitan.tools.lazy_names import load_on_access
+
 if TYPE_CHECKING:
     from torchtitan.models.args import DecoderArgs
     from torchtitan.models.decoder import Decoder
@@ -48,3 +50,45 @@ def build_decoder_train_spec(
         build_validator_fn=build_validator,
         state_dict_adapter=state_dict_adapter,
     )
+
+
+class DecoderFamily:
+    """What the folder of a family offers besides its flavors: a train spec, and names on access.
+
+    package: the folder's `__name__`. flavors: flavor -> args.
+    model, adapter, parallelize: names that its model/model.py, model/state_dict_adapter.py and
+        infra/parallelize.py define. They load more of torch than a flavor table needs.
+    balance_experts: as in `build_decoder_train_spec`.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        flavors: "Mapping[str, DecoderArgs]",
+        *,
+        model: str,
+        adapter: str,
+        parallelize: str,
+        balance_experts: bool = True,
+    ):
+        self._flavors = flavors
+        self._model = model
+        self._adapter = adapter
+        self._balance_experts = balance_experts
+        self.load_name = load_on_access(
+            package,
+            {
+                model: ".model.model",
+                adapter: ".model.state_dict_adapter",
+                parallelize: ".infra.parallelize",
+            },
+        )
+
+    def get_train_spec(self) -> "TrainSpec":
+        """Return a fresh spec; all of them share one table of flavors, and the args in it."""
+        return build_decoder_train_spec(
+            self.load_name(self._model),
+            self._flavors,
+            self.load_name(self._adapter),
+            balance_experts=self._balance_experts,
+        )

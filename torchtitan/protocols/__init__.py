@@ -1,7 +1,8 @@
 """The seams between the trainer and what it trains. Names are imported on first use."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchtitan.tools.lazy_names import load_on_access
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
@@ -17,17 +18,14 @@ __all__ = [
     "StateDictAdapter",
 ]
 
-_MODULE_OF = {
-    "BaseModelArgs": "model",
-    "ModelProtocol": "model",
-    "ModelConverter": "model_converter",
-    "ModelConvertersContainer": "model_converter",
-    "BaseStateDictAdapter": "state_dict_adapter",
-    "StateDictAdapter": "state_dict_adapter",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__ = load_on_access(
+    __name__,
+    {
+        "BaseModelArgs": ".model",
+        "ModelProtocol": ".model",
+        "ModelConverter": ".model_converter",
+        "ModelConvertersContainer": ".model_converter",
+        "BaseStateDictAdapter": ".state_dict_adapter",
+        "StateDictAdapter": ".state_dict_adapter",
+    },
+)

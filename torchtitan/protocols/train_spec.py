@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torchtitan.tools.lazy_names import load_on_access
+
 if TYPE_CHECKING:
     import torch
 
@@ -121,9 +123,4 @@ _MODULE_OF = {
     "ModelProtocol": "torchtitan.protocols.model",
     "BaseStateDictAdapter": "torchtitan.protocols.state_dict_adapter",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+__getattr__ = load_on_access(__name__, _MODULE_OF)

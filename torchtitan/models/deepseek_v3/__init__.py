@@ -1,16 +1,15 @@
 """DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
     from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
     from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
-    from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "DeepSeekV3Model",
@@ -90,26 +89,12 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
     ),
 }
 
-
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec; its flavor args are the ones in `deepseekv3_args`, shared by all."""
-    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
-    from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
-    from torchtitan.models.train_spec import build_decoder_train_spec
-
-    return build_decoder_train_spec(
-        DeepSeekV3Model, deepseekv3_args, DeepSeekV3StateDictAdapter, balance_experts=True
-    )
-
-
-_MODULE_OF = {
-    "DeepSeekV3Model": "torchtitan.models.deepseek_v3.model.model",
-    "DeepSeekV3StateDictAdapter": "torchtitan.models.deepseek_v3.model.state_dict_adapter",
-    "parallelize_deepseekv3": "torchtitan.models.deepseek_v3.infra.parallelize",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+_family = DecoderFamily(
+    __name__,
+    deepseekv3_args,
+    model="DeepSeekV3Model",
+    adapter="DeepSeekV3StateDictAdapter",
+    parallelize="parallelize_deepseekv3",
+)
+get_train_spec = _family.get_train_spec
+__getattr__ = _family.load_name

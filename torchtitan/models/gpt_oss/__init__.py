@@ -1,16 +1,15 @@
 """gpt-oss: flavors, and the train spec."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.moe.args import MoEArgs
+from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
     from torchtitan.models.gpt_oss.model.model import GptOssModel
     from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
     from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
-    from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "GptOssModel",
@@ -51,26 +50,12 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
     "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
 }
 
-
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec; its flavor args are the ones in `gptoss_configs`, shared by all specs."""
-    from torchtitan.models.gpt_oss.model.model import GptOssModel
-    from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
-    from torchtitan.models.train_spec import build_decoder_train_spec
-
-    return build_decoder_train_spec(
-        GptOssModel, gptoss_configs, GptOssStateDictAdapter, balance_experts=True
-    )
-
-
-_MODULE_OF = {
-    "GptOssModel": "torchtitan.models.gpt_oss.model.model",
-    "GptOssStateDictAdapter": "torchtitan.models.gpt_oss.model.state_dict_adapter",
-    "parallelize_gptoss": "torchtitan.models.gpt_oss.infra.parallelize",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+_family = DecoderFamily(
+    __name__,
+    gptoss_configs,
+    model="GptOssModel",
+    adapter="GptOssStateDictAdapter",
+    parallelize="parallelize_gptoss",
+)
+get_train_spec = _family.get_train_spec
+__getattr__ = _family.load_name

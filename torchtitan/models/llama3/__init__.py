@@ -1,15 +1,14 @@
 """Llama 3 and 3.1: flavors, and the train spec that puts them together with the components."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
     from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-    from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Llama3StateDictAdapter",
@@ -62,24 +61,13 @@ llama3_args: dict[str, TransformerModelArgs] = {
     }.items()
 }
 
-
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec; its flavor args are the ones in `llama3_args`, shared by all specs."""
-    from torchtitan.models.llama3.model.model import Transformer
-    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-    from torchtitan.models.train_spec import build_decoder_train_spec
-
-    return build_decoder_train_spec(Transformer, llama3_args, Llama3StateDictAdapter)
-
-
-_MODULE_OF = {
-    "Llama3StateDictAdapter": "torchtitan.models.llama3.model.state_dict_adapter",
-    "Transformer": "torchtitan.models.llama3.model.model",
-    "parallelize_llama": "torchtitan.models.llama3.infra.parallelize",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+_family = DecoderFamily(
+    __name__,
+    llama3_args,
+    model="Transformer",
+    adapter="Llama3StateDictAdapter",
+    parallelize="parallelize_llama",
+    balance_experts=False,
+)
+get_train_spec = _family.get_train_spec
+__getattr__ = _family.load_name

@@ -1,16 +1,15 @@
 """Llama 4, text: flavors, and the train spec."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.models.llama4.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
     from torchtitan.models.llama4.model.model import Transformer
     from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
     from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-    from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Llama4StateDictAdapter",
@@ -53,26 +52,12 @@ llama4_args: dict[str, TransformerModelArgs] = {
     "17bx128e_irope": _flavor(128, False, **_17B, **_IROPE),
 }
 
-
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec; its flavor args are the ones in `llama4_args`, shared by all specs."""
-    from torchtitan.models.llama4.model.model import Transformer
-    from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
-    from torchtitan.models.train_spec import build_decoder_train_spec
-
-    return build_decoder_train_spec(
-        Transformer, llama4_args, Llama4StateDictAdapter, balance_experts=True
-    )
-
-
-_MODULE_OF = {
-    "Llama4StateDictAdapter": "torchtitan.models.llama4.model.state_dict_adapter",
-    "Transformer": "torchtitan.models.llama4.model.model",
-    "parallelize_llama": "torchtitan.models.llama4.infra.parallelize",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+_family = DecoderFamily(
+    __name__,
+    llama4_args,
+    model="Transformer",
+    adapter="Llama4StateDictAdapter",
+    parallelize="parallelize_llama",
+)
+get_train_spec = _family.get_train_spec
+__getattr__ = _family.load_name

@@ -1,9 +1,9 @@
 """Mixture of experts."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.models.moe.args import MoEArgs, MoEDecoderArgs
+from torchtitan.tools.lazy_names import load_on_access
 
 if TYPE_CHECKING:
     from torchtitan.models.moe.moe import (
@@ -26,9 +26,6 @@ __all__ = [
     "build_moe",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Flavor tables need the args only.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("torchtitan.models.moe.moe"), name)
+# Flavor tables need the args only.
+_LAYERS = [name for name in __all__ if name not in ("MoEArgs", "MoEDecoderArgs")]
+__getattr__ = load_on_access(__name__, dict.fromkeys(_LAYERS, ".moe"))

@@ -1,16 +1,15 @@
 """Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: flavors, and the train spec."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
     from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
     from torchtitan.models.qwen3.model.model import Qwen3Model
     from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
-    from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Qwen3Model",
@@ -82,26 +81,12 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
 }
 
-
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec; its flavor args are the ones in `qwen3_args`, shared by all specs."""
-    from torchtitan.models.qwen3.model.model import Qwen3Model
-    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
-    from torchtitan.models.train_spec import build_decoder_train_spec
-
-    return build_decoder_train_spec(
-        Qwen3Model, qwen3_args, Qwen3StateDictAdapter, balance_experts=True
-    )
-
-
-_MODULE_OF = {
-    "Qwen3Model": "torchtitan.models.qwen3.model.model",
-    "Qwen3StateDictAdapter": "torchtitan.models.qwen3.model.state_dict_adapter",
-    "parallelize_qwen3": "torchtitan.models.qwen3.infra.parallelize",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+_family = DecoderFamily(
+    __name__,
+    qwen3_args,
+    model="Qwen3Model",
+    adapter="Qwen3StateDictAdapter",
+    parallelize="parallelize_qwen3",
+)
+get_train_spec = _family.get_train_spec
+__getattr__ = _family.load_name
