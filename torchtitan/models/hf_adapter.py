@@ -6,8 +6,8 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from torchtitan.distributed.tensor_views import (
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.tensor import DTensor
 
     from torchtitan.protocols.model import BaseModelArgs
@@ -41,6 +42,8 @@ HF_LINEARS = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
+
+_HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -74,6 +77,16 @@ def to_template(name: str) -> tuple[str, list[str]]:
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
+def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> dict[str, str]:
+    """Return the table for modules in every block: HF template -> ours.
+
+    names: HF's name of a module in its block -> ours. kind: which of its parameters, or "bias".
+    """
+    return {
+        f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
+    }
+
+
 def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | Fused | None]:
     """Return the table for files that are laid out like Llama's: HF template -> ours.
 
@@ -83,16 +96,11 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | Fused | No
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
-        "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
-        "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
         # Old files carry this table; it follows from the config.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
-    for hf, ours in HF_LINEARS.items():
-        table[f"model.layers.{{}}.{hf}.weight"] = f"layers.{{}}.{ours}.weight"
-        if hf in biased:
-            table[f"model.layers.{{}}.{hf}.bias"] = f"layers.{{}}.{ours}.bias"
-    return table
+    with_bias = {hf: ours for hf, ours in HF_LINEARS.items() if hf in biased}
+    return table | block_hf_key_map(_HF_NORMS | HF_LINEARS) | block_hf_key_map(with_bias, "bias")
 
 
 class KeyMapAdapter(StateDictAdapter):
@@ -108,6 +116,7 @@ class KeyMapAdapter(StateDictAdapter):
     optional: templates of ours that HF's side need not have. Without an HF name they stay behind
         on writing, and what the files lack is left as it is on reading.
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
+    build_quantized_reader: path -> a DCP reader that dequantizes, for families published quantized.
 
     Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
         `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
@@ -117,6 +126,7 @@ class KeyMapAdapter(StateDictAdapter):
     from_hf_map: dict[str, str | Fused | None]
     optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
     ignored_hf_keys: tuple[str, ...] = ()
+    build_quantized_reader: ClassVar[Callable[[str], "HuggingFaceStorageReader"] | None] = None
 
     def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
@@ -132,6 +142,13 @@ class KeyMapAdapter(StateDictAdapter):
     def tensor_from_hf(self, template: str, tensor: Tensor) -> Tensor:
         """The inverse of `tensor_to_hf`; `template` is our name of it, too."""
         return tensor
+
+    def get_hf_storage_reader(
+        self, path: str, from_quantized: bool = False
+    ) -> "HuggingFaceStorageReader":
+        if from_quantized and self.build_quantized_reader is not None:
+            return self.build_quantized_reader(path)
+        return super().get_hf_storage_reader(path, from_quantized)
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
         """Return an adapter whose `to_hf` asks for the names that files with these names have."""

@@ -1,23 +1,32 @@
 """DeepSeek weights under the names of Hugging Face's DeepseekV3ForCausalLM and V2's."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
-from torchtitan.models.hf_adapter import HF_EXPERTS, KeyMapAdapter, dense_hf_key_map, to_template
+from torchtitan.models.hf_adapter import (
+    HF_EXPERTS,
+    KeyMapAdapter,
+    block_hf_key_map,
+    dense_hf_key_map,
+    to_template,
+)
+from torchtitan.models.hf_quantized import build_fp8_reader
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-_ATTENTION = {
-    "kv_a_proj_with_mqa": "wkv_a",
-    "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "wkv_b",
-    "o_proj": "wo",
+_DIRECT_QUERIES = {"self_attn.q_proj": "attention.wq"}
+_LATENT_QUERIES = {
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.q_a_layernorm": "attention.q_norm",
+    "self_attn.q_b_proj": "attention.wq_b",
 }
-_DIRECT_QUERIES = {"q_proj": "wq"}
-_LATENT_QUERIES = {"q_a_proj": "wq_a", "q_a_layernorm": "q_norm", "q_b_proj": "wq_b"}
-_SHARED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_OTHERS = {
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm",
+    "self_attn.kv_b_proj": "attention.wkv_b",
+    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
+}
 _MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
@@ -29,6 +38,7 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """
 
     model_args: DeepSeekV3ModelArgs
+    build_quantized_reader = staticmethod(build_fp8_reader)
 
     def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)
@@ -36,30 +46,9 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
         for name in "qkv":
             del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
         queries = _LATENT_QUERIES if model_args.q_lora_rank else _DIRECT_QUERIES
-        for hf, ours in (_ATTENTION | queries).items():
-            hf_name = f"model.layers.{{}}.self_attn.{hf}.weight"
-            self.from_hf_map[hf_name] = f"layers.{{}}.attention.{ours}.weight"
-        self.from_hf_map |= HF_EXPERTS
-        for hf, ours in _SHARED_EXPERTS.items():
-            hf_name = f"model.layers.{{}}.mlp.shared_experts.{hf}.weight"
-            self.from_hf_map[hf_name] = f"layers.{{}}.moe.shared_experts.{ours}.weight"
+        self.from_hf_map |= block_hf_key_map(queries | _OTHERS) | HF_EXPERTS
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
-
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
-        """A DCP reader; from_quantized: of fp8 blocks of 128 x 128 with scales, as fp32."""
-        if not from_quantized:
-            return super().get_hf_storage_reader(path)
-        import torch
-        from torch.distributed.checkpoint.quantized_hf_storage import (
-            QuantizedHuggingFaceStorageReader,
-        )
-
-        return QuantizedHuggingFaceStorageReader(
-            path, target_dtype=torch.float32, block_size=128, thread_count=4
-        )
 
     def spelled_like(self, hf_names: Collection[str]) -> "DeepSeekV3StateDictAdapter":
         adapter = super().spelled_like(hf_names)

@@ -1,7 +1,14 @@
 """Qwen 3 weights under the names of Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
 
-from torchtitan.models.hf_adapter import HF_EXPERTS, KeyMapAdapter, dense_hf_key_map
+from torchtitan.models.hf_adapter import (
+    HF_EXPERTS,
+    KeyMapAdapter,
+    block_hf_key_map,
+    dense_hf_key_map,
+)
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+
+_QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
 class Qwen3StateDictAdapter(KeyMapAdapter):
@@ -14,8 +21,6 @@ class Qwen3StateDictAdapter(KeyMapAdapter):
         biased = [f"self_attn.{name}_proj" for name in "qkv"] if model_args.qkv_bias else []
         self.from_hf_map = dense_hf_key_map(biased)
         if model_args.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                hf_name = f"model.layers.{{}}.self_attn.{norm}.weight"
-                self.from_hf_map[hf_name] = f"layers.{{}}.attention.{norm}.weight"
-        if getattr(model_args, "moe_enabled", False):
+            self.from_hf_map |= block_hf_key_map(_QK_NORMS)
+        if model_args.moe_enabled:
             self.from_hf_map |= HF_EXPERTS
