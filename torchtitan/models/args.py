@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
@@ -47,6 +50,16 @@ class DecoderArgs(BaseModelArgs):
             override = getattr(job_config.model, name, None)
             if override is not None:
                 setattr(self, name, override)
+
+    @property
+    def head_dims(self) -> int:
+        """Query head size + value head size, both `head_dim` for families with such a field."""
+        head_dim = getattr(self, "head_dim", None)
+        return 2 * (self.dim // self.n_heads if head_dim is None else head_dim)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (number of parameters, FLOPs of forward and backward per token)."""
+        return get_dense_model_nparams_and_flops(self, model, self.head_dims, seq_len)
 
 
 def swiglu_hidden_dim(

@@ -210,6 +210,7 @@ class Decoder(ModelProtocol):
         self.model_args = model_args
         self.vocab_size = model_args.vocab_size
         self.n_layers = model_args.n_layers
+        self.max_seq_len = model_args.max_seq_len
         self.enable_weight_tying = model_args.enable_weight_tying
 
         # From an empty table, since drawing one on the meta device loads torch's compiler.

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
 from torchtitan.models.moe import MoEDecoderArgs
-from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -55,7 +52,7 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
         super().update_from_config(job_config, **kwargs)
         self.expert_parallel_comm_backend = job_config.parallelism.expert_parallel_comm_backend
 
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return (number of parameters, FLOPs of forward and backward per token)."""
-        head_dims = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
-        return get_moe_model_nparams_and_flops(self, model, head_dims, seq_len)
+    @property
+    def head_dims(self) -> int:
+        """Query head size + value head size."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim

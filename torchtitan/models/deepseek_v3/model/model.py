@@ -93,10 +93,6 @@ class DeepSeekV3Model(Decoder):
 
     model_args: DeepSeekV3ModelArgs
 
-    def __init__(self, model_args: DeepSeekV3ModelArgs):
-        super().__init__(model_args)
-        self.max_seq_len = model_args.max_seq_len
-
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(self.model_args)
 

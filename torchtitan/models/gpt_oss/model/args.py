@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
 from torchtitan.models.moe.args import MoEDecoderArgs
-from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -55,7 +52,3 @@ class GptOssModelArgs(MoEDecoderArgs):
                 "attention with sinks and windows cannot be split along the sequence; use the "
                 "data_parallel_* degrees"
             )
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return (number of parameters, FLOPs of forward and backward per token)."""
-        return get_moe_model_nparams_and_flops(self, model, 2 * self.head_dim, seq_len)

@@ -105,7 +105,6 @@ class GptOssModel(Decoder):
                 "set model.attn_type to 'flex' or 'varlen'"
             )
         super().__init__(model_args)
-        self.max_seq_len = model_args.max_seq_len
 
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(self.model_args, use_sliding_attention=layer_id % 2 == 0)

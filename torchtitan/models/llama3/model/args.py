@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from torchtitan.models.args import DecoderArgs, swiglu_hidden_dim
 from torchtitan.models.rope import RoPEScalingArgs
-from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
 __all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
 
@@ -44,8 +41,3 @@ class TransformerModelArgs(DecoderArgs):
     def attention_head_dim(self) -> int:
         """Numbers per attention head."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return (number of parameters, FLOPs of forward and backward per token)."""
-        head_dims = 2 * self.attention_head_dim
-        return get_dense_model_nparams_and_flops(self, model, head_dims, seq_len)

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from torchtitan.models import rope
 from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
-from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -97,8 +94,3 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
                 f"apart, got rows of {seq_len}; set model.attn_type to 'flex' or 'varlen', or "
                 f"training.seq_len to at most {self.fixed_attn_block_size}"
             )
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return (number of parameters, FLOPs of forward and backward per token)."""
-        head_dims = 2 * self.attention_head_dim
-        return get_moe_model_nparams_and_flops(self, model, head_dims, seq_len)

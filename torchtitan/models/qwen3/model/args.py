@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from torchtitan.models.moe.args import MoEDecoderArgs
-from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 
 @dataclass
@@ -34,7 +31,3 @@ class Qwen3ModelArgs(MoEDecoderArgs):
     qkv_bias: bool = False
     moe_enabled: bool = False
     moe_inter_dim: int = 768
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return (number of parameters, FLOPs of forward and backward per token)."""
-        return get_moe_model_nparams_and_flops(self, model, 2 * self.head_dim, seq_len)
