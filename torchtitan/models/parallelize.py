@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchtitan.models.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -304,9 +303,8 @@ def _compile_around_experts(block: nn.Module, moe: nn.Module, options: dict[str,
     for piece in (block.attention, moe.router, moe.shared_experts):  # norms are one kernel anyway
         if piece is not None and piece._compiled_call_impl is None:
             piece.compile(**options)
-    experts = moe.experts
-    if isinstance(experts, GroupedExperts) and experts.use_grouped_mm:
-        experts.compile_products(**options)
+    if moe.experts.use_grouped_mm:
+        moe.experts.compile_products(**options)
 
 
 # ---- data parallelism ----

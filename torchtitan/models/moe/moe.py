@@ -4,7 +4,7 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens that one call of the experts gets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,37 +32,66 @@ __all__ = [
 # ---- experts ----
 
 
-class GroupedExperts(nn.Module):
-    """E SwiGLU feed-forwards whose weights are stacked: w1, w3 [E, H, D], w2 [E, D, H]."""
+class StackedExperts(nn.Module):
+    """E feed-forwards of one shape; their parameters are stacked along dim 0.
+
+    A subclass makes the parameters and says what is computed from them:
+    run_for_loop, run_grouped_mm: (*parameters, x, num_tokens_per_expert) -> out, one expert after
+        the other, and all in one kernel per matrix.
+    """
 
     reads_local_parameters: ClassVar[bool] = True
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool):
+    def __init__(
+        self,
+        num_experts: int,
+        use_grouped_mm: bool,
+        run_for_loop: Callable[..., Tensor],
+        run_grouped_mm: Callable[..., Tensor],
+    ):
         super().__init__()
         self.num_experts = num_experts
         self.use_grouped_mm = use_grouped_mm
+        self._run_for_loop = run_for_loop
+        self._run_grouped_mm = run_grouped_mm
         self._compiled_grouped_mm: Callable[..., Tensor] | None = None
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        """This rank's parts of the parameters, in the order in which they are computed with."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D].
 
         Under expert parallelism E counts this rank's experts, and groups are padded already.
         """
-        w1, w2, w3 = (local_parameter(w) for w in (self.w1, self.w2, self.w3))
-        if not (self.use_grouped_mm and can_group(w1, w2)):
-            return _run_experts_for_loop(w1, w2, w3, x, num_tokens_per_expert)
-        run = self._compiled_grouped_mm or _run_experts_grouped_mm
-        if needs_padding(self.w1):
+        parameters = self.local_parameters()
+        if not (self.use_grouped_mm and _can_group(*parameters)):
+            return self._run_for_loop(*parameters, x, num_tokens_per_expert)
+        run = self._compiled_grouped_mm or self._run_grouped_mm
+        if _needs_padding(next(self.parameters())):
             run = indices_padding_wrapper(run)
-        return run(w1, w2, w3, x, num_tokens_per_expert)
+        return run(*parameters, x, num_tokens_per_expert)
 
     def compile_products(self, **options: Any) -> None:
         """Compile the matrix products, and nothing else of this layer, with torch.compile."""
         if self._compiled_grouped_mm is None:
-            self._compiled_grouped_mm = torch.compile(_run_experts_grouped_mm, **options)
+            self._compiled_grouped_mm = torch.compile(self._run_grouped_mm, **options)
+
+
+class GroupedExperts(StackedExperts):
+    """E SwiGLU feed-forwards: w1, w3 [E, H, D], w2 [E, D, H]."""
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool):
+        super().__init__(
+            num_experts, use_grouped_mm, _run_experts_for_loop, _run_experts_grouped_mm
+        )
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        return tuple(local_parameter(w) for w in (self.w1, self.w2, self.w3))
 
     def init_weights(self, init_std: float) -> None:
         trunc_normal_(self.w1, mean=0.0, std=PROJECTION_STD)
@@ -70,20 +99,35 @@ class GroupedExperts(nn.Module):
         trunc_normal_(self.w3, mean=0.0, std=init_std)
 
 
-def _run_experts_for_loop(
-    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+def for_each_expert(
+    feed_forward: Callable[..., Tensor],
+    parameters: Sequence[Tensor],
+    x: Tensor,
+    num_tokens_per_expert: Tensor,
 ) -> Tensor:
-    """One expert after the other; waits for the device to know the counts. Shapes as above."""
+    """Return feed_forward(x, *parameters) of each expert for its group of rows, [N, D].
+
+    parameters: [E, ...] each. Rows past the sum of the counts get zeros. Waits for the device to
+    know the counts.
+    """
     counts = num_tokens_per_expert.tolist()
     num_tokens = sum(counts)
     groups = x[:num_tokens].split(counts)
-    outs = [
-        (F.silu(group @ a.t()) * (group @ c.t())) @ b.t()
-        # Not by index, whose gradient is as large as all experts together.
-        for a, b, c, group in zip(w1.unbind(), w2.unbind(), w3.unbind(), groups, strict=True)
-    ]
-    padding = x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])
-    return torch.cat([out.type_as(x) for out in outs] + [padding])
+    # Not by index, whose gradient is as large as all experts together.
+    per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
+    outs = [feed_forward(*group_and_parameters).type_as(x) for group_and_parameters in per_expert]
+    return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
+
+
+def _run_experts_for_loop(
+    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+) -> Tensor:
+    """One expert after the other. Shapes as above."""
+
+    def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return (F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t()
+
+    return for_each_expert(feed_forward, (w1, w2, w3), x, num_tokens_per_expert)
 
 
 def _run_experts_grouped_mm(
@@ -110,24 +154,24 @@ def in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in weights_and_x)
 
 
-def can_group(*weights: Tensor) -> bool:
-    """Whether the grouped kernel takes these weights [E, M, K]; says so once where it doesn't."""
-    if all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights):
+def _can_group(*parameters: Tensor) -> bool:
+    """Whether the grouped kernel takes these [E, ..., K]; says so once where it doesn't."""
+    if all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters):
         return True
     warn_once(
         logger,
-        f"experts of shape {list(weights[0].shape[1:])} are computed one by one: the grouped "
+        f"experts of shape {list(parameters[0].shape[1:])} are computed one by one: the grouped "
         "kernel wants dim and hidden_dim to be multiples of 16 bytes",
     )
     return False
 
 
-def needs_padding(weight: Tensor) -> bool:
+def _needs_padding(parameter: Tensor) -> bool:
     """Whether the tokens of each expert still have to be padded for the kernel."""
-    if weight.device.type == "cpu":
+    if parameter.device.type == "cpu":
         return False
     # Expert parallelism pads when it sorts the tokens that came from other ranks.
-    return not (is_dtensor(weight) and "ep" in (weight.device_mesh.mesh_dim_names or ()))
+    return not (is_dtensor(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()))
 
 
 # ---- routing ----

@@ -1,7 +1,6 @@
 """The experts of gpt-oss: biases, and a SwiGLU of their own. Letters as in `models.moe.moe`."""
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,8 @@ from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.moe import MoE, MoEArgs
-from torchtitan.models.moe.moe import (
-    can_group,
-    grouped_mm,
-    in_one_dtype,
-    needs_padding,
-)
-from torchtitan.models.moe.utils import indices_padding_wrapper
+from torchtitan.models.moe.grouped_mm import grouped_mm
+from torchtitan.models.moe.moe import StackedExperts, for_each_expert, in_one_dtype
 
 
 def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -30,13 +24,8 @@ def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (linear + 1)
 
 
-class GptOssGroupedExperts(nn.Module):
-    """E feed-forwards, stacked: mlp1 [E, 2 H, D], its rows gate and linear in turn, mlp2 [E, D, H].
-
-    Called as `GroupedExperts` is.
-    """
-
-    reads_local_parameters: ClassVar[bool] = True
+class GptOssGroupedExperts(StackedExperts):
+    """Experts of mlp1 [E, 2 H, D], whose rows are gate and linear in turn, and mlp2 [E, D, H]."""
 
     def __init__(
         self,
@@ -46,51 +35,39 @@ class GptOssGroupedExperts(nn.Module):
         swiglu_limit: float,
         use_grouped_mm: bool,
     ):
-        super().__init__()
-        self.num_experts = num_experts
-        self.swiglu_limit = swiglu_limit
-        self.use_grouped_mm = use_grouped_mm
+        super().__init__(
+            num_experts,
+            use_grouped_mm,
+            partial(_run_experts_for_loop, limit=swiglu_limit),
+            partial(_run_experts_grouped_mm, limit=swiglu_limit),
+        )
         self.mlp1_weight = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim))
         self.mlp1_bias = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim))
         self.mlp2_weight = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.mlp2_bias = nn.Parameter(torch.empty(num_experts, dim))
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D]."""
-        mlp1, mlp2 = local_parameter(self.mlp1_weight), local_parameter(self.mlp2_weight)
-        # With hidden units spread over ranks, each computes one summand of an expert's result.
-        bias2 = local_parameter(self.mlp2_bias, added_once=True)
-        if not (self.use_grouped_mm and can_group(mlp1, mlp2)):
-            run = partial(_run_experts_for_loop, limit=self.swiglu_limit)
-        else:
-            run = partial(_run_experts_grouped_mm, limit=self.swiglu_limit)
-            if needs_padding(self.mlp1_weight):
-                run = indices_padding_wrapper(run)
-        bias1 = local_parameter(self.mlp1_bias)
-        return run(mlp1, mlp2, bias1, bias2, x, num_tokens_per_expert)
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        return (
+            local_parameter(self.mlp1_weight),
+            local_parameter(self.mlp2_weight),
+            local_parameter(self.mlp1_bias),
+            # With hidden units spread over ranks, each computes one summand of the result.
+            local_parameter(self.mlp2_bias, added_once=True),
+        )
 
     def init_weights(self, init_std: float) -> None:
         for parameter in self.parameters():
             trunc_normal_(parameter, mean=0.0, std=init_std)
 
 
-def _run_experts_for_loop(
-    mlp1: Tensor,
-    mlp2: Tensor,
-    bias1: Tensor,
-    bias2: Tensor,
-    x: Tensor,
-    num_tokens_per_expert: Tensor,
-    limit: float,
-) -> Tensor:
-    """One expert after the other; waits for the device to know the counts."""
-    counts = num_tokens_per_expert.tolist()
-    num_tokens = sum(counts)
-    outs = []
-    for e, group in enumerate(x[:num_tokens].split(counts)):
-        h = swiglu(F.linear(group, mlp1[e], bias1[e]), limit=limit)
-        outs.append(F.linear(h, mlp2[e], bias2[e]).type_as(x))
-    return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
+def _run_experts_for_loop(*parameters_x_and_counts: Tensor, limit: float) -> Tensor:
+    """One expert after the other; called as `_run_experts_grouped_mm`."""
+
+    def feed_forward(x: Tensor, mlp1: Tensor, mlp2: Tensor, bias1: Tensor, bias2: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x, mlp1, bias1), limit=limit), mlp2, bias2)
+
+    *parameters, x, num_tokens_per_expert = parameters_x_and_counts
+    return for_each_expert(feed_forward, parameters, x, num_tokens_per_expert)
 
 
 def _run_experts_grouped_mm(
