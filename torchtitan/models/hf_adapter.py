@@ -116,6 +116,8 @@ class KeyMapAdapter(StateDictAdapter):
     optional: templates of ours that HF's side need not have. Without an HF name they stay behind
         on writing, and what the files lack is left as it is on reading.
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
+    rotated_heads: templates of ours -> number of heads, for queries and keys whose rows HF has in
+        the order of the other RoPE convention.
     build_quantized_reader: path -> a DCP reader that dequantizes, for families published quantized.
 
     Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
@@ -126,6 +128,7 @@ class KeyMapAdapter(StateDictAdapter):
     from_hf_map: dict[str, str | Fused | None]
     optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
     ignored_hf_keys: tuple[str, ...] = ()
+    rotated_heads: Mapping[str, int] = {}
     build_quantized_reader: ClassVar[Callable[[str], "HuggingFaceStorageReader"] | None] = None
 
     def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
@@ -134,14 +137,6 @@ class KeyMapAdapter(StateDictAdapter):
         self._layouts: dict[str, StackLayout | None] = {}
         # HF templates that the files have; empty: it does not matter.
         self._hf_templates: frozenset[str] = frozenset()
-
-    def tensor_to_hf(self, template: str, tensor: Tensor) -> Tensor:
-        """Change the layout of one of our tensors into HF's; `template` is our name of it."""
-        return tensor
-
-    def tensor_from_hf(self, template: str, tensor: Tensor) -> Tensor:
-        """The inverse of `tensor_to_hf`; `template` is our name of it, too."""
-        return tensor
 
     def get_hf_storage_reader(
         self, path: str, from_quantized: bool = False
@@ -188,16 +183,18 @@ class KeyMapAdapter(StateDictAdapter):
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
                 hf_name = hf_template.format(*numbers)
-                fused[hf_name][template] = self.tensor_to_hf(template, tensor)
+                fused[hf_name][template] = self._reorder(template, tensor, to_hf=True)
                 if len(fused[hf_name]) == len(entry.ours):
                     hf_state_dict[hf_name] = _fuse(entry, fused.pop(hf_name))
             elif _is_stack(hf_template, template):
                 experts, self._layouts[name] = unstack(tensor)
                 for expert, part in experts.items():
                     hf_name = hf_template.format(*numbers, expert)
-                    hf_state_dict[hf_name] = self.tensor_to_hf(template, part)
+                    hf_state_dict[hf_name] = self._reorder(template, part, to_hf=True)
             else:
-                hf_state_dict[hf_template.format(*numbers)] = self.tensor_to_hf(template, tensor)
+                hf_state_dict[hf_template.format(*numbers)] = self._reorder(
+                    template, tensor, to_hf=True
+                )
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -215,18 +212,24 @@ class KeyMapAdapter(StateDictAdapter):
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
                 for template, part in _unfuse(entry, tensor).items():
-                    state_dict[template.format(*numbers)] = self.tensor_from_hf(template, part)
+                    state_dict[template.format(*numbers)] = self._reorder(
+                        template, part, to_hf=False
+                    )
             elif _is_stack(hf_template, entry):
                 *numbers, expert = numbers
-                part = self.tensor_from_hf(entry, tensor)
+                part = self._reorder(entry, tensor, to_hf=False)
                 stacks.setdefault(entry.format(*numbers), {})[int(expert)] = part
             else:
-                state_dict[entry.format(*numbers)] = self.tensor_from_hf(entry, tensor)
+                state_dict[entry.format(*numbers)] = self._reorder(entry, tensor, to_hf=False)
         for name, experts in stacks.items():
             state_dict[name] = stack(experts, self._layouts.get(name), name)
         if self._is_tied and TOK_EMBEDDINGS in state_dict:
             state_dict[OUTPUT] = state_dict[TOK_EMBEDDINGS]
         return state_dict
+
+    def _reorder(self, template: str, tensor: Tensor, to_hf: bool) -> Tensor:
+        n_heads = self.rotated_heads.get(template)
+        return tensor if n_heads is None else swap_rope_layout(tensor, n_heads, to_hf)
 
     def ignores_hf_key(self, hf_key: str) -> bool:
         return (

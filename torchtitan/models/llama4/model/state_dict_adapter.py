@@ -1,11 +1,6 @@
 """Llama 4 weights under the names and layouts of Hugging Face."""
 
-from torchtitan.models.hf_adapter import (
-    HF_LINEARS,
-    Fused,
-    KeyMapAdapter,
-    dense_hf_key_map,
-)
+from torchtitan.models.hf_adapter import HF_LINEARS, Fused, KeyMapAdapter, dense_hf_key_map
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 
 _MULTIMODAL = "language_model."
