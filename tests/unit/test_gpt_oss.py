@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -19,12 +20,9 @@ from torchtitan.models.gpt_oss import (
     gptoss_configs,
 )
 from torchtitan.models.gpt_oss.model.model import precompute_rope_cache
-from torchtitan.models.gpt_oss.model.moe import (
-    GptOssGroupedExperts,
-    _run_experts_grouped_mm,
-    swiglu,
-)
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, feed_forward, swiglu
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe.moe import run_grouped_mm
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.models.parallelize import apply_compile
 
@@ -238,15 +236,26 @@ def test_experts_equal_a_loop_over_tokens_with_gradients(use_grouped_mm):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)  # sums of order 100
 
 
+def test_loop_over_experts_keeps_no_gradient_as_large_as_all_of_them():
+    experts = tiny_experts(False)
+    out = experts(torch.randn(8, 16), torch.tensor([2, 2, 2, 2]))
+    # Each parameter is taken apart once; its experts' gradients are then put together once.
+    pending, nodes = [out.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    names = [type(node).__name__ for node in nodes]
+    assert names.count("UnbindBackward0") == 4 and "SelectBackward0" not in names
+
+
 def test_padding_of_groups_changes_no_result_and_no_gradient():
     experts = tiny_experts(True)
     counts = torch.tensor([3, 0, 1, 5])
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1))
     weights = [experts.mlp1_weight, experts.mlp2_weight, experts.mlp1_bias, experts.mlp2_bias]
-
-    def run(*args):
-        return _run_experts_grouped_mm(*args, limit=1.0)
-
+    run = partial(run_grouped_mm, partial(feed_forward, limit=1.0))
     plain, padded = run(*weights, x, counts), indices_padding_wrapper(run)(*weights, x, counts)
     torch.testing.assert_close(padded, plain)
     for got, want in zip(
@@ -263,10 +272,9 @@ def test_rows_that_belong_to_no_expert_leave_gradients_alone():
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     with_rest = torch.cat([x, torch.full((2, 16), torch.nan)])
     counts = torch.tensor([2, 0, 1, 3])
+    run = partial(run_grouped_mm, partial(feed_forward, limit=1.0))
     gradients = [
-        torch.autograd.grad(
-            _run_experts_grouped_mm(*weights, rows, counts, limit=1.0)[:6].square().sum(), weights
-        )
+        torch.autograd.grad(run(*weights, rows, counts)[:6].square().sum(), weights)
         for rows in (x, with_rest)
     ]
     for got, want in zip(*gradients, strict=True):
@@ -276,7 +284,8 @@ def test_rows_that_belong_to_no_expert_leave_gradients_alone():
 # ---- compile, config, weights of others ----
 
 
-def test_compiled_blocks_equal_eager_ones():
+@pytest.mark.parametrize("ep_enabled", [False, True])  # True: pieces around the experts
+def test_compiled_blocks_equal_eager_ones(ep_enabled):
     args = tiny_args(attn_type="varlen", attn_mask_type="position_block_causal")
     tokens = torch.arange(20)[None]
     positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
@@ -284,7 +293,7 @@ def test_compiled_blocks_equal_eager_ones():
     for compiled in (False, True):
         model = built(args)
         if compiled:
-            apply_compile(model, Compile(enable=True, backend="aot_eager"))
+            apply_compile(model, Compile(enable=True, backend="aot_eager"), ep_enabled)
         masks = model.get_attention_masks(tokens, None, {"positions": positions})
         logits = model(tokens, attention_masks=masks, positions=positions)
         logits.square().sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.nn import functional as F
 
 _library = Library("torchtitan", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
@@ -25,6 +26,21 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
     # Not through our operator: weights that compute in 8 bits take over this very call.
     return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
+
+
+def grouped_linear(
+    x: Tensor, weights: Tensor, biases: Tensor | None = None, *, offsets: Tensor
+) -> Tensor:
+    """`grouped_mm` with weights laid out as a Linear's, [E, M, K], and biases [E, M] if given.
+
+    No bias gets a gradient from rows that hold anything, nan for example.
+    """
+    out = grouped_mm(x, weights.transpose(-2, -1), offsets)
+    if biases is None:
+        return out
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    group = torch.searchsorted(offsets, rows, right=True)  # E for rows past the last group
+    return out + F.pad(biases, (0, 0, 0, 1))[group]
 
 
 class _DenseGradient(torch.autograd.Function):

@@ -4,7 +4,8 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens that one call of the experts gets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from torchtitan.distributed.dtensor import is_dtensor, local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
-from torchtitan.models.moe.grouped_mm import grouped_mm
+from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.tools.logging import logger, warn_once
 
@@ -35,29 +36,21 @@ __all__ = [
 class StackedExperts(nn.Module):
     """E feed-forwards of one shape; their parameters are stacked along dim 0.
 
-    A subclass makes the parameters and says what is computed from them:
-    run_for_loop, run_grouped_mm: (*parameters, x, num_tokens_per_expert) -> out, one expert after
-        the other, and all in one kernel per matrix.
+    A subclass makes the parameters, and says in what order they are computed with.
+    feed_forward: as for `run_for_loop`.
     """
 
     reads_local_parameters: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        num_experts: int,
-        use_grouped_mm: bool,
-        run_for_loop: Callable[..., Tensor],
-        run_grouped_mm: Callable[..., Tensor],
-    ):
+    def __init__(self, num_experts: int, use_grouped_mm: bool, feed_forward: Callable[..., Tensor]):
         super().__init__()
         self.num_experts = num_experts
         self.use_grouped_mm = use_grouped_mm
-        self._run_for_loop = run_for_loop
-        self._run_grouped_mm = run_grouped_mm
+        self._feed_forward = feed_forward
         self._compiled_grouped_mm: Callable[..., Tensor] | None = None
 
     def local_parameters(self) -> tuple[Tensor, ...]:
-        """This rank's parts of the parameters, in the order in which they are computed with."""
+        """This rank's parts of the parameters, as `feed_forward` takes them."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -67,8 +60,8 @@ class StackedExperts(nn.Module):
         """
         parameters = self.local_parameters()
         if not (self.use_grouped_mm and _can_group(*parameters)):
-            return self._run_for_loop(*parameters, x, num_tokens_per_expert)
-        run = self._compiled_grouped_mm or self._run_grouped_mm
+            return run_for_loop(self._feed_forward, *parameters, x, num_tokens_per_expert)
+        run = self._compiled_grouped_mm or partial(run_grouped_mm, self._feed_forward)
         if _needs_padding(next(self.parameters())):
             run = indices_padding_wrapper(run)
         return run(*parameters, x, num_tokens_per_expert)
@@ -76,16 +69,15 @@ class StackedExperts(nn.Module):
     def compile_products(self, **options: Any) -> None:
         """Compile the matrix products, and nothing else of this layer, with torch.compile."""
         if self._compiled_grouped_mm is None:
-            self._compiled_grouped_mm = torch.compile(self._run_grouped_mm, **options)
+            run = partial(run_grouped_mm, self._feed_forward)
+            self._compiled_grouped_mm = torch.compile(run, **options)
 
 
 class GroupedExperts(StackedExperts):
     """E SwiGLU feed-forwards: w1, w3 [E, H, D], w2 [E, D, H]."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool):
-        super().__init__(
-            num_experts, use_grouped_mm, _run_experts_for_loop, _run_experts_grouped_mm
-        )
+        super().__init__(num_experts, use_grouped_mm, _swiglu)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
@@ -99,52 +91,46 @@ class GroupedExperts(StackedExperts):
         trunc_normal_(self.w3, mean=0.0, std=init_std)
 
 
-def for_each_expert(
-    feed_forward: Callable[..., Tensor],
-    parameters: Sequence[Tensor],
-    x: Tensor,
-    num_tokens_per_expert: Tensor,
-) -> Tensor:
-    """Return feed_forward(x, *parameters) of each expert for its group of rows, [N, D].
+def _swiglu(linear: Callable[..., Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """One expert; see `run_for_loop`."""
+    return linear(F.silu(linear(x, w1)) * linear(x, w3), w2)
 
-    parameters: [E, ...] each. Rows past the sum of the counts get zeros. Waits for the device to
-    know the counts.
+
+def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
+    """Return [N, D], one expert after the other; waits for the device to know the counts.
+
+    feed_forward: (linear, x, *parameters) -> out. It calls `linear(x, weight, bias=None)` where
+        one feed-forward would call `F.linear`.
+    parameters: [E, ...] each, weights laid out as a Linear's; x: [N, D], grouped by expert;
+        counts: rows per expert [E] int. Rows past their sum get zeros.
     """
+    *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     counts = num_tokens_per_expert.tolist()
     num_tokens = sum(counts)
     groups = x[:num_tokens].split(counts)
     # Not by index, whose gradient is as large as all experts together.
     per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
-    outs = [feed_forward(*group_and_parameters).type_as(x) for group_and_parameters in per_expert]
+    outs = [feed_forward(F.linear, *group_and_own).type_as(x) for group_and_own in per_expert]
     return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
 
 
-def _run_experts_for_loop(
-    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
-) -> Tensor:
-    """One expert after the other. Shapes as above."""
-
-    def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        return (F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t()
-
-    return for_each_expert(feed_forward, (w1, w2, w3), x, num_tokens_per_expert)
-
-
-def _run_experts_grouped_mm(
-    w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
-) -> Tensor:
-    """All experts in one kernel per matrix, in the weights' dtype. Shapes as above.
+def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
+    """What `run_for_loop` does, in one kernel per matrix, in the parameters' dtype.
 
     Rows past the sum of the counts hold anything.
     """
+    *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    w1, w2, w3, x_in = in_one_dtype(w1, w2, w3, x)
-    h = F.silu(grouped_mm(x_in, w1.transpose(-2, -1), offsets))
-    h = h * grouped_mm(x_in, w3.transpose(-2, -1), offsets)
-    return grouped_mm(h, w2.transpose(-2, -1), offsets).type_as(x)
+    *parameters, x_in = _in_one_dtype(*parameters, x)
+    linear = partial(grouped_linear, offsets=offsets)
+    return feed_forward(linear, x_in, *parameters).type_as(x)
 
 
-def in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
+_run_experts_for_loop = partial(run_for_loop, _swiglu)
+_run_experts_grouped_mm = partial(run_grouped_mm, _swiglu)
+
+
+def _in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
     """What autocast does for ordinary matmuls; without it, the last one in the others' dtype."""
     *weights, x = weights_and_x
     device_type = x.device.type
