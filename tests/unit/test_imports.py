@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.models import _supported_models
+
 PACKAGE = Path(__file__).resolve().parents[2] / "torchtitan"
 HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
 
@@ -23,8 +25,10 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(result.stdout.split("\n"))
 
 
-def loaded_packages(modules: set[str]) -> set[str]:
-    return {name.split(".")[0] for name in modules}
+def heavy_among(modules: set[str]) -> set[str]:
+    """Those of torch's compiler and of optional libraries."""
+    compiler = ("torch._inductor", "torch._dynamo")
+    return {m for m in modules if m.split(".")[0] in HEAVY or m.startswith(compiler)}
 
 
 def test_import_torchtitan_loads_nothing_of_its_own():
@@ -39,17 +43,22 @@ def test_import_torchtitan_loads_nothing_of_its_own():
         "import torchtitan.config",
         "import torchtitan.train",
         "from torchtitan.train import Trainer",
-        "from torchtitan.models.llama3 import get_train_spec; get_train_spec()",
-        "from torchtitan.models.llama4 import get_train_spec; get_train_spec()",
-        "from torchtitan.models.qwen3 import get_train_spec; get_train_spec()",
-        "from torchtitan.models.deepseek_v3 import get_train_spec; get_train_spec()",
-        "from torchtitan.models.gpt_oss import get_train_spec; get_train_spec()",
     ],
 )
 def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):
-    modules = modules_loaded_by(statement)
-    assert not loaded_packages(modules) & set(HEAVY)
-    assert not any(name.startswith(("torch._inductor", "torch._dynamo")) for name in modules)
+    assert not heavy_among(modules_loaded_by(statement))
+
+
+@pytest.mark.parametrize("family", sorted(_supported_models))
+def test_flavors_of_a_family_are_light_and_its_train_spec_loads_no_compiler(family):
+    modules = modules_loaded_by(
+        f"import torchtitan.models.{family} as family\n"
+        "light = set(sys.modules) - before\n"
+        "assert not {'torch.distributed.tensor', 'torchtitan.models.decoder'} & light\n"
+        "family.get_train_spec()"
+    )
+    assert "torchtitan.models.decoder" in modules
+    assert not heavy_among(modules)
 
 
 def test_config_errors_and_help_need_no_distributed_checkpointing():
