@@ -37,6 +37,7 @@ class Layout:
     ac_option: str = "op"
     param_dtype: str = "float32"
     num_experts: int = 6
+    num_shared_experts: int = 1
     top_k: int = 2
     num_favoured: int = 0
     use_grouped_mm: bool = True
@@ -46,18 +47,18 @@ class Layout:
         return self.dp_replicate * self.dp_shard * self.tp
 
 
-def build(layout):
+def qwen3_args(layout):
     moe_args = MoEArgs(
         num_experts=layout.num_experts,
         top_k=layout.top_k,
         use_grouped_mm=layout.use_grouped_mm,
-        num_shared_experts=1,
+        num_shared_experts=layout.num_shared_experts,
         score_func="softmax",
         route_norm=True,
         score_before_experts=False,
         load_balance_coeff=0.01,
     )
-    args = Qwen3ModelArgs(
+    return Qwen3ModelArgs(
         dim=32,
         n_layers=2,
         n_heads=4,
@@ -69,6 +70,9 @@ def build(layout):
         moe_inter_dim=24,
         moe_args=moe_args,
     )
+
+
+def build(layout):
     config = JobConfig()
     config.activation_checkpoint.mode = layout.ac_mode
     config.activation_checkpoint.selective_ac_option = layout.ac_option
@@ -85,7 +89,7 @@ def build(layout):
         world_size=layout.world_size,
     )
     with torch.device("meta"):
-        model = Qwen3Model(args)
+        model = Qwen3Model(qwen3_args(layout))
     model = parallelize_decoder(model, dims, config).to_empty(device="cpu")
     with torch.no_grad(), seeded_init(model, 1):
         model.init_weights()

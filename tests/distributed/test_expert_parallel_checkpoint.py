@@ -1,0 +1,192 @@
+"""Checkpoints and exports of models whose experts are dealt to ranks hold every expert."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.moe_runs import LENGTH, VOCAB, Layout, full, qwen3_args
+from tests.distributed.test_llama4_fsdp import tiny_args as llama4_args
+from torchtitan.config import ConfigManager
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.gpt_oss import GptOssModelArgs, gptoss_configs
+from torchtitan.protocols import train_spec
+from torchtitan.testing.gloo import run_ranks
+
+ROWS = 4
+TWO_RANKS = ["--parallelism.data_parallel_shard_degree=2", "--parallelism.expert_parallel_degree=2"]
+UNEVEN = [  # each second rank of FSDP holds one expert less
+    "--parallelism.data_parallel_shard_degree=4",
+    "--parallelism.expert_parallel_degree=2",
+]
+SPLIT = [
+    "--parallelism.data_parallel_shard_degree=2",
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--parallelism.expert_tensor_parallel_degree=2",
+]
+ONE_PROCESS = {"qwen3": [], "llama4": [], "gpt_oss": []}
+FOUR_RANKS = {"qwen3": UNEVEN, "llama4": SPLIT, "gpt_oss": SPLIT}
+
+
+def gpt_oss_args():
+    return GptOssModelArgs(
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=VOCAB,
+        head_dim=16,
+        moe_inter_dim=32,
+        sliding_window_size=4,
+        moe_args=copy.copy(gptoss_configs["debugmodel"].moe_args),
+    )
+
+
+# One by one, transposed and fused in files; alone, with dense layers, with biases.
+FAMILIES = {
+    "qwen3": qwen3_args(Layout(num_shared_experts=0)),
+    "llama4": llama4_args(),
+    "gpt_oss": gpt_oss_args(),
+}
+
+
+def engine_of(family, dump_folder, overrides):
+    name = f"tiny_{family}"
+    if name not in train_spec._extra_train_specs:
+        spec = train_spec.get_train_spec(family)
+        tiny = dataclasses.replace(spec, model_args={"tiny": FAMILIES[family]})
+        train_spec.register_train_spec(name, tiny)
+    return TrainingEngine(
+        ConfigManager().parse_args(
+            [
+                f"--model.name={name}",
+                "--model.flavor=tiny",
+                "--model.attn_type=varlen",
+                "--model.attn_mask_type=position_block_causal",
+                f"--job.dump_folder={dump_folder}/{family}",
+                f"--training.seq_len={LENGTH}",
+                "--training.mixed_precision_param=float32",
+                "--training.steps=2",
+                "--lr_scheduler.warmup_steps=0",
+                "--activation_checkpoint.mode=none",
+                "--checkpoint.enable",
+                "--checkpoint.interval=1",
+                "--checkpoint.last_save_in_hf",
+                *overrides,
+            ]
+        )
+    )
+
+
+def take_one_step(engine):
+    """On the same rows, whatever the layout."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    tokens = tokens.chunk(engine.dp_size)[engine.dp_rank]
+    positions = torch.arange(LENGTH).expand(len(tokens), -1)
+    loss = engine.forward_backward_step(
+        input_dict={"input": tokens[:, :-1], "positions": positions},
+        labels=tokens[:, 1:].contiguous(),
+        global_valid_tokens=ROWS * LENGTH,
+    )
+    if engine.dp_group is not None:
+        torch.distributed.all_reduce(loss, group=engine.dp_group)
+    return loss.item(), engine.optim_step().grad_norm.item()
+
+
+def state_of(engine):
+    """All of the model and of its optimizer, gathered."""
+    state = engine.model_parts[0].state_dict() | engine.optimizers.state_dict()
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {key: full(value).clone() for key, value in tensors.items()}
+
+
+def train_and_save(dump_folder, overrides):
+    """By family: state after one step, what the second step tells, state after it.
+
+    Leaves a checkpoint of step 1, and step 2 as Hugging Face files.
+    """
+    records = {}
+    for family in FAMILIES:
+        engine = engine_of(family, dump_folder, overrides)
+        take_one_step(engine)
+        engine.checkpointer.save(1)
+        first = state_of(engine)
+        second_step = take_one_step(engine)
+        engine.checkpointer.save(2, last_step=True)
+        records[family] = first, second_step, state_of(engine)
+        engine.close()
+    return records
+
+
+def load_and_go_on(dump_folder, layouts):
+    """By family: state loaded from step 1, what one more step tells."""
+    records = {}
+    for family, overrides in layouts.items():
+        engine = engine_of(family, dump_folder, overrides)
+        assert engine.checkpointer.load(step=1)
+        records[family] = state_of(engine), take_one_step(engine)
+        engine.close()
+    return records
+
+
+def load_files(dump_folder, files_folder, layouts):
+    """By family: the model's state, loaded from Hugging Face files."""
+    states = {}
+    for family, overrides in layouts.items():
+        source = f"--checkpoint.initial_load_path={files_folder}/{family}/checkpoint/step-2"
+        hf = [source, "--checkpoint.initial_load_in_hf"]
+        engine = engine_of(family, dump_folder, [*overrides, *hf])
+        assert engine.checkpointer.load()
+        model_state = engine.model_parts[0].state_dict()
+        states[family] = {key: full(value) for key, value in model_state.items()}
+        engine.close()
+    return states
+
+
+def run(fn, world_size, *args):
+    return run_ranks(fn, world_size, *args, init_process_group=False, timeout_seconds=300)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder, records) of a run with the experts on two ranks."""
+    folder = str(tmp_path_factory.mktemp("dealt"))
+    return folder, run(train_and_save, 2, folder, TWO_RANKS)[0]
+
+
+def assert_equal_states(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    different = [key for key in theirs if not torch.equal(ours[key], theirs[key])]
+    assert different == []
+
+
+@pytest.mark.parametrize("world_size, layouts", [(1, ONE_PROCESS), (4, FOUR_RANKS)])
+def test_checkpoint_of_dealt_experts_goes_on_in_any_layout(world_size, layouts, trained):
+    folder, expected = trained
+    for records in run(load_and_go_on, world_size, folder, layouts):
+        for family, (state, second_step) in records.items():
+            assert_equal_states(state, expected[family][0])
+            assert second_step == pytest.approx(expected[family][1], rel=1e-5)
+
+
+def test_files_hold_every_expert_and_load_in_any_layout(trained, tmp_path):
+    folder, expected = trained
+    loaded = run(load_files, 4, str(tmp_path), folder, FOUR_RANKS)
+    for family, args in FAMILIES.items():
+        state = expected[family][2]
+        parameters = {key: value for key, value in state.items() if key in loaded[0][family]}
+        adapter = train_spec.get_train_spec(family).state_dict_adapter(args, None)
+        files = {}
+        for file in (tmp_path / folder / family / "checkpoint" / "step-2").glob("*.safetensors"):
+            files |= load_file(file)
+        assert_equal_states(files, adapter.to_hf(parameters))
+        # The bias that balances experts has no place in these files.
+        expected_parameters = {k: v for k, v in parameters.items() if "expert_bias" not in k}
+        for states in loaded:
+            assert_equal_states(
+                {key: states[family][key] for key in expected_parameters}, expected_parameters
+            )

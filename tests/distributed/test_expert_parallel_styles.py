@@ -1,0 +1,133 @@
+"""Dispatch and combine of tokens by themselves: uneven shares, padding, compiled experts."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.distributed.moe_runs import Layout, qwen3_args
+from torchtitan.config.job_config import Compile
+from torchtitan.distributed import expert_parallel
+from torchtitan.distributed.expert_parallel import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    ReordererSequenceParallel,
+    TensorParallel,
+)
+from torchtitan.models.moe import MoEArgs, build_moe
+from torchtitan.models.parallelize import apply_compile, apply_moe_ep_tp
+from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.testing.gloo import run_ranks
+
+DIM = 8
+
+
+def build(**changes):
+    moe = build_moe(MoEArgs(num_experts=4, top_k=2, num_shared_experts=0, **changes), DIM, 16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        moe.init_weights(0.1)
+    return moe
+
+
+def outputs_and_gradients(moe, num_tokens):
+    x = torch.randn(1, num_tokens, DIM, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    out = moe(x)
+    out.square().sum().backward()
+    return out.detach(), x.grad, moe.router.gate.weight.grad
+
+
+def share_out(num_tokens):
+    """Both ranks have all the tokens; each routes its share of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    moe = build()
+    parallelize_module(moe.experts, mesh, ExpertParallel())
+    parallelize_module(moe.reorderer, mesh, ReordererSequenceParallel())
+    x = torch.randn(1, num_tokens, DIM, generator=torch.Generator().manual_seed(1))
+    return moe(x).detach()
+
+
+def share_out_all():
+    return [share_out(num_tokens) for num_tokens in (6, 5, 1)]
+
+
+def test_shares_of_tokens_add_up_for_any_number_of_them():
+    shares = run_ranks(share_out_all, 2)
+    for num_tokens, ours, theirs in zip((6, 5, 1), *shares, strict=True):
+        expected = outputs_and_gradients(build(), num_tokens)[0]
+        torch.testing.assert_close(ours + theirs, expected, rtol=1e-5, atol=1e-6)
+        half = -(-num_tokens // 2)
+        assert not ours[:, half:].any() and not theirs[:, :half].any()
+
+
+def padded(alignment):
+    """Experts whose kernel wants groups of a size, on tokens that differ between ranks."""
+    expert_parallel.kernel_alignment = lambda device: alignment
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    moe = build()
+    counts = []
+    parallelize_module(moe.experts, mesh, ExpertParallel())
+    # After the dispatch, as it was registered later.
+    moe.experts.register_forward_pre_hook(lambda module, args: counts.append(args[1].tolist()))
+    results = outputs_and_gradients(moe, 5 + torch.distributed.get_rank())
+    return counts[0], results
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_padding_changes_no_result(alignment):
+    ranks = run_ranks(padded, 2, alignment)
+    for rank, (counts, results) in enumerate(ranks):
+        assert all(count % alignment == 0 for count in counts)
+        expected = outputs_and_gradients(build(), 5 + rank)
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    model = Qwen3Model(qwen3_args(Layout(num_experts=4)))
+    with torch.no_grad():
+        model.init_weights()
+    apply_moe_ep_tp(model, None, mesh, None, None)
+    eager = copy.deepcopy(model)
+    apply_compile(model, Compile(enable=True, backend="eager"), ep_enabled=True)
+    results = []
+    for either in (eager, model):
+        for length in (5, 7, 8):
+            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+            either(torch.randint(0, 64, (2, length), generator=generator)).square().sum().backward()
+        gradients = [parameter.grad for parameter in either.parameters()]
+        results.append([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
+    return results
+
+
+def test_compiled_pieces_around_the_exchange_equal_eager_ones():
+    for eager, ours in run_ranks(compiled, 2):
+        torch.testing.assert_close(ours, eager)
+
+
+def refusals():
+    """What each style says of experts that its mesh does not divide."""
+    messages = []
+    meshes = [("ep",), ("tp",), ("ep", "etp")]
+    styles = [ExpertParallel(), TensorParallel(), ExpertTensorParallel()]
+    for names, style in zip(meshes, styles, strict=True):
+        mesh = init_device_mesh("cpu", (2, 1)[: len(names)], mesh_dim_names=names)
+        args = MoEArgs(num_experts=3, top_k=1)
+        experts = build_moe(args, DIM, 15).experts
+        try:
+            parallelize_module(experts, mesh, style)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+    for whole, split, both in run_ranks(refusals, 2):
+        assert "expert_parallel_degree must divide dimension 0 of the experts' w1" in whole
+        assert "got 2 with shape [3, 15, 8]; choose a divisor of 3" in whole
+        assert "tensor_parallel_degree must divide dimension 1 of the experts' w1" in split
+        assert "expert_parallel_degree must divide dimension 0" in both
