@@ -11,13 +11,13 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import LossFunction
-from torchtitan.components.packing import PackingPolicy
+from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -28,6 +28,9 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 ENGINE_API_VERSION = 1
 
@@ -82,6 +85,11 @@ class TrainingEngine:
     loss_fn: LossFunction
     step: int
     ntokens_seen: int
+
+    # Set under pipeline parallelism.
+    pp_schedule: "PipelineSchedule | None" = None
+    pp_has_first_stage: bool | None = None
+    pp_has_last_stage: bool | None = None
 
     def __init__(self, job_config: JobConfig):
         torch._C._log_api_usage_once("torchtitan.train")
@@ -185,12 +193,21 @@ class TrainingEngine:
         return self._flops_without_attention + share * attention
 
     def _parallelize(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        if self.parallel_dims.pp_enabled:
-            raise RuntimeError(
-                f"pipeline_parallel_degree = {self.parallel_dims.pp}, but model "
-                f"{self.job_config.model.name!r} has no pipelining_fn; set the degree to 1"
+        spec, dims, config = self.train_spec, self.parallel_dims, self.job_config
+        if not dims.pp_enabled:
+            return [spec.parallelize_fn(model, dims, config)]
+        self.pp_schedule, parts, self.pp_has_first_stage, self.pp_has_last_stage = (
+            spec.pipelining_fn(
+                model,
+                dims,
+                config,
+                self.device,
+                self.model_args,
+                spec.parallelize_fn,
+                self.loss_fn,
             )
-        return [self.train_spec.parallelize_fn(model, self.parallel_dims, self.job_config)]
+        )
+        return parts
 
     def _materialize(self) -> None:
         """Allocate the parameters and fill them from the seed; the layout changes no bit."""
@@ -289,7 +306,7 @@ class TrainingEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Batch, Batch]:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        `extra_inputs` are wanted by the first pipeline stage alone, `extra_kwargs` by all.
+        Every pipeline stage gets both of the last two: positions and masks come in either.
         """
         inputs, extra_inputs, extra_kwargs = self.packing.model_inputs(
             self.model_parts[0], input_dict, self.tokenizer
@@ -309,19 +326,35 @@ class TrainingEngine:
         microbatches: Batch | Sequence[Batch],
         *,
         output_fn: Callable[[torch.Tensor, Batch], Any] | None = None,
-    ) -> list[Any]:
+    ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        microbatches: one batch or a list of them; T may differ between them.
+        microbatches: one batch or a list of them; rows and T may differ between them.
         output_fn: applied to (logits [B, T, V], batch) on the spot, so that logits need not
             be kept; its results are returned instead.
+
+        Under pipeline parallelism None on the ranks without the last stage. Microbatches are
+        not split then, so give several: one alone is at work on one stage at a time.
         """
-        outputs = []
-        for batch in _as_list(microbatches):
-            batch = self.to_device(batch)
+        batches = [self.to_device(batch) for batch in _as_list(microbatches)]
+        if output_fn is None:
+            output_fn = _keep_logits
+        outputs: list[Any] = []
+        if self.pp_schedule is not None:
+            inputs, _ = self._pipeline_inputs(batches, [None] * len(batches))
             with self.train_context(), self.maybe_enable_amp:
-                logits = whole_tensor(self._forward(batch)[0])
-                outputs.append(output_fn(logits, batch) if output_fn else logits)
+                self.pp_schedule.eval(
+                    **inputs,
+                    target_mbs=batches,
+                    losses=outputs,
+                    loss_fn=lambda logits, batch: output_fn(whole_tensor(logits), batch),
+                    return_outputs=False,
+                )
+            return outputs if self.pp_has_last_stage else None
+        for batch in batches:
+            with self.train_context(), self.maybe_enable_amp:
+                logits, _ = self._forward(batch)
+                outputs.append(output_fn(whole_tensor(logits), batch))
         return outputs
 
     def forward_backward_step(
@@ -335,13 +368,16 @@ class TrainingEngine:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
         input_dict, labels: one batch and its labels [B, T], or equally long lists of them.
+            Under pipeline parallelism one batch is split into microbatches of
+            `pipeline_parallel_microbatch_size` rows, a list is taken as it is; all ranks of a
+            pipeline give the same.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
             ranks, all microbatches).
         loss_fn: (logits [B, T, V], labels [B, T], batch) -> sum over tokens; default is the
             train spec's loss. It gets whole logits under tensor parallelism too, where the train
             spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set.
         Returns this rank's sum divided by the denominator; summed over data-parallel ranks it
-        is the loss of the global batch.
+        is the loss of the global batch. All ranks of a pipeline return the same.
         """
         batches = _as_list(input_dict)
         label_list = [labels] if isinstance(labels, torch.Tensor) else list(labels)
@@ -350,22 +386,71 @@ class TrainingEngine:
                 f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
                 "give one labels tensor per microbatch"
             )
+        if self.pp_schedule is not None and isinstance(input_dict, dict):
+            n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
+            batches, label_list = split_rows(input_dict, label_list[0], n_rows)
+        batches = [self.to_device(batch) for batch in batches]
+        label_list = [labels.to(self.device, non_blocking=True) for labels in label_list]
+
+        def loss_of(logits: torch.Tensor, labels: torch.Tensor, batch: Batch) -> torch.Tensor:
+            if loss_fn is None:
+                loss = self.loss_fn(logits, labels)
+            else:
+                loss = loss_fn(whole_tensor(logits), labels, batch)
+            return loss / global_valid_tokens
+
+        if self.pp_schedule is not None:
+            return self._pipeline_forward_backward(batches, label_list, loss_of)
         losses = []
         for batch, batch_labels in zip(batches, label_list, strict=True):
-            batch = self.to_device(batch)
-            batch_labels = batch_labels.to(self.device, non_blocking=True)
             with self.train_context():
                 with self.maybe_enable_amp:
                     logits, batch_labels = self._forward(batch, batch_labels)
-                    if loss_fn is None:
-                        loss = self.loss_fn(logits, batch_labels)
-                    else:
-                        loss = loss_fn(whole_tensor(logits), batch_labels, batch)
-                    loss = loss / global_valid_tokens
+                    loss = loss_of(logits, batch_labels, batch)
                 del logits  # [B, T, V]: free before backward needs the memory
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    def _pipeline_forward_backward(
+        self,
+        batches: list[Batch],
+        label_list: list[torch.Tensor],
+        loss_of: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor],
+    ) -> torch.Tensor:
+        inputs, label_list = self._pipeline_inputs(batches, label_list)
+        losses: list[torch.Tensor] = []
+        with self.train_context(), self.maybe_enable_amp:
+            self.pp_schedule.step(
+                **inputs,
+                target_mbs=list(zip(label_list, batches, strict=True)),
+                losses=losses,
+                loss_fn=lambda logits, target: loss_of(logits, *target),
+                return_outputs=False,
+            )
+        loss = torch.zeros((), device=self.device)
+        if self.pp_has_last_stage:
+            loss += torch.stack(losses).detach().sum()
+        # Known on the rank of the last stage alone, wanted by all that log it.
+        return self.pp_schedule.broadcast_from_last_stage(loss)
+
+    def _pipeline_inputs(
+        self, batches: list[Batch], label_list: Sequence[torch.Tensor | None]
+    ) -> tuple[dict[str, list[Any]], list[torch.Tensor | None]]:
+        """Return what the schedule's `step` and `eval` take, and the labels, of each microbatch.
+
+        Every rank builds the masks of its stages for itself.
+        """
+        processed = [
+            self.post_dataloading_process(batch, labels)
+            for batch, labels in zip(batches, label_list, strict=True)
+        ]
+        inputs = {
+            "arg_mbs": [(tokens,) for tokens, _, _, _ in processed],
+            "kwarg_mbs": [extra_inputs | kwargs for _, _, extra_inputs, kwargs in processed],
+            "input_shapes": [tuple(tokens.shape[:2]) for tokens, _, _, _ in processed],
+        }
+        return inputs, [labels for _, labels, _, _ in processed]
 
     def optim_step(self) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
@@ -419,6 +504,10 @@ class TrainingEngine:
         """Finish pending checkpoint writes and release helpers. Safe to call twice."""
         if getattr(self, "checkpointer", None):
             self.checkpointer.close()
+
+
+def _keep_logits(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return logits
 
 
 def _as_list(microbatches: Batch | Iterable[Batch]) -> list[Batch]:

@@ -77,9 +77,9 @@ class Trainer(TrainingEngine):
             validation_context=self.train_context,
             maybe_enable_amp=self.maybe_enable_amp,
             metrics_processor=self.metrics_processor,
-            pp_schedule=None,
-            pp_has_first_stage=None,
-            pp_has_last_stage=None,
+            pp_schedule=self.pp_schedule,
+            pp_has_first_stage=self.pp_has_first_stage,
+            pp_has_last_stage=self.pp_has_last_stage,
         )
 
     def _build_isolation_probe(self) -> None:
@@ -88,13 +88,20 @@ class Trainer(TrainingEngine):
             from torchtitan.components.isolation_probe import IsolationProbe
 
             self.isolation_probe = IsolationProbe(
-                lambda batch: self.forward_step(batch)[0],
-                self.model_parts[0],
+                self._logits_for_probe,
+                self.model_parts,
                 self.packing,
                 self.model_args.vocab_size,
                 self.seed,
                 self.device,
+                pipeline_group=(
+                    self.parallel_dims.get_mesh("pp").get_group() if self.pp_schedule else None
+                ),
             )
+
+    def _logits_for_probe(self, batch: Batch) -> torch.Tensor | None:
+        outputs = self.forward_step(batch)
+        return None if outputs is None else outputs[0]
 
     def _log_summary(self) -> None:
         training = self.job_config.training

@@ -502,7 +502,7 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
     check_against_spec(config, train_spec(build_optimizers_fn=print))
 
 
-@pytest.mark.parametrize("name", ["pipeline", "context"])
+@pytest.mark.parametrize("name", ["context"])
 def test_degree_that_is_not_available_yet_says_so(name):
     config = config_with(**{f"parallelism__{name}_parallel_degree": 2})
     message = message_of(check_against_spec, config, train_spec())

@@ -146,7 +146,7 @@ def probe_of(layer):
     model = Mixing(layer)
     packing = PackingPolicy("flex", "position_block_causal", 0, True, True)
     forward = torch.no_grad()(lambda batch: model(batch["input"]))
-    return IsolationProbe(forward, model, packing, 16, seed=1, device=torch.device("cpu"))
+    return IsolationProbe(forward, [model], packing, 16, seed=1, device=torch.device("cpu"))
 
 
 BATCH = {

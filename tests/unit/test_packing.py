@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.packing import PackingPolicy
+from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.config.job_config import Training
 from torchtitan.models import documents
 from torchtitan.tools import logging as titan_logging
@@ -141,3 +141,35 @@ def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
 def test_missing_positions_name_both_ways_out():
     with pytest.raises(ValueError, match=r"put 'positions' \[B, T\] into it.*'block_causal'"):
         policy("position_block_causal").mask_labels({"input": TOKENS}, TOKENS)
+
+
+# ---- rows ----
+
+
+def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
+    rows = torch.arange(10).view(5, 2)
+    batch = {"input": rows, "positions": rows + 1, "offsets": torch.zeros(1, 2), "source": "text"}
+    batches, labels = split_rows(batch, rows + 2, 2)
+    assert [part["input"].tolist() for part in batches] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8, 9]],
+    ]
+    for part, part_labels in zip(batches, labels, strict=True):
+        assert torch.equal(part["positions"], part["input"] + 1)
+        assert torch.equal(part_labels, part["input"] + 2)
+        assert part["offsets"].shape == (1, 2) and part["source"] == "text"
+
+
+def test_batch_that_needs_no_split_stays_one():
+    batch = {"input": TOKENS, "attention_masks": "own"}
+    assert split_rows(batch, TOKENS, 8) == ([batch], [TOKENS])
+
+
+@pytest.mark.parametrize(
+    "key, value", [("attention_masks", "own"), ("cu_seqlens", torch.tensor([0, 3, 8]))]
+)
+def test_what_cannot_be_split_by_rows_is_named(key, value):
+    batch = {"input": torch.zeros(4, 2), key: value}
+    with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
+        split_rows(batch, batch["input"], 2)

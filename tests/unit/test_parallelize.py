@@ -38,7 +38,7 @@ def tiny_model(**changes):
 
 @pytest.mark.parametrize(
     "degree, key",
-    [("cp", "context"), ("pp", "pipeline")],
+    [("cp", "context")],
 )
 def test_parallelism_that_is_not_there_yet_is_refused_by_its_key(degree, key):
     with pytest.raises(ValueError, match=f"parallelism.{key}_parallel_degree = 2 is not available"):

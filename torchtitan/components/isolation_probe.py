@@ -10,7 +10,7 @@ B rows, T tokens, V vocabulary entries.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,30 +27,34 @@ Batch = dict[str, Any]
 class IsolationProbe:
     """Exchanges a token of a batch and looks which logits move.
 
-    forward: batch -> logits [B, T, V], without gradients; on several ranks, all enter it.
-    model: has the blocks as `model.layers`.
+    forward: batch -> logits [B, T, V], without gradients, or None on a rank of a pipeline that
+        has no logits; on several ranks, all enter it.
+    models: the model, or this rank's parts of it; they have their blocks as `layers`.
     packing: how documents are kept apart; under a plain causal mask a row counts as one. Its
         end-of-text token is never exchanged, since it may be a boundary.
     vocab_size: V.
     seed: with the step, decides which token is exchanged.
     device: the model's.
+    pipeline_group: the ranks that hold the parts of one model, if not this rank alone.
     """
 
     def __init__(
         self,
-        forward: Callable[[Batch], Tensor],
-        model: nn.Module,
+        forward: Callable[[Batch], Tensor | None],
+        models: Sequence[nn.Module],
         packing: PackingPolicy,
         vocab_size: int,
         seed: int,
         device: torch.device,
+        pipeline_group: torch.distributed.ProcessGroup | None = None,
     ):
         self.forward = forward
-        self.model = model
+        self.models = models
         self.packing = packing
         self.vocab_size = vocab_size
         self.seed = seed
         self.device = device
+        self.pipeline_group = pipeline_group
         if not packing.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
@@ -74,7 +78,10 @@ class IsolationProbe:
         exchanged = self._exchange(batch, place)
         must_stay = ~_seen_from(place, starts)
 
-        moved = _moved(self._run(batch), self._run(exchanged)) & must_stay
+        before, after = self._run(batch), self._run(exchanged)
+        moved = torch.zeros_like(must_stay)
+        if before is not None and after is not None:
+            moved = _moved(before, after) & must_stay
         if not self._on_any_rank(bool(moved.any())):
             return
         layer = self._first_layer_that_leaks(batch, exchanged, must_stay)
@@ -121,7 +128,7 @@ class IsolationProbe:
 
     # ---- what moved ----
 
-    def _run(self, batch: Batch) -> Tensor:
+    def _run(self, batch: Batch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
             return self.forward(batch)
@@ -138,10 +145,13 @@ class IsolationProbe:
     ) -> str | None:
         """The name of the first block whose output moves where it must not."""
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        for name in before:
-            if (_moved(before[name], after[name]) & must_stay).any():
-                return name
-        return None
+        leaks = (name for name in before if (_moved(before[name], after[name]) & must_stay).any())
+        layer = next(leaks, None)
+        if self.pipeline_group is None:
+            return layer
+        found: list[str | None] = [None] * self.pipeline_group.size()
+        torch.distributed.all_gather_object(found, layer, group=self.pipeline_group)
+        return min(filter(None, found), key=_layer_number, default=None)
 
     def _layer_outputs(self, batch: Batch) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -158,7 +168,8 @@ class IsolationProbe:
 
         hooks = [
             layer.register_forward_hook(keep(f"layers.{name}"))
-            for name, layer in self.model.layers.named_children()
+            for model in self.models
+            for name, layer in model.layers.named_children()
         ]
         try:
             self._run(batch)
@@ -210,3 +221,7 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
     rows = zip(before, after, strict=True)  # one by one: logits are large
     differs = [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
     return torch.stack(differs).cpu()
+
+
+def _layer_number(name: str) -> int:
+    return int(name.removeprefix("layers."))

@@ -139,3 +139,39 @@ def _warn_of_unused(key: str) -> None:
         f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set "
         "it to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
     )
+
+
+def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], list[Tensor]]:
+    """Return microbatches of `n_rows` rows (the last may have fewer) and their labels.
+
+    batch: entries of B rows are split, tensors of one row and what is no tensor are shared.
+    Raises ValueError for entries that cannot be split by rows.
+    """
+    num_rows = len(batch["input"])
+    if n_rows >= num_rows:
+        return [batch], [labels]
+    for key, value in batch.items():
+        if key == "attention_masks" or (
+            isinstance(value, Tensor) and not _has_rows(value, num_rows)
+        ):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and "
+                f"its {key!r}{shape} cannot be split by rows; give a list of microbatches instead"
+            )
+    firsts = range(0, num_rows, n_rows)
+    batches = [
+        {
+            key: value[first : first + n_rows]
+            if isinstance(value, Tensor) and len(value) == num_rows
+            else value
+            for key, value in batch.items()
+        }
+        for first in firsts
+    ]
+    return batches, [labels[first : first + n_rows] for first in firsts]
+
+
+def _has_rows(value: Tensor, num_rows: int) -> bool:
+    """Whether it has B rows, or one for all."""
+    return value.dim() >= 2 and len(value) in (1, num_rows)

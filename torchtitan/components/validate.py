@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.packing import PackingPolicy
+from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -112,11 +112,6 @@ class Validator(BaseValidator):
 
         Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
         """
-        if self.parallel_dims.pp_enabled:
-            raise NotImplementedError(
-                "validation under pipeline parallelism is not available yet; "
-                "set validation.enable = false"
-            )
         with _evaluation_mode(model_parts), _measured_apart(self.metrics_processor):
             losses, token_counts = [], []
             for input_dict, labels in self._batches():
@@ -171,8 +166,11 @@ class Validator(BaseValidator):
             key: value.to(device_type) if isinstance(value, torch.Tensor) else value
             for key, value in input_dict.items()
         }
+        labels = labels.to(device_type)
+        if self.pp_schedule is not None:
+            return self._pipeline_forward(model_parts, input_dict, labels)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-            input_dict, labels.to(device_type), model_parts
+            input_dict, labels, model_parts
         )
         assert len(model_parts) == 1, "without pipeline parallelism the model is one part"
         with self.validation_context(), self.maybe_enable_amp:
@@ -181,6 +179,35 @@ class Validator(BaseValidator):
         # Labels are counted as they were fed in, so that the sum over the ranks that share a
         # sequence counts each one once.
         return loss, (labels != IGNORE_INDEX).sum()
+
+    def _pipeline_forward(
+        self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_forward`, and the same on all ranks of the pipeline."""
+        n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        arg_mbs, kwarg_mbs, target_mbs = [], [], []
+        for batch, batch_labels in zip(*split_rows(input_dict, labels, n_rows), strict=True):
+            inputs, batch_labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
+                batch, batch_labels, model_parts
+            )
+            arg_mbs.append((inputs,))
+            kwarg_mbs.append({**extra_inputs, **extra_kwargs})
+            target_mbs.append(batch_labels)
+        losses: list[torch.Tensor] = []
+        with self.validation_context(), self.maybe_enable_amp:
+            self.pp_schedule.eval(
+                arg_mbs=arg_mbs,
+                kwarg_mbs=kwarg_mbs,
+                target_mbs=target_mbs,
+                losses=losses,
+                return_outputs=False,
+                input_shapes=[tuple(inputs.shape[:2]) for (inputs,) in arg_mbs],
+            )
+        loss = torch.zeros((), device=labels.device)
+        if self.pp_has_last_stage:
+            loss += torch.stack(losses).sum()
+        num_tokens = sum((target != IGNORE_INDEX).sum() for target in target_mbs)
+        return self.pp_schedule.broadcast_from_last_stage(loss), num_tokens
 
     def _mean_over_ranks(
         self, losses: list[torch.Tensor], token_counts: list[torch.Tensor]

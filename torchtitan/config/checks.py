@@ -14,6 +14,13 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.pipeline_layout import (
+    CSV_SCHEDULES,
+    SCHEDULES,
+    ZERO_BUBBLE_SCHEDULES,
+    is_one_of,
+    modules_of_stages,
+)
 
 
 class ConfigError(ValueError):
@@ -80,6 +87,8 @@ def check_against_spec(
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
     check_degrees_are_available(job_config)
+    check_pipeline_schedule(job_config)
+    check_pipeline_stages(job_config, train_spec)
 
 
 # --- Values by themselves ---------------------------------------------------------------------
@@ -117,6 +126,9 @@ _SMALLEST_VALUES: dict[str, int] = {
     "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0,
     "lr_scheduler.total_steps": 1,
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
     "comm.init_timeout_seconds": 1,
     "comm.train_timeout_seconds": 1,
     "comm.trace_buf_size": 0,
@@ -603,7 +615,7 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
 
 
 def check_degrees_are_available(job_config: JobConfig) -> None:
-    for name in ("pipeline", "context"):
+    for name in ("context",):
         key = f"{name}_parallel_degree"
         degree = getattr(job_config.parallelism, key)
         if degree > 1:
@@ -611,6 +623,71 @@ def check_degrees_are_available(job_config: JobConfig) -> None:
                 f"parallelism.{key} above 1 is not available yet in this version, got {degree}; "
                 f"set it to 1 and use the data_parallel degrees"
             )
+
+
+def check_pipeline_schedule(job_config: JobConfig) -> None:
+    parallelism = job_config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    name, csv_path = (
+        parallelism.pipeline_parallel_schedule,
+        parallelism.pipeline_parallel_schedule_csv,
+    )
+    if not is_one_of(name, SCHEDULES):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
+            f"{name!r}{_guess(name, SCHEDULES)}"
+        )
+    if is_one_of(name, CSV_SCHEDULES) and not csv_path:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; set "
+            f"pipeline_parallel_schedule_csv to a file with one, or choose another schedule"
+        )
+    if csv_path and not os.path.isfile(csv_path):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r} (looked "
+            f"in {os.getcwd()}); correct the path"
+        )
+    if is_one_of(name, ZERO_BUBBLE_SCHEDULES) and _compiles_model(job_config):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule = {name!r} computes gradients of inputs and "
+            f"weights apart, which compiled blocks cannot, got {_compile_settings(job_config)}; "
+            f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
+        )
+    rows = job_config.training.local_batch_size
+    microbatch = parallelism.pipeline_parallel_microbatch_size
+    if rows % microbatch:
+        fits = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_microbatch_size must divide training.local_batch_size, "
+            f"got {microbatch} with {rows}; what fits is {fits}"
+        )
+
+
+def check_pipeline_stages(job_config: JobConfig, train_spec: Any) -> None:
+    parallelism, model = job_config.parallelism, job_config.model
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    if train_spec.pipelining_fn is None:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}, but "
+            f"model {model.name!r} has no pipelining_fn; set the degree to 1"
+        )
+    model_args = train_spec.model_args[model.flavor]
+    if getattr(model_args, "enable_weight_tying", False):
+        raise ConfigError(
+            f"flavor {model.flavor!r} of {model.name!r} ties its embedding to its output, which "
+            f"are on the first and the last pipeline stage, got "
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}; set "
+            f"it to 1"
+        )
+    # Another pipelining_fn may cut its model otherwise.
+    builder = getattr(train_spec.pipelining_fn, "__name__", "")
+    if builder == "pipeline_llm" and hasattr(model_args, "n_layers"):
+        try:
+            modules_of_stages(parallelism, model_args.n_layers)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:

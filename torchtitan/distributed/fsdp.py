@@ -25,7 +25,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.logging import logger
+
+_BUCKET_BYTES = 100 * 2**20
 
 
 def apply_fsdp(
@@ -178,6 +181,34 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     # DDP's mean cannot become a sum in its communication hook: there, gradients of earlier
     # microbatches, reduced before, are already added in. Scaling what enters backward can.
     model.register_forward_hook(partial(_scale_gradient_of_output, float(dp_mesh.size())))
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Sum the gradients over the ranks of a 1-D mesh, in place; none counts as zero.
+
+    For modules that DDP cannot follow, as a pipeline's stages: their forwards and backwards of
+    several microbatches alternate.
+    """
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
+        bucket = buckets.setdefault((grad.dtype, grad.device), [])
+        bucket.append(grad)
+        if sum(other.nbytes for other in bucket) >= _BUCKET_BYTES:
+            _sum_bucket(bucket, mesh)
+            bucket.clear()
+    for bucket in buckets.values():
+        if bucket:
+            _sum_bucket(bucket, mesh)
+
+
+def _sum_bucket(grads: list[Tensor], mesh: DeviceMesh) -> None:
+    flat = torch.cat([grad.flatten() for grad in grads])
+    torch.distributed.all_reduce(flat, group=mesh.get_group())
+    for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
 
 
 def _scale_gradient_of_output(factor: float, module: nn.Module, args: Any, output: Any) -> Any:

@@ -49,7 +49,6 @@ def parallelize_decoder(
 def _refuse_unavailable(parallel_dims: "ParallelDims") -> None:
     kinds = {
         "context": parallel_dims.cp,
-        "pipeline": parallel_dims.pp,
     }
     for kind, degree in kinds.items():
         if degree > 1:
@@ -335,7 +334,8 @@ def _apply_data_parallel(
             ep_degree=parallel_dims.ep,
             edp_mesh=_expert_data_parallel_mesh(parallel_dims),
         )
-    elif parallel_dims.dp_replicate_enabled:
+    elif parallel_dims.dp_replicate_enabled and not parallel_dims.pp_enabled:
+        # A pipeline's schedule sums over replicas itself.
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compile_blocks)
 
 

@@ -32,6 +32,7 @@ def build_decoder_train_spec(
     )
     from torchtitan.components.tokenizer import build_hf_tokenizer
     from torchtitan.components.validate import build_validator
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
     from torchtitan.models.parallelize import parallelize_decoder
     from torchtitan.protocols.train_spec import TrainSpec
@@ -41,7 +42,7 @@ def build_decoder_train_spec(
         model_cls=model_cls,
         model_args=model_args,
         parallelize_fn=parallelize_decoder,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_llm,
         build_optimizers_fn=build,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_text_dataloader,

@@ -1,0 +1,194 @@
+"""Microbatches of any shapes through every schedule, against one process that takes them in turn."""
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.parallelize import parallelize_decoder
+from torchtitan.testing.gloo import run_ranks
+
+VOCAB = 64
+LENGTHS = [16, 9, 24, 5, 20, 17, 11, 32]
+SCHEDULES = [
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+CPU = torch.device("cpu")
+
+
+def model_args():
+    return TransformerModelArgs(
+        dim=16,
+        n_layers=6,
+        n_heads=2,
+        vocab_size=VOCAB,
+        multiple_of=8,
+        max_seq_len=128,
+        attn_type="varlen",
+        attn_mask_type="position_block_causal",
+    )
+
+
+def job_config(schedule, pp, local_batch_size=8, csv_path=""):
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.local_batch_size = local_batch_size
+    config.parallelism.pipeline_parallel_degree = pp
+    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_schedule_csv = csv_path
+    return config
+
+
+@functools.cache
+def weights():
+    model = meta_model().to_empty(device="cpu")
+    with torch.no_grad(), seeded_init(model, 1):
+        model.init_weights()
+    return model.state_dict()
+
+
+def fill(part):
+    part.to_empty(device="cpu")
+    part.freqs_cis = part.build_rope_table()
+    part.load_state_dict(weights(), strict=False)
+    return part
+
+
+def sum_loss(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def microbatches(model, lengths, seed=0):
+    """(arg_mbs, kwarg_mbs, target_mbs): rows of two documents, 1 row or 2."""
+    generator = torch.Generator().manual_seed(seed)
+    arg_mbs, kwarg_mbs, target_mbs = [], [], []
+    for i, length in enumerate(lengths):
+        rows = 1 + i % 2
+        tokens = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
+        first = length // 3
+        positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+        positions = positions.expand(rows, length)
+        masks = model.get_attention_masks(tokens[:, :-1], None, {"positions": positions})
+        arg_mbs.append((tokens[:, :-1],))
+        kwarg_mbs.append({"positions": positions, "attention_masks": masks})
+        target_mbs.append(tokens[:, 1:])
+    return arg_mbs, kwarg_mbs, target_mbs
+
+
+def meta_model():
+    with torch.device("meta"):
+        return Transformer(model_args())
+
+
+@functools.cache
+def alone(num_microbatches, seed=0):
+    """(losses, outputs, gradients) of one process that takes the microbatches in turn."""
+    lengths = LENGTHS[:num_microbatches]
+    model = fill(meta_model())
+    losses, outputs = [], []
+    for (tokens,), kwargs, labels in zip(*microbatches(model, lengths, seed), strict=True):
+        logits = model(tokens, **kwargs)
+        loss = sum_loss(logits, labels)
+        loss.backward()
+        losses.append(loss.detach())
+        outputs.append(logits.detach())
+    return losses, outputs, {name: p.grad for name, p in model.named_parameters()}
+
+
+class Pipeline:
+    """This rank's part of the model, and a schedule."""
+
+    def __init__(self, config, dp_replicate=1):
+        pp = config.parallelism.pipeline_parallel_degree
+        self.dims = ParallelDims(dp_replicate, 1, 1, 1, pp, 1, 1, pp * dp_replicate)
+        self.schedule, self.parts, self.first, self.last = pipeline_llm(
+            meta_model(),
+            self.dims,
+            config,
+            CPU,
+            model_args(),
+            parallelize_decoder,
+            sum_loss,
+        )
+        for part in self.parts:
+            fill(part)
+
+    def inputs(self, lengths, seed=0):
+        """As the contract asks: arguments where the first stage is, targets where the last is."""
+        arg_mbs, kwarg_mbs, target_mbs = microbatches(self.parts[0], lengths, seed)
+        return {
+            "arg_mbs": arg_mbs if self.first else None,
+            "kwarg_mbs": kwarg_mbs,
+            "target_mbs": target_mbs if self.last else None,
+        }
+
+    def take_gradients(self):
+        gradients = {}
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                gradients[name] = parameter.grad
+                parameter.grad = None
+        return gradients
+
+
+def check_training(pipeline, lengths, bitwise, seed=0):
+    expected_losses, _, expected = alone(len(lengths), seed)
+    losses = []
+    outputs = pipeline.schedule.step(
+        **pipeline.inputs(lengths, seed), losses=losses, return_outputs=False
+    )
+    assert outputs is None
+    assert len(losses) == (len(lengths) if pipeline.last else 0)
+    if pipeline.last:
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0)
+    # Sums in fp32; LoopedBFS adds up microbatches in another order.
+    tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-5, "atol": 1e-5}
+    for name, gradient in pipeline.take_gradients().items():
+        torch.testing.assert_close(gradient, expected[name], **tolerance, msg=name)
+
+
+def check_forward(pipeline, lengths, seed=0):
+    expected_losses, expected, _ = alone(len(lengths), seed)
+    losses = []
+    outputs = pipeline.schedule.eval(**pipeline.inputs(lengths, seed), losses=losses)
+    if pipeline.last:
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0)
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+    else:
+        assert outputs is None and losses == []
+    assert all(gradient is None for gradient in pipeline.take_gradients().values())
+    without_targets = pipeline.inputs(lengths, seed) | {"target_mbs": None}
+    outputs = pipeline.schedule.eval(**without_targets)
+    assert not pipeline.last or all(map(torch.equal, outputs, expected))
+
+
+def run_schedules(schedules, pp, csv_path=""):
+    for schedule in schedules:
+        pipeline = Pipeline(job_config(schedule, pp, csv_path=csv_path))
+        bitwise = schedule != "LoopedBFS"
+        check_forward(pipeline, LENGTHS)
+        check_training(pipeline, LENGTHS, bitwise)
+        # Other numbers of microbatches, some of which torch's schedule refuses.
+        check_training(pipeline, LENGTHS[:5], bitwise)
+        check_forward(pipeline, LENGTHS[:1])
+        check_training(pipeline, LENGTHS[:1], bitwise)
+        check_training(pipeline, LENGTHS, bitwise)
+
+
+def test_every_schedule_gives_losses_gradients_and_outputs_of_one_process():
+    run_ranks(run_schedules, 2, SCHEDULES, 2)
+
+
+def test_schedules_on_four_ranks():
+    run_ranks(run_schedules, 4, ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"], 4)

@@ -1,0 +1,167 @@
+"""How many stages a pipeline has and which modules each of them holds: numbers and names only."""
+
+import math
+
+from torchtitan.config.job_config import Parallelism
+
+# Schedules of torch.distributed.pipelining, by where the stages of a rank stand:
+SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # one stage per rank
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two per rank: r and its mirror image
+# No order of their own: it comes from parallelism.pipeline_parallel_schedule_csv.
+CSV_SCHEDULES = ("PipelineScheduleMulti",)
+SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
+
+# They compute the gradients of inputs and weights apart, which compiled modules cannot.
+ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
+
+
+def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
+    """Whether `name` is among them; like torch, without regard to case."""
+    return name.lower() in {schedule.lower() for schedule in schedules}
+
+
+def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
+    """The stages that a pipeline rank holds, in the order of the model."""
+    if num_stages % pp_degree:
+        raise ValueError(
+            f"the stages of a pipeline must be shared out evenly, got {num_stages} stages for "
+            f"parallelism.pipeline_parallel_degree = {pp_degree}; make it a multiple"
+        )
+    if not is_one_of(schedule, V_SCHEDULES):
+        return list(range(pp_rank, num_stages, pp_degree))
+    if num_stages != 2 * pp_degree:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} needs exactly 2 stages per "
+            f"rank, got {num_stages} stages on {pp_degree} ranks; split into {2 * pp_degree}"
+        )
+    return [pp_rank, num_stages - 1 - pp_rank]
+
+
+def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
+    """Names of the modules in each stage of a decoder, as the config asks for them.
+
+    Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
+    """
+    if parallelism.module_fqns_per_model_part is not None:
+        modules = parallelism.module_fqns_per_model_part
+        _check_complete(modules, n_layers)
+        _check_num_stages(parallelism, len(modules), "the lists in module_fqns_per_model_part")
+        return modules
+    num_stages = _num_stages(parallelism, n_layers)
+    weights = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    try:
+        return generate_llm_fqn_per_model_part(num_stages, n_layers, *weights)
+    except ValueError as error:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
+            f"schedule {parallelism.pipeline_parallel_schedule!r} makes {num_stages} stages, which "
+            f"{n_layers} layers don't fill: {error}; lower the degree, choose a schedule with one "
+            "stage per rank, or lower pipeline_parallel_{first,last}_stage_less_layers"
+        ) from None
+
+
+def _num_stages(parallelism: Parallelism, n_layers: int) -> int:
+    pp, per_stage = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_layers_per_stage,
+    )
+    if per_stage is None:
+        is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
+        return pp if is_single else 2 * pp
+    if per_stage < 1:
+        raise ValueError(
+            "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got "
+            f"{per_stage}; leave it out to have it chosen"
+        )
+    effective = (
+        n_layers
+        + parallelism.pipeline_parallel_first_stage_less_layers
+        + parallelism.pipeline_parallel_last_stage_less_layers
+    )
+    num_stages = math.ceil(effective / per_stage)
+    what = (
+        f"{n_layers} layers (counted as {effective} with embedding and output) by "
+        f"pipeline_parallel_layers_per_stage = {per_stage}"
+    )
+    _check_num_stages(parallelism, num_stages, what)
+    return num_stages
+
+
+def _check_num_stages(parallelism: Parallelism, num_stages: int, what: str) -> None:
+    """`what` gives these stages; raise ValueError unless ranks and schedule take as many."""
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    got = f"{what} give {num_stages} stages for {pp} ranks"
+    if num_stages % pp:
+        raise ValueError(
+            f"the number of pipeline stages must be a multiple of "
+            f"parallelism.pipeline_parallel_degree, but {got}; change one of them"
+        )
+    per_rank = num_stages // pp
+    if is_one_of(schedule, SINGLE_STAGE_SCHEDULES):
+        fits, needed = per_rank == 1, "exactly 1 stage"
+    elif is_one_of(schedule, V_SCHEDULES):
+        fits, needed = per_rank == 2, "exactly 2 stages"
+    else:
+        fits, needed = per_rank >= 2, "at least 2 stages"
+    if not fits:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} needs {needed} per rank, but "
+            f"{got}; change the number of stages or the schedule"
+        )
+
+
+def _check_complete(modules: list[list[str]], n_layers: int) -> None:
+    """A module in no list would be left out of the model, silently."""
+    listed = [name for stage in modules for name in stage]
+    expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
+    missing = [name for name in expected if name not in listed]
+    twice = sorted({name for name in listed if listed.count(name) > 1})
+    in_order = [name for name in listed if name in expected]
+    if missing or twice or in_order != expected:
+        wrong = (
+            f"lacks {missing}" if missing else f"repeats {twice}" if twice else "is out of order"
+        )
+        raise ValueError(
+            "parallelism.module_fqns_per_model_part must list tok_embeddings, layers.0 to "
+            f"layers.{n_layers - 1}, norm and output once each and in this order, got a list that "
+            f"{wrong}; correct it"
+        )
+
+
+def generate_llm_fqn_per_model_part(
+    num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
+) -> list[list[str]]:
+    """Names of the modules in each of `num_stages` stages, layers spread as evenly as possible.
+
+    input_weight, output_weight: the layers that the embedding, and norm with output, count for
+        in the first and the last stage. Stages that come first get the layers that are left over.
+    Raises ValueError if a stage would be empty, or too small for what it has to hold.
+    """
+    if num_stages < 1:
+        raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")
+    layers = [f"layers.{i}" for i in range(num_layers)]
+    if num_stages == 1:
+        return [["tok_embeddings", *layers, "norm", "output"]]
+    effective = num_layers + input_weight + output_weight
+    if num_stages > effective:
+        raise ValueError(
+            f"{num_stages} stages are more than {num_layers} layers and the weights "
+            f"{input_weight} and {output_weight} of embedding and output"
+        )
+    quota, left_over = divmod(effective, num_stages)
+    for name, weight in (("embedding", input_weight), ("output", output_weight)):
+        if weight > quota:
+            raise ValueError(f"the {name} weighs {weight}, more than the {quota} of a stage")
+    counts = [quota + (stage < left_over) for stage in range(num_stages)]
+    counts[0] -= input_weight
+    counts[-1] -= output_weight
+
+    stages, first = [], 0
+    for count in counts:
+        stages.append(layers[first : first + count])
+        first += count
+    return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "output"]]

@@ -1,0 +1,184 @@
+"""Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
+
+`pipeline_llm` is what a train spec names as `pipelining_fn`; the schedule that it returns is
+described in `pipeline_schedule`.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.pipeline_layout import (
+    CSV_SCHEDULES,
+    SCHEDULES,
+    generate_llm_fqn_per_model_part,
+    is_one_of,
+    modules_of_stages,
+    stage_ids_of_rank,
+)
+from torchtitan.tools.logging import logger
+
+# pipeline_schedule is imported where it is used: with torch's schedules comes its compiler.
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.pipeline_schedule import (
+        LossFunction,
+        PipelineSchedule,
+        VariableShapeStage,
+    )
+
+__all__ = [
+    "build_pipeline_schedule",
+    "generate_llm_fqn_per_model_part",
+    "pipeline_llm",
+    "pipeline_module_split",
+]
+
+
+def pipeline_llm(
+    model: nn.Module,
+    parallel_dims: "ParallelDims",
+    job_config: "JobConfig",
+    device: torch.device,
+    model_args: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: "LossFunction",
+) -> "tuple[PipelineSchedule, list[nn.Module], bool, bool]":
+    """Return (schedule, this rank's parts, holds first stage?, holds last stage?) of a decoder.
+
+    Each part is a copy of the model with other parts' modules left out, and then parallelized.
+    Raises ValueError where model, ranks and schedule don't fit together.
+    """
+    from torchtitan.distributed.pipeline_schedule import HiddenStates
+
+    parallelism = job_config.parallelism
+    n_layers = getattr(model_args, "n_layers", None)
+    if n_layers is None:
+        raise ValueError(
+            f"a model is cut into pipeline stages by its layers, but {type(model_args).__name__} "
+            "has no n_layers; add it, or give the train spec a pipelining_fn of its own"
+        )
+    stages, parts = pipeline_module_split(
+        model,
+        parallel_dims.get_mesh("pp"),
+        parallelism.pipeline_parallel_schedule,
+        device,
+        modules_of_stages(parallelism, n_layers),
+    )
+    training = job_config.training
+    # As the plan for data parallelism has it: replicas of split parameters are FSDP's too.
+    uses_fsdp = parallel_dims.fsdp_enabled or (
+        parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled
+    )
+    # FSDP casts what a stage computes with; without it nothing is cast under a pipeline.
+    dtype = training.mixed_precision_param if uses_fsdp else training.dtype
+    hidden_states = HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
+    for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
+        parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
+        stage.hidden_states = hidden_states
+
+    schedule = build_pipeline_schedule(job_config, stages, loss_fn)
+    if parallel_dims.dp_replicate_enabled and not uses_fsdp:
+        schedule.replicas = parallel_dims.get_mesh("dp_replicate")
+    return schedule, parts, schedule.has_first_stage, schedule.has_last_stage
+
+
+def pipeline_module_split(
+    whole_model: nn.Module,
+    pp_mesh: DeviceMesh,
+    pp_schedule: str,
+    device: torch.device,
+    module_names_per_stage: list[list[str]],
+) -> "tuple[list[VariableShapeStage], list[nn.Module]]":
+    """Return this rank's stages and their modules, copies of the model without other stages' parts.
+
+    Names are children of the model, or `<child>.<key>` for entries of a ModuleDict, which keep
+    their keys, or of a ModuleList. Other children become None; buffers stay everywhere.
+    Raises ValueError if the stages cannot be shared out to the ranks.
+    """
+    from torchtitan.distributed.pipeline_schedule import HiddenStates, VariableShapeStage
+
+    num_stages = len(module_names_per_stage)
+    ids = stage_ids_of_rank(pp_schedule, pp_mesh.get_local_rank(), pp_mesh.size(), num_stages)
+    dim = getattr(getattr(whole_model, "model_args", None), "dim", None)
+    dtype = next((p.dtype for p in whole_model.parameters()), torch.get_default_dtype())
+    stages, models = [], []
+    for stage_id in ids:
+        model = copy.deepcopy(whole_model)
+        _keep_modules(model, set(module_names_per_stage[stage_id]))
+        stage = VariableShapeStage(
+            model,
+            stage_id,
+            num_stages,
+            device,
+            group=pp_mesh.get_group("pp"),
+            hidden_states=None if dim is None else HiddenStates(dim, dtype),
+        )
+        stages.append(stage)
+        models.append(model)
+        names = ", ".join(module_names_per_stage[stage_id])
+        logger.info("pipeline stage %d of %d holds %s", stage_id, num_stages, names)
+    return stages, models
+
+
+def _keep_modules(model: nn.Module, names: set[str]) -> None:
+    for child_name, child in list(model.named_children()):
+        if isinstance(child, nn.ModuleDict):
+            for key in list(child):
+                if f"{child_name}.{key}" not in names:
+                    del child[key]
+        elif isinstance(child, nn.ModuleList):
+            kept = [entry for i, entry in enumerate(child) if f"{child_name}.{i}" in names]
+            setattr(model, child_name, nn.ModuleList(kept))
+        elif child_name not in names:
+            setattr(model, child_name, None)
+
+
+def build_pipeline_schedule(
+    job_config: "JobConfig", stages: "list[VariableShapeStage]", loss_fn: "LossFunction"
+) -> "PipelineSchedule":
+    """Return the schedule that the config names, for this rank's stages.
+
+    Raises FileNotFoundError if its CSV file is missing, ValueError if the local batch does not
+    divide into microbatches or the name is of no schedule that can be run.
+    """
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
+
+    parallelism, rows = job_config.parallelism, job_config.training.local_batch_size
+    name = parallelism.pipeline_parallel_schedule
+    csv_path = parallelism.pipeline_parallel_schedule_csv or ""
+    if csv_path and not os.path.isfile(csv_path):
+        raise FileNotFoundError(
+            f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r}"
+        )
+    if not is_one_of(name, SCHEDULES) or (is_one_of(name, CSV_SCHEDULES) and not csv_path):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)} (with "
+            f"pipeline_parallel_schedule_csv set for the last), got {name!r}; correct it"
+        )
+    microbatch_size = parallelism.pipeline_parallel_microbatch_size
+    if rows % microbatch_size:
+        raise ValueError(
+            f"training.local_batch_size must be a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size, got {rows} with {microbatch_size}"
+        )
+    n_microbatches = rows // microbatch_size
+    num_stages = stages[0].num_stages
+    if n_microbatches < num_stages:
+        logger.warning(
+            "%d pipeline microbatches (training.local_batch_size = %d by "
+            "parallelism.pipeline_parallel_microbatch_size = %d) leave ranks idle: with %d stages "
+            "give at least as many",
+            n_microbatches,
+            rows,
+            microbatch_size,
+            num_stages,
+        )
+    return PipelineSchedule(name, stages, loss_fn, n_microbatches, csv_path)
