@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ SCHEDULES = [
 CPU = torch.device("cpu")
 
 
-def model_args():
+def model_args(attn_type="varlen"):
     return TransformerModelArgs(
         dim=16,
         n_layers=6,
@@ -35,8 +36,8 @@ def model_args():
         vocab_size=VOCAB,
         multiple_of=8,
         max_seq_len=128,
-        attn_type="varlen",
-        attn_mask_type="position_block_causal",
+        attn_type=attn_type,
+        attn_mask_type="causal" if attn_type == "sdpa" else "position_block_causal",
     )
 
 
@@ -86,9 +87,9 @@ def microbatches(model, lengths, seed=0):
     return arg_mbs, kwarg_mbs, target_mbs
 
 
-def meta_model():
+def meta_model(attn_type="varlen"):
     with torch.device("meta"):
-        return Transformer(model_args())
+        return Transformer(model_args(attn_type))
 
 
 @functools.cache
@@ -109,15 +110,15 @@ def alone(num_microbatches, seed=0):
 class Pipeline:
     """This rank's part of the model, and a schedule."""
 
-    def __init__(self, config, dp_replicate=1):
+    def __init__(self, config, dp_replicate=1, attn_type="varlen"):
         pp = config.parallelism.pipeline_parallel_degree
         self.dims = ParallelDims(dp_replicate, 1, 1, 1, pp, 1, 1, pp * dp_replicate)
         self.schedule, self.parts, self.first, self.last = pipeline_llm(
-            meta_model(),
+            meta_model(attn_type),
             self.dims,
             config,
             CPU,
-            model_args(),
+            model_args(attn_type),
             parallelize_decoder,
             sum_loss,
         )
@@ -176,7 +177,7 @@ def check_forward(pipeline, lengths, seed=0):
 def run_schedules(schedules, pp, csv_path=""):
     for schedule in schedules:
         pipeline = Pipeline(job_config(schedule, pp, csv_path=csv_path))
-        bitwise = schedule != "LoopedBFS"
+        bitwise = schedule not in ("LoopedBFS", "PipelineScheduleMulti")
         check_forward(pipeline, LENGTHS)
         check_training(pipeline, LENGTHS, bitwise)
         # Other numbers of microbatches, some of which torch's schedule refuses.
@@ -192,3 +193,84 @@ def test_every_schedule_gives_losses_gradients_and_outputs_of_one_process():
 
 def test_schedules_on_four_ranks():
     run_ranks(run_schedules, 4, ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"], 4)
+
+
+def run_whole_batches():
+    """As torch's own `step`: a batch is split into equal microbatches, outputs come in one piece."""
+    tokens = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+    pipeline = Pipeline(job_config("1F1B", 2, local_batch_size=4), attn_type="sdpa")
+    model = fill(meta_model("sdpa"))
+    logits = model(tokens)
+    losses = []
+    first, last = pipeline.first, pipeline.last
+    inputs = (tokens,) if first else ()
+    outputs = pipeline.schedule.step(*inputs, target=tokens if last else None, losses=losses)
+    again = pipeline.schedule.eval(*inputs)
+    if last:
+        torch.testing.assert_close(outputs, logits)
+        torch.testing.assert_close(again, logits)
+        torch.testing.assert_close(sum(losses), sum_loss(logits, tokens))
+        assert len(losses) == 4
+    else:
+        assert outputs is None and again is None
+
+
+def run_replicas():
+    """Two replicas of two stages, two steps of gradient accumulation on unlike lengths."""
+    pipeline = Pipeline(job_config("1F1B", 2), dp_replicate=2)
+    replica = pipeline.dims.get_mesh("dp_replicate").get_local_rank()
+    mine = [LENGTHS[:4], LENGTHS[4:]][replica]
+    for seed in range(2):
+        pipeline.schedule.step(**pipeline.inputs(mine, seed), return_outputs=False)
+    expected = {}
+    for lengths in (LENGTHS[:4], LENGTHS[4:]):
+        for seed in range(2):
+            for name, gradient in gradients_of(lengths, seed).items():
+                expected[name] = expected.get(name, 0) + gradient
+    for name, gradient in pipeline.take_gradients().items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def gradients_of(lengths, seed):
+    model = fill(meta_model())
+    for (tokens,), kwargs, labels in zip(*microbatches(model, lengths, seed), strict=True):
+        sum_loss(model(tokens, **kwargs), labels).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def run_csv(path):
+    run_schedules(["PipelineScheduleMulti"], 2, path)
+    pipeline = Pipeline(job_config("PipelineScheduleMulti", 2, csv_path=path))
+    with pytest.raises(ValueError, match="orders 8 microbatches, got 9; give fewer"):
+        pipeline.schedule.eval(**pipeline.inputs([8] * 9))
+    with pytest.raises(ValueError, match=r"has rank \d run stages .*, but it holds"):
+        Pipeline(job_config("ZBVZeroBubble", 2, csv_path=path))
+
+
+def write_csv(path):
+    """Forwards of 8 microbatches on stages 0 and 2 (rank 0), 1 and 3 (rank 1), then backwards."""
+    rows = []
+    for rank in range(2):
+        forward = [f"{stage}F{mb}" for stage in (rank, rank + 2) for mb in range(8)]
+        backward = [
+            f"{stage}{kind}{mb}"
+            for stage in (rank + 2, rank)
+            for mb in range(8)
+            for kind in ("I", "W")
+        ]
+        rows.append(",".join(forward + backward))
+    path.write_text("\n".join(rows) + "\n")
+
+
+def run_small_cases(csv_path):
+    run_whole_batches()
+    run_csv(csv_path)
+
+
+def test_whole_batches_and_orders_from_a_file(tmp_path):
+    write_csv(tmp_path / "order.csv")
+    run_ranks(run_small_cases, 2, str(tmp_path / "order.csv"))
+
+
+def test_gradients_are_summed_over_replicas_once():
+    run_ranks(run_replicas, 4)
