@@ -157,7 +157,7 @@ class IsolationProbe:
         outputs: dict[str, Tensor] = {}
         seq_len = batch["input"].shape[1]
         # Under tensor parallelism a layer's output is spread over ranks by tokens.
-        sequence = getattr(self.model, "sequence", WholeSequence())
+        sequence = getattr(self.models[0], "sequence", WholeSequence())
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
