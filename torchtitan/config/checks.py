@@ -21,6 +21,7 @@ from torchtitan.config.pipeline_layout import (
     is_one_of,
     modules_of_stages,
 )
+from torchtitan.config.sequence_layout import sequence_multiple
 
 
 class ConfigError(ValueError):
@@ -86,7 +87,7 @@ def check_against_spec(
     check_hf_assets(job_config, train_spec)
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
-    check_degrees_are_available(job_config)
+    check_context_parallel(job_config, train_spec)
     check_pipeline_schedule(job_config)
     check_pipeline_stages(job_config, train_spec)
 
@@ -577,6 +578,41 @@ def check_num_experts(job_config: JobConfig, train_spec: Any) -> None:
         )
 
 
+def check_context_parallel(job_config: JobConfig, train_spec: Any) -> None:
+    parallelism, model = job_config.parallelism, job_config.model
+    cp = parallelism.context_parallel_degree
+    if cp == 1:
+        return
+    balancer = parallelism.context_parallel_load_balancer
+    try:
+        multiple = sequence_multiple(balancer, cp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for name in _data_sections(job_config):
+        seq_len = getattr(job_config, name).seq_len
+        if seq_len % multiple:
+            nearest = max(1, round(seq_len / multiple)) * multiple
+            raise ConfigError(
+                f"{name}.seq_len must be a multiple of {multiple} for context_parallel_degree = "
+                f"{cp} with load balancer {balancer!r}, got {seq_len}; the nearest is {nearest}"
+            )
+    model_args = train_spec.model_args[model.flavor]
+    attn_type = model.attn_type or getattr(model_args, "attn_type", "sdpa")
+    if balancer == "ptrr" and attn_type == "sdpa":
+        raise ConfigError(
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, which "
+            "model.attn_type = 'sdpa' has not; set the balancer to 'headtail', or the type to "
+            "'flex' or 'varlen'"
+        )
+    heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
+    if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a "
+            f"rank for context_parallel_rotate_method = 'alltoall', got {cp}; set the method to "
+            "'allgather'"
+        )
+
+
 def check_hf_assets(job_config: JobConfig, train_spec: Any) -> None:
     """The folder with the tokenizer, and with the weights to start from, has to be there."""
     path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
@@ -612,17 +648,6 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
         raise ConfigError(
             f"optimizer.name must be one of {', '.join(known)}, got {name!r}{_guess(name, known)}"
         )
-
-
-def check_degrees_are_available(job_config: JobConfig) -> None:
-    for name in ("context",):
-        key = f"{name}_parallel_degree"
-        degree = getattr(job_config.parallelism, key)
-        if degree > 1:
-            raise ConfigError(
-                f"parallelism.{key} above 1 is not available yet in this version, got {degree}; "
-                f"set it to 1 and use the data_parallel degrees"
-            )
 
 
 def check_pipeline_schedule(job_config: JobConfig) -> None:

@@ -22,33 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.config.sequence_layout import PTRR_CHUNK, sequence_multiple
+
 __all__ = [
     "SequenceShards",
     "ShardedMask",
     "cp_shard",
     "prepare_context_parallel_input",
-    "sequence_multiple",
 ]
-
-IGNORE_INDEX = -100
-
-# Tokens that the "ptrr" balancer moves together: the block size of flex attention's masks.
-_PTRR_CHUNK = 128
-
-
-def sequence_multiple(load_balancer: str | None, cp: int) -> int:
-    """Return the number that T has to be a multiple of.
-
-    Raises ValueError for an unknown load balancer.
-    """
-    multiples = {None: cp, "headtail": 2 * cp, "ptrr": cp * _PTRR_CHUNK}
-    if (load_balancer or None) not in multiples:
-        raise ValueError(
-            "parallelism.context_parallel_load_balancer must be headtail, ptrr or None, got "
-            f"{load_balancer!r}"
-        )
-    return multiples[load_balancer or None]
-
 
 # ---- which tokens a rank holds ----
 
@@ -130,7 +111,7 @@ def _build_shards(
 def _deal_by_work(starts: Tensor, cp: int) -> Tensor:
     """Chunks [cp, n], dealt out from the one that costs most, back and forth over the ranks."""
     columns = torch.arange(starts.shape[1], device=starts.device)
-    work = (columns - starts + 1).sum(dim=0).view(-1, _PTRR_CHUNK).sum(dim=1)
+    work = (columns - starts + 1).sum(dim=0).view(-1, PTRR_CHUNK).sum(dim=1)
     rounds = work.cpu().sort(descending=True, stable=True).indices.view(-1, cp)
     rounds[1::2] = rounds[1::2].flip(1)
     return rounds.T.sort(dim=1).values

@@ -599,6 +599,12 @@ def _attend_over_ranks(
         out = attend(inner_attention, q, k, v, sharded.mask, scale, window, return_lse)
         return _each(out, lambda x: sharded.heads_to_tokens(x.transpose(1, 2)).transpose(1, 2))
 
+    if return_lse and q.device.type != "cpu":
+        raise ValueError(
+            "parallelism.context_parallel_rotate_method = 'allgather' gives no log-sum-exp of the "
+            f"scores on device type {q.device.type!r}, and this model needs it; set it to "
+            "'alltoall'"
+        )
     # All kernels keep documents apart in the same way, so one serves whatever the mask is.
     needed = sharded.keys
     packed = sharded.gather_keys(torch.cat((k, v), dim=-1))

@@ -1,12 +1,9 @@
 """Sizes and choices of a gpt-oss model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from torchtitan.models.moe.args import MoEDecoderArgs
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 
 @dataclass
@@ -41,14 +38,3 @@ class GptOssModelArgs(MoEDecoderArgs):
     rope_factor: float = 32
     ntk_alpha: float = 1.0
     ntk_beta: float = 32.0
-
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
-        """See `MoEDecoderArgs`. Raises ValueError for context parallelism."""
-        super().update_from_config(job_config, **kwargs)
-        degree = job_config.parallelism.context_parallel_degree
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.context_parallel_degree must be 1 for gpt_oss, got {degree}: its "
-                "attention with sinks and windows cannot be split along the sequence; use the "
-                "data_parallel_* degrees"
-            )

@@ -1,0 +1,18 @@
+"""How long rows have to be for context parallelism; known before there is a device."""
+
+# Tokens that the "ptrr" balancer moves together: the block size of flex attention's masks.
+PTRR_CHUNK = 128
+
+
+def sequence_multiple(load_balancer: str | None, cp: int) -> int:
+    """Return the number that T has to be a multiple of, for rows of T tokens on cp ranks.
+
+    Raises ValueError for an unknown load balancer.
+    """
+    multiples = {None: cp, "headtail": 2 * cp, "ptrr": cp * PTRR_CHUNK}
+    if (load_balancer or None) not in multiples:
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer must be headtail, ptrr or None, got "
+            f"{load_balancer!r}"
+        )
+    return multiples[load_balancer or None]
