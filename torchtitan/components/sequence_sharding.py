@@ -16,8 +16,8 @@ from torchtitan.config.job_config import Parallelism
 from torchtitan.config.sequence_layout import sequence_multiple
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import (
-    SequenceShards,
     ShardedMask,
+    TokenShards,
     prepare_context_parallel_input,
 )
 from torchtitan.models.documents import (
@@ -102,19 +102,19 @@ class SequenceSharding:
         return inputs, labels, _shard(extra_inputs, shards, n_rows, seq_len), extra_kwargs
 
 
-def shards_of(attention_masks: ShardedMask | dict[str, ShardedMask]) -> SequenceShards:
+def shards_of(attention_masks: ShardedMask | dict[str, ShardedMask]) -> TokenShards:
     """Return how the rows that a mask is for are spread over ranks."""
     if isinstance(attention_masks, dict):
         attention_masks = next(iter(attention_masks.values()))
     return attention_masks.shards
 
 
-def shard_batch(batch: Batch, shards: SequenceShards) -> Batch:
+def shard_batch(batch: Batch, shards: TokenShards) -> Batch:
     """Return the batch with this rank's tokens alone, [B, T, ...] -> [B, T/cp, ...]."""
     return _shard(batch, shards, *batch["input"].shape)
 
 
-def join_outputs(outputs: Any, shards: SequenceShards, n_tokens: int, seq_len: int) -> Any:
+def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int) -> Any:
     """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...], others stay.
 
     n_tokens: T/cp. seq_len: what is left of T after padding is cut off. Collective over the
@@ -129,7 +129,7 @@ def join_outputs(outputs: Any, shards: SequenceShards, n_tokens: int, seq_len: i
     return tree_map_only(torch.Tensor, join, outputs)
 
 
-def _shard(batch: Batch, shards: SequenceShards, n_rows: int, seq_len: int) -> Batch:
+def _shard(batch: Batch, shards: TokenShards, n_rows: int, seq_len: int) -> Batch:
     return {
         key: shards.shard(value) if _has_tokens(value, n_rows, seq_len) else value
         for key, value in batch.items()

@@ -19,23 +19,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.sequence_layout import PTRR_CHUNK, sequence_multiple
 
 __all__ = [
-    "SequenceShards",
+    "TokenShards",
     "ShardedMask",
     "cp_shard",
     "prepare_context_parallel_input",
 ]
 
+# Selective checkpointing and the compiler know collectives by these operators.
+_OPS = torch.ops._c10d_functional
+
+
 # ---- which tokens a rank holds ----
 
 
 @dataclass(frozen=True)
-class SequenceShards:
+class TokenShards:
     """Which chunks of a row each rank of the axis holds.
 
     chunks: int64 [cp, n] on the CPU; rank r holds chunks[r], in this order, of the cp * n equal
@@ -48,7 +53,11 @@ class SequenceShards:
 
     @property
     def cp(self) -> int:
-        return self.mesh.size()
+        return self.chunks.shape[0]
+
+    @cached_property
+    def group_name(self) -> str:
+        return self.mesh.get_group().group_name
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of x, [.., T, ..] -> [.., T/cp, ..]. No communication."""
@@ -85,7 +94,7 @@ class SequenceShards:
 
 def _build_shards(
     load_balancer: str | None, mesh: DeviceMesh, n_rows: int, seq_len: int, starts: Tensor | None
-) -> SequenceShards:
+) -> TokenShards:
     """starts: [1 or B, T], the first key of each query; only "ptrr" looks at it."""
     cp = mesh.size()
     multiple = sequence_multiple(load_balancer, cp)
@@ -96,16 +105,16 @@ def _build_shards(
         )
     ranks = torch.arange(cp)
     if not load_balancer:
-        return SequenceShards(ranks[:, None], mesh)
+        return TokenShards(ranks[:, None], mesh)
     if load_balancer == "headtail":
         # Causal work grows along a row: one chunk of each end makes two of the middle.
-        return SequenceShards(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
+        return TokenShards(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
     if starts is None:
         raise ValueError(
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
             "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    return SequenceShards(_deal_by_work(starts, cp), mesh)
+    return TokenShards(_deal_by_work(starts, cp), mesh)
 
 
 def _deal_by_work(starts: Tensor, cp: int) -> Tensor:
@@ -131,7 +140,7 @@ class ShardedMask:
     """
 
     mask: Any
-    shards: SequenceShards
+    shards: TokenShards
     rotate_method: str
     keys: "_NeededKeys | None" = None
 
@@ -141,13 +150,13 @@ class ShardedMask:
         """[B, heads, T/cp, ...] -> [B, heads/cp, T, ...]; heads a multiple of cp."""
         n_rows, n_heads = x.shape[:2]
         parts = x.unflatten(1, (self.shards.cp, -1)).permute(1, 3, 0, 2, *range(4, x.dim() + 1))
-        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.mesh.get_group())
+        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.group_name)
         return self.shards.in_order(parts.flatten(0, 1)).movedim(0, 2)
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         """The inverse of `tokens_to_heads`."""
         parts = self.shards.by_rank(x.movedim(2, 0)).unflatten(0, (self.shards.cp, -1))
-        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.mesh.get_group())
+        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.group_name)
         # [cp, T/cp, B, heads/cp, ...]
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
 
@@ -171,7 +180,7 @@ class ShardedMask:
     def gather_keys(self, x: Tensor) -> Tensor:
         """[B, K, T/cp, D] -> [keys, K, D], one after the other as `keys` wants them."""
         packed = x.transpose(1, 2).flatten(0, 1).contiguous()
-        gathered = _GatherRows.apply(packed, self.shards.mesh.get_group())
+        gathered = _GatherRows.apply(packed, self.shards.cp, self.shards.group_name)
         return gathered.index_select(0, self.keys.index)
 
 
@@ -193,7 +202,7 @@ class _NeededKeys:
     window: int | None
 
 
-def _needed_keys(starts: Tensor, shards: SequenceShards, window: int | None) -> _NeededKeys:
+def _needed_keys(starts: Tensor, shards: TokenShards, window: int | None) -> _NeededKeys:
     """starts: [B, T], the first key that each query sees but for the window."""
     n_rows, seq_len = starts.shape
     device = starts.device
@@ -233,7 +242,7 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _place_among_ranks(shards: SequenceShards, n_rows: int, seq_len: int) -> Tensor:
+def _place_among_ranks(shards: TokenShards, n_rows: int, seq_len: int) -> Tensor:
     """int64 [B, T]: where each token stands when all ranks' packed tokens are laid end to end."""
     n_local = seq_len // shards.cp
     rank = torch.arange(shards.cp)[:, None, None]
@@ -346,32 +355,29 @@ class _GatherRows(torch.autograd.Function):
     """[n, ...] of each rank -> [cp * n, ...] on all; gradients are summed where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x, group=group)
-        return gathered
+    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(x, size, group))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own = _OPS.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.size, ctx.group)
+        return _OPS.wait_tensor(own), None, None
 
 
 class _ExchangeParts(torch.autograd.Function):
     """[cp, ...]: part p goes to rank p, and comes back as the part of the rank it is from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
+        return _exchange(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        returned = torch.empty_like(grad)
-        dist.all_to_all_single(returned, grad, group=ctx.group)
-        return returned, None
+        return _exchange(grad.contiguous(), ctx.group), None
+
+
+def _exchange(x: Tensor, group: str) -> Tensor:
+    one_each = [1] * x.shape[0]
+    return _OPS.wait_tensor(_OPS.all_to_all_single(x, one_each, one_each, group))
