@@ -8,6 +8,7 @@ Letters used below: B sequences, T tokens, V vocabulary entries.
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,12 @@ import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.packing import PackingPolicy, split_rows
+from torchtitan.components.sequence_sharding import (
+    SequenceSharding,
+    join_outputs,
+    shard_batch,
+    shards_of,
+)
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -38,6 +45,22 @@ Batch = dict[str, Any]
 """`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`"""
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Microbatch:
+    """What the model and the loss get of one microbatch, on the engine's device.
+
+    inputs, kwargs: of the model's forward. labels: [B, T], or None. batch: the caller's entries.
+    Under context parallelism all of them hold this rank's tokens alone, [B, T/cp].
+    join: makes outputs of the rank's tokens those of whole rows; collective.
+    """
+
+    inputs: torch.Tensor
+    kwargs: Batch
+    labels: torch.Tensor | None
+    batch: Batch
+    join: Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +122,7 @@ class TrainingEngine:
         self.train_spec = resolve_job(job_config)
         self.device = self._set_device()
         self.parallel_dims = self.init_distributed()
+        self.sequence_sharding = SequenceSharding.of(self.parallel_dims, job_config.parallelism)
         job_config.maybe_log()
         self.seed = self._set_determinism()
         self.build_data()
@@ -306,19 +330,32 @@ class TrainingEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Batch, Batch]:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Every pipeline stage gets both of the last two: positions and masks come in either.
+        Every pipeline stage gets both of the last two: positions and masks come in either. Under
+        context parallelism all hold this rank's tokens, [B, T/cp].
         """
         inputs, extra_inputs, extra_kwargs = self.packing.model_inputs(
             self.model_parts[0], input_dict, self.tokenizer
         )
+        if self.sequence_sharding is not None:
+            return self.sequence_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs
 
-    def _forward(self, input_dict: Batch, labels: torch.Tensor | None = None):
-        inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-            input_dict, labels
+    def _prepare(self, batch: Batch, labels: torch.Tensor | None = None) -> _Microbatch:
+        batch = self.to_device(batch)
+        if labels is not None:
+            labels = labels.to(self.device, non_blocking=True)
+        seq_len = batch["input"].shape[1]
+        if self.sequence_sharding is not None:
+            batch, labels = self.sequence_sharding.pad(batch, labels)
+        inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(batch, labels)
+        kwargs = extra_inputs | extra_kwargs
+        if self.sequence_sharding is None:
+            return _Microbatch(inputs, kwargs, labels, batch, join=lambda outputs: outputs)
+        shards = shards_of(kwargs["attention_masks"])
+        join = functools.partial(
+            join_outputs, shards=shards, n_tokens=inputs.shape[1], seq_len=seq_len
         )
-        (model,) = self.model_parts
-        return model(inputs, **extra_inputs, **extra_kwargs), labels
+        return _Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
 
     @torch.no_grad()
     def forward_step(
@@ -335,26 +372,32 @@ class TrainingEngine:
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
+        Under context parallelism output_fn sees this rank's tokens, in logits and in the batch's
+        tensors [B, T, ...]; what it returns for them, [B, T/cp, ...], is joined to [B, T, ...].
         """
-        batches = [self.to_device(batch) for batch in _as_list(microbatches)]
-        if output_fn is None:
-            output_fn = _keep_logits
+        batches = _as_list(microbatches)
+
+        def output_of(logits: torch.Tensor, microbatch: _Microbatch) -> Any:
+            logits = whole_tensor(logits)
+            return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
+
         outputs: list[Any] = []
         if self.pp_schedule is not None:
-            inputs, _ = self._pipeline_inputs(batches, [None] * len(batches))
+            prepared = [self._prepare(batch) for batch in batches]
             with self.train_context(), self.maybe_enable_amp:
                 self.pp_schedule.eval(
-                    **inputs,
-                    target_mbs=batches,
+                    **_schedule_inputs(prepared),
                     losses=outputs,
-                    loss_fn=lambda logits, batch: output_fn(whole_tensor(logits), batch),
+                    loss_fn=output_of,
                     return_outputs=False,
                 )
             return outputs if self.pp_has_last_stage else None
+        (model,) = self.model_parts
         for batch in batches:
+            microbatch = self._prepare(batch)
             with self.train_context(), self.maybe_enable_amp:
-                logits, _ = self._forward(batch)
-                outputs.append(output_fn(whole_tensor(logits), batch))
+                logits = model(microbatch.inputs, **microbatch.kwargs)
+                outputs.append(output_of(logits, microbatch))
         return outputs
 
     def forward_backward_step(
@@ -375,9 +418,10 @@ class TrainingEngine:
             ranks, all microbatches).
         loss_fn: (logits [B, T, V], labels [B, T], batch) -> sum over tokens; default is the
             train spec's loss. It gets whole logits under tensor parallelism too, where the train
-            spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set.
-        Returns this rank's sum divided by the denominator; summed over data-parallel ranks it
-        is the loss of the global batch. All ranks of a pipeline return the same.
+            spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set. Under
+            context parallelism it sees this rank's tokens, as `forward_step`'s output_fn does.
+        Returns this rank's sum divided by the denominator; summed over data- and context-parallel
+        ranks it is the loss of the global batch. All ranks of a pipeline return the same.
         """
         batches = _as_list(input_dict)
         label_list = [labels] if isinstance(labels, torch.Tensor) else list(labels)
@@ -389,24 +433,24 @@ class TrainingEngine:
         if self.pp_schedule is not None and isinstance(input_dict, dict):
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
-        batches = [self.to_device(batch) for batch in batches]
-        label_list = [labels.to(self.device, non_blocking=True) for labels in label_list]
 
-        def loss_of(logits: torch.Tensor, labels: torch.Tensor, batch: Batch) -> torch.Tensor:
+        def loss_of(logits: torch.Tensor, microbatch: _Microbatch) -> torch.Tensor:
             if loss_fn is None:
-                loss = self.loss_fn(logits, labels)
+                loss = self.loss_fn(logits, microbatch.labels)
             else:
-                loss = loss_fn(whole_tensor(logits), labels, batch)
+                loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
             return loss / global_valid_tokens
 
         if self.pp_schedule is not None:
             return self._pipeline_forward_backward(batches, label_list, loss_of)
+        (model,) = self.model_parts
         losses = []
         for batch, batch_labels in zip(batches, label_list, strict=True):
+            microbatch = self._prepare(batch, batch_labels)
             with self.train_context():
                 with self.maybe_enable_amp:
-                    logits, batch_labels = self._forward(batch, batch_labels)
-                    loss = loss_of(logits, batch_labels, batch)
+                    logits = model(microbatch.inputs, **microbatch.kwargs)
+                    loss = loss_of(logits, microbatch)
                 del logits  # [B, T, V]: free before backward needs the memory
                 loss.backward()
             losses.append(loss.detach())
@@ -416,41 +460,22 @@ class TrainingEngine:
         self,
         batches: list[Batch],
         label_list: list[torch.Tensor],
-        loss_of: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor],
+        loss_of: Callable[[torch.Tensor, _Microbatch], torch.Tensor],
     ) -> torch.Tensor:
-        inputs, label_list = self._pipeline_inputs(batches, label_list)
+        # Every rank builds the masks of its stages for itself.
+        prepared = [
+            self._prepare(batch, labels) for batch, labels in zip(batches, label_list, strict=True)
+        ]
         losses: list[torch.Tensor] = []
         with self.train_context(), self.maybe_enable_amp:
             self.pp_schedule.step(
-                **inputs,
-                target_mbs=list(zip(label_list, batches, strict=True)),
-                losses=losses,
-                loss_fn=lambda logits, target: loss_of(logits, *target),
-                return_outputs=False,
+                **_schedule_inputs(prepared), losses=losses, loss_fn=loss_of, return_outputs=False
             )
         loss = torch.zeros((), device=self.device)
         if self.pp_has_last_stage:
             loss += torch.stack(losses).detach().sum()
         # Known on the rank of the last stage alone, wanted by all that log it.
         return self.pp_schedule.broadcast_from_last_stage(loss)
-
-    def _pipeline_inputs(
-        self, batches: list[Batch], label_list: Sequence[torch.Tensor | None]
-    ) -> tuple[dict[str, list[Any]], list[torch.Tensor | None]]:
-        """Return what the schedule's `step` and `eval` take, and the labels, of each microbatch.
-
-        Every rank builds the masks of its stages for itself.
-        """
-        processed = [
-            self.post_dataloading_process(batch, labels)
-            for batch, labels in zip(batches, label_list, strict=True)
-        ]
-        inputs = {
-            "arg_mbs": [(tokens,) for tokens, _, _, _ in processed],
-            "kwarg_mbs": [extra_inputs | kwargs for _, _, extra_inputs, kwargs in processed],
-            "input_shapes": [tuple(tokens.shape[:2]) for tokens, _, _, _ in processed],
-        }
-        return inputs, [labels for _, labels, _, _ in processed]
 
     def optim_step(self) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
@@ -506,8 +531,14 @@ class TrainingEngine:
             self.checkpointer.close()
 
 
-def _keep_logits(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return logits
+def _schedule_inputs(prepared: list[_Microbatch]) -> dict[str, list[Any]]:
+    """What a pipeline schedule's `step` and `eval` take; its loss function gets the microbatch."""
+    return {
+        "arg_mbs": [(microbatch.inputs,) for microbatch in prepared],
+        "kwarg_mbs": [microbatch.kwargs for microbatch in prepared],
+        "input_shapes": [tuple(microbatch.inputs.shape[:2]) for microbatch in prepared],
+        "target_mbs": prepared,
+    }
 
 
 def _as_list(microbatches: Batch | Iterable[Batch]) -> list[Batch]:

@@ -221,8 +221,15 @@ class Trainer(TrainingEngine):
         lr: float,
     ) -> None:
         """loss: this rank's token losses summed and divided by the global token count."""
-        # A rank may hold no valid token at all; its mean is then 0, not NaN.
-        local_avg_loss = loss * global_valid_tokens / max(local_valid_tokens, 1)
+        # A rank may hold no valid token at all; its mean is then 0, not NaN. Ranks that share
+        # rows take the mean of the rows.
+        rows_loss = loss
+        if self.parallel_dims.cp_enabled:
+            rows_loss = loss.clone()
+            torch.distributed.all_reduce(
+                rows_loss, group=self.parallel_dims.get_mesh("cp").get_group()
+            )
+        local_avg_loss = rows_loss * global_valid_tokens / max(local_valid_tokens, 1)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()

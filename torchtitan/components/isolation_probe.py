@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.packing import PackingPolicy
+from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.models.documents import PADDING, document_starts
 from torchtitan.tools.logging import logger, warn_once
@@ -156,13 +157,11 @@ class IsolationProbe:
     def _layer_outputs(self, batch: Batch) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
         seq_len = batch["input"].shape[1]
-        # Under tensor parallelism a layer's output is spread over ranks by tokens.
-        sequence = getattr(self.models[0], "sequence", WholeSequence())
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 output = output[0] if isinstance(output, tuple) else output
-                outputs[name] = sequence.join(output, seq_len).detach().clone()
+                outputs[name] = self._whole_rows(output, *args)[:, :seq_len].clone()
 
             return hook
 
@@ -177,6 +176,19 @@ class IsolationProbe:
             for hook in hooks:
                 hook.remove()
         return outputs
+
+    def _whole_rows(
+        self, output: Tensor, x: Tensor, rope: Tensor | None = None, masks: Any = None
+    ) -> Tensor:
+        """A layer's output, called with (x, rope, masks), for all tokens of the rows."""
+        if rope is not None:  # under tensor parallelism ranks hold different tokens of it
+            sequence = getattr(self.models[0], "sequence", WholeSequence())
+            output = sequence.join(output, rope.shape[1])
+        if isinstance(masks, dict):
+            masks = next(iter(masks.values()))
+        if isinstance(masks, ShardedMask):
+            output = masks.shards.unshard(output)
+        return output.detach()
 
     def _message(
         self,

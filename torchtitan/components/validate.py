@@ -12,6 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.packing import PackingPolicy, split_rows
+from torchtitan.components.sequence_sharding import SequenceSharding
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -90,16 +91,15 @@ class Validator(BaseValidator):
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
         Extra inputs are the batch's other entries; extra keywords hold the attention masks of
-        models that want them. Meant to be overridden.
+        models that want them. Under context parallelism all hold this rank's tokens, [B, T/cp].
+        Meant to be overridden.
         """
-        if self.parallel_dims.cp_enabled:
-            raise NotImplementedError(
-                "validation under context parallelism is not available yet; "
-                "set validation.enable = false"
-            )
         inputs, extra_inputs, extra_kwargs = self._packing(model_parts).model_inputs(
             model_parts[0], input_dict, self.tokenizer
         )
+        sharding = SequenceSharding.of(self.parallel_dims, self.job_config.parallelism)
+        if sharding is not None:
+            return sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs
 
     def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:

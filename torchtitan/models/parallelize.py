@@ -30,10 +30,7 @@ def parallelize_decoder(
     model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
 ) -> nn.Module:
     """Apply the job's parallelism, checkpointing and compilation in place; return the model.
-
-    Raises ValueError for a kind of parallelism that the decoder does not support yet.
     """
-    _refuse_unavailable(parallel_dims)
     if parallel_dims.ep_enabled:
         _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
@@ -44,18 +41,6 @@ def parallelize_decoder(
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
-
-
-def _refuse_unavailable(parallel_dims: "ParallelDims") -> None:
-    kinds = {
-        "context": parallel_dims.cp,
-    }
-    for kind, degree in kinds.items():
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{kind}_parallel_degree = {degree} is not available yet; set it to 1 "
-                "and use the data_parallel_* degrees"
-            )
 
 
 # ---- tensor parallelism ----
