@@ -1,0 +1,319 @@
+"""Layouts as data, and what a run in one of them is measured by.
+
+A run feeds the same global batches to a `TrainingEngine` in some layout: rows with unequally many
+valid tokens, whole or packed with documents. Its losses, gradients, gradient norms, and weights
+and optimizer state after three steps have to be those of one process.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+
+from tests.distributed.training_runs import DealtRows
+from torchtitan.testing.gloo import run_ranks
+
+STEPS = 3
+ROWS, SEQ_LEN, VOCAB = 8, 32, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How ranks share the work of one global batch; `extra` are further command line flags."""
+
+    name: str
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    accumulation: int = 1
+    extra: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    def overrides(self) -> list[str]:
+        local_batch_size = ROWS // (self.dp_replicate * self.dp_shard * self.accumulation)
+        degrees = {
+            "data_parallel_replicate": self.dp_replicate,
+            "data_parallel_shard": self.dp_shard,
+            "tensor_parallel": self.tp,
+            "pipeline_parallel": self.pp,
+            "context_parallel": self.cp,
+            "expert_parallel": self.ep,
+            "expert_tensor_parallel": self.etp,
+        }
+        return [
+            *(f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()),
+            f"--training.local_batch_size={local_batch_size}",
+            f"--training.global_batch_size={ROWS}",
+            *self.extra,
+        ]
+
+
+def _schedule(name: str) -> tuple[str, ...]:
+    return (f"--parallelism.pipeline_parallel_schedule={name}",)
+
+
+_ALLTOALL = ("--parallelism.context_parallel_rotate_method=alltoall",)
+_NO_LOSS_PARALLEL = ("--parallelism.disable_loss_parallel",)
+_FULL_AC = ("--activation_checkpoint.mode=full",)
+_OP_AC = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+)
+
+LAYOUTS = [
+    Layout("FSDP 2", dp_shard=2),
+    Layout("DDP 2", dp_replicate=2),
+    Layout("accumulation 4", accumulation=4),
+    Layout("FSDP 2, accumulation 2, full AC", dp_shard=2, accumulation=2, extra=_FULL_AC),
+    Layout("TP 2", tp=2),
+    Layout("TP 2, whole logits, op AC", tp=2, extra=_NO_LOSS_PARALLEL + _OP_AC),
+    Layout("CP 2", cp=2),
+    Layout("CP 2, alltoall, full AC", cp=2, extra=_ALLTOALL + _FULL_AC),
+    Layout("PP 2, 1F1B", pp=2),
+    Layout("PP 2, GPipe, accumulation 2", pp=2, accumulation=2, extra=_schedule("GPipe")),
+    Layout("PP 2, Interleaved1F1B", pp=2, extra=_schedule("Interleaved1F1B")),
+    Layout("PP 2, LoopedBFS", pp=2, extra=_schedule("LoopedBFS")),
+    Layout("PP 2, InterleavedZeroBubble", pp=2, extra=_schedule("InterleavedZeroBubble")),
+    Layout("PP 2, ZBVZeroBubble", pp=2, extra=_schedule("ZBVZeroBubble")),
+    Layout("FSDP 4", dp_shard=4),
+    Layout("HSDP 2x2", dp_replicate=2, dp_shard=2),
+    Layout("FSDP 2, TP 2", dp_shard=2, tp=2),
+    Layout("DDP 2, TP 2", dp_replicate=2, tp=2),
+    Layout("FSDP 2, CP 2", dp_shard=2, cp=2),
+    Layout("DDP 2, CP 2, alltoall", dp_replicate=2, cp=2, extra=_ALLTOALL),
+    Layout("TP 2, CP 2", tp=2, cp=2),
+    Layout("FSDP 2, PP 2", dp_shard=2, pp=2),
+    Layout("TP 2, PP 2, Interleaved1F1B", tp=2, pp=2, extra=_schedule("Interleaved1F1B")),
+    Layout("CP 2, PP 2", cp=2, pp=2),
+    Layout("PP 4, 1F1B", pp=4),
+    Layout("CP 4", cp=4),
+]
+MOE_LAYOUTS = [
+    Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
+    Layout("TP 2, EP 2", tp=2, ep=2),
+    Layout("TP 2, EP 2, ETP 2", dp_shard=2, tp=2, ep=2, etp=2),
+    Layout("CP 2, EP 2", cp=2, ep=2),
+    Layout("FSDP 4, EP 2", dp_shard=4, ep=2),
+    Layout("FSDP 4, EP 4, full AC", dp_shard=4, ep=4, extra=_FULL_AC),
+    Layout("HSDP 2x2, EP 2", dp_replicate=2, dp_shard=2, ep=2),
+    Layout("FSDP 2, TP 2, EP 4", dp_shard=2, tp=2, ep=4),
+    Layout("FSDP 2, PP 2, EP 2", dp_shard=2, pp=2, ep=2),
+]
+ONE_PROCESS = Layout("1 process")
+
+_SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "vocab_size": VOCAB}
+# family -> (model.name, flavor, changes)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama3": ("llama3", "debugmodel", _SIZES | {"n_kv_heads": 2}),
+    "qwen3": (
+        "qwen3",
+        "debugmodel",
+        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "hidden_dim": 128, "enable_weight_tying": False},
+    ),
+    "qwen3 MoE": (
+        "qwen3",
+        "debugmodel_moe_small",
+        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "debugmodel",
+        _SIZES
+        | {
+            "inter_dim": 128,
+            "moe_inter_dim": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+}
+MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3"]
+# rows -> flags
+BATCHES = {
+    "whole rows": ["--model.attn_type=sdpa", "--model.attn_mask_type=causal"],
+    "documents, varlen": [
+        "--model.attn_type=varlen",
+        "--model.attn_mask_type=position_block_causal",
+    ],
+    "documents, flex": ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"],
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run gave; tensors are whole, by the name of their parameter."""
+
+    hashes: dict[str, str]
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    optimizer_state: dict[str, torch.Tensor]
+    expert_bias: dict[str, torch.Tensor]
+
+
+def register_tiny(family: str) -> str:
+    """Register a family with one tiny flavor, `tiny`; returns its model.name."""
+    from torchtitan.protocols import train_spec
+
+    model_name, flavor, changes = FAMILIES[family]
+    name = f"tiny_{family.replace(' ', '_')}"
+    if name not in train_spec._extra_train_specs:
+        spec = train_spec.get_train_spec(model_name)
+        args = dataclasses.replace(spec.model_args[flavor], **changes)
+        train_spec.register_train_spec(
+            name, dataclasses.replace(spec, model_args={"tiny": args}, build_tokenizer_fn=None)
+        )
+    return name
+
+
+def build_engine(family: str, flags: list[str], dump_folder: str):
+    from torchtitan.config import ConfigManager
+    from torchtitan.engine import TrainingEngine
+
+    return TrainingEngine(
+        ConfigManager().parse_args(
+            [
+                f"--model.name={register_tiny(family)}",
+                "--model.flavor=tiny",
+                f"--job.dump_folder={dump_folder}",
+                f"--training.seq_len={SEQ_LEN}",
+                "--training.mixed_precision_param=float32",
+                "--training.max_norm=0.5",
+                "--activation_checkpoint.mode=none",
+                "--lr_scheduler.warmup_steps=0",
+                "--optimizer.lr=1e-3",
+                # Without it AdamW makes steps of full size from gradients that are rounding errors.
+                "--optimizer.eps=1e-3",
+                "--debug.seed=7",
+                *flags,
+            ]
+        )
+    )
+
+
+def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Rows [ROWS, SEQ_LEN] of a step, the same in every layout."""
+    rows = DealtRows(0, 1, ROWS, SEQ_LEN, with_positions)
+    rows.num_batches = step
+    return next(iter(rows))
+
+
+def run_step(engine, layout: Layout, step: int) -> float:
+    """Forward and backward of this rank's share; returns the loss of the global batch."""
+    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.distributed.utils import dist_sum
+
+    batch, labels = global_batch(step, engine.packing.separates_documents)
+    labels = engine.packing.mask_labels(batch, labels)
+    num_valid = int((labels != IGNORE_INDEX).sum())
+    n_rows = ROWS // (engine.dp_size * layout.accumulation)
+    loss = 0.0
+    for index in range(layout.accumulation):
+        first = (engine.dp_rank * layout.accumulation + index) * n_rows
+        loss += engine.forward_backward_step(
+            input_dict={key: value[first : first + n_rows] for key, value in batch.items()},
+            labels=labels[first : first + n_rows],
+            global_valid_tokens=num_valid,
+        )
+    return dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+
+
+def measure_on_rank(layout: Layout, family: str, batch: str, dump_folder: str) -> Run:
+    """One run; every rank has the tensors of its own pipeline stages."""
+    engine = build_engine(family, [*layout.overrides(), *BATCHES[batch]], dump_folder)
+    named = [item for part in engine.model_parts for item in part.named_parameters()]
+    named = [(_without_wrappers(name), parameter) for name, parameter in named]
+    hashes = {name: _hash(_whole(parameter)) for name, parameter in named}
+    losses, grad_norms, gradients = [], [], {}
+    for step in range(STEPS):
+        losses.append(run_step(engine, layout, step))
+        if step == 0:
+            gradients = {name: _whole(p.grad) for name, p in named if p.grad is not None}
+        grad_norms.append(float(_whole(engine.optim_step().grad_norm)))
+    state = engine.optimizers.state_dict()
+    buffers = [item for part in engine.model_parts for item in part.named_buffers()]
+    run = Run(
+        hashes,
+        losses,
+        grad_norms,
+        gradients,
+        weights={name: _whole(parameter) for name, parameter in named},
+        optimizer_state={
+            key: _whole(value) for key, value in state.items() if key.endswith(("exp_avg", "_sq"))
+        },
+        expert_bias={
+            _without_wrappers(name): _whole(value)
+            for name, value in buffers
+            if name.endswith("expert_bias")
+        },
+    )
+    engine.close()
+    return run
+
+
+def measure(layout: Layout, cases: list[tuple[str, str]], dump_folder: str) -> list[Run]:
+    """One run per (family, batch), the tensors of all ranks together."""
+    ranks = run_ranks(
+        _measure_cases, layout.world_size, layout, cases, dump_folder, timeout_seconds=600
+    )
+    return [_merge(runs) for runs in zip(*ranks, strict=True)]
+
+
+def _measure_cases(layout: Layout, cases: list[tuple[str, str]], dump_folder: str) -> list[Run]:
+    return [measure_on_rank(layout, *case, dump_folder) for case in cases]
+
+
+def _merge(runs: tuple[Run, ...]) -> Run:
+    first = runs[0]
+    for run in runs[1:]:
+        assert run.losses == first.losses, "ranks report different losses"
+        assert run.grad_norms == first.grad_norms, "ranks report different gradient norms"
+        for field in ("hashes", "gradients", "weights", "optimizer_state", "expert_bias"):
+            getattr(first, field).update(getattr(run, field))
+    return first
+
+
+def differences(run: Run, expected: Run) -> dict[str, float]:
+    """The largest difference of each kind, relative to the largest number of the same tensor."""
+    return {
+        "loss": _relative(torch.tensor(run.losses), torch.tensor(expected.losses)),
+        "grad_norm": _relative(torch.tensor(run.grad_norms), torch.tensor(expected.grad_norms)),
+        "gradient": _largest(run.gradients, expected.gradients),
+        "weights": _largest(run.weights, expected.weights),
+        "optimizer_state": _largest(run.optimizer_state, expected.optimizer_state),
+        "expert_bias": _largest(run.expert_bias, expected.expert_bias),
+    }
+
+
+def _largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    return max((_relative(ours[name], theirs[name]) for name in theirs), default=0.0)
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    scale = theirs.abs().max().item()
+    return (ours - theirs).abs().max().item() / (scale or 1.0)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.detach().clone()
+
+
+def _hash(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _without_wrappers(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
