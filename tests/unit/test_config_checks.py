@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -502,12 +503,32 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
     check_against_spec(config, train_spec(build_optimizers_fn=print))
 
 
-@pytest.mark.parametrize("name", ["context"])
-def test_degree_that_is_not_available_yet_says_so(name):
-    config = config_with(**{f"parallelism__{name}_parallel_degree": 2})
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"training__seq_len": 2050},
+            "training.seq_len must be a multiple of 4 .* got 2050; .* 2048",
+        ),
+        ({"parallelism__context_parallel_load_balancer": "tail"}, "must be headtail, ptrr or None"),
+        (
+            {"parallelism__context_parallel_load_balancer": "ptrr"},
+            "'ptrr' balances by the mask, which model.attn_type = 'sdpa' has not",
+        ),
+    ],
+)
+def test_context_parallelism_that_does_not_fit_is_refused(changes, message):
+    config = config_with(parallelism__context_parallel_degree=2, **changes)
+    assert re.search(message, message_of(check_against_spec, config, train_spec()))
+
+
+def test_all_to_all_of_context_parallelism_needs_enough_heads():
+    config = config_with(
+        parallelism__context_parallel_degree=32,
+        parallelism__context_parallel_rotate_method="alltoall",
+    )
     message = message_of(check_against_spec, config, train_spec())
-    assert f"parallelism.{name}_parallel_degree" in message
-    assert "not available yet" in message and "got 2" in message and "set it to 1" in message
+    assert "must divide the" in message and "got 32; set the method to 'allgather'" in message
 
 
 def test_tokenizer_with_more_tokens_than_the_model_is_refused():

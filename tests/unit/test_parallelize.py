@@ -36,15 +36,6 @@ def tiny_model(**changes):
     return model
 
 
-@pytest.mark.parametrize(
-    "degree, key",
-    [("cp", "context")],
-)
-def test_parallelism_that_is_not_there_yet_is_refused_by_its_key(degree, key):
-    with pytest.raises(ValueError, match=f"parallelism.{key}_parallel_degree = 2 is not available"):
-        parallelize_decoder(tiny_model(), dims(**{degree: 2}), JobConfig())
-
-
 def test_one_process_without_options_gets_the_model_as_it_is():
     config = JobConfig()
     config.activation_checkpoint.mode = "none"

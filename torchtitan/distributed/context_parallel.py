@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,9 +70,8 @@ class TokenShards:
         Every rank of the axis has to call this, with tensors of one shape. No gradient.
         """
         x = x.movedim(dim, 0).contiguous()
-        gathered = x.new_empty((self.cp * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x, group=self.mesh.get_group())
-        return self.in_order(gathered).movedim(0, dim)
+        gathered = _OPS.all_gather_into_tensor(x, self.cp, self.group_name)
+        return self.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
         """Sort tokens [T, ...] that stand rank after rank, as gathering leaves them."""

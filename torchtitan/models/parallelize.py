@@ -2,7 +2,7 @@
 
 Steps run in this order, because each reads what the one before left behind:
 
-    tensor, expert, context parallel   replace parameters and wrap attention
+    expert, tensor parallel            replace parameters
     activation checkpointing           wraps blocks
     compile                            traces a block with its checkpointing
     FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace them
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 def parallelize_decoder(
     model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
 ) -> nn.Module:
-    """Apply the job's parallelism, checkpointing and compilation in place; return the model.
-    """
+    """Apply the job's parallelism, checkpointing and compilation in place; return the model."""
     if parallel_dims.ep_enabled:
         _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
