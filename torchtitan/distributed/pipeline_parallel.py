@@ -56,6 +56,8 @@ def pipeline_llm(
     Each part is a copy of the model with other parts' modules left out, and then parallelized.
     Raises ValueError where model, ranks and schedule don't fit together.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     from torchtitan.distributed.pipeline_schedule import HiddenStates
 
     parallelism = job_config.parallelism
@@ -72,17 +74,13 @@ def pipeline_llm(
         device,
         modules_of_stages(parallelism, n_layers),
     )
-    training = job_config.training
-    # As the plan for data parallelism has it: replicas of split parameters are FSDP's too.
-    uses_fsdp = parallel_dims.fsdp_enabled or (
-        parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled
-    )
-    # FSDP casts what a stage computes with; without it nothing is cast under a pipeline.
-    dtype = training.mixed_precision_param if uses_fsdp else training.dtype
-    hidden_states = HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
-        stage.hidden_states = hidden_states
+    # FSDP casts what a stage computes with; without it nothing is cast under a pipeline.
+    training, uses_fsdp = job_config.training, isinstance(parts[0], FSDPModule)
+    dtype = training.mixed_precision_param if uses_fsdp else training.dtype
+    for stage in stages:
+        stage.hidden_states = HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
 
     schedule = build_pipeline_schedule(job_config, stages, loss_fn)
     if parallel_dims.dp_replicate_enabled and not uses_fsdp:
