@@ -106,6 +106,8 @@ MOE_LAYOUTS = [
     Layout("HSDP 2x2, EP 2", dp_replicate=2, dp_shard=2, ep=2),
     Layout("FSDP 2, TP 2, EP 4", dp_shard=2, tp=2, ep=4),
     Layout("FSDP 2, PP 2, EP 2", dp_shard=2, pp=2, ep=2),
+    Layout("TP 2, PP 2, CP 2, EP 2", tp=2, pp=2, cp=2, ep=2),
+    Layout("FSDP 2, TP 2, PP 2, EP 2, ETP 2", dp_shard=2, tp=2, pp=2, ep=2, etp=2),
 ]
 ONE_PROCESS = Layout("1 process")
 
@@ -229,9 +231,11 @@ def run_step(engine, layout: Layout, step: int) -> float:
     return dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
 
 
-def measure_on_rank(layout: Layout, family: str, batch: str, dump_folder: str) -> Run:
+def measure_on_rank(
+    layout: Layout, family: str, batch: str, dump_folder: str, flags: tuple[str, ...] = ()
+) -> Run:
     """One run; every rank has the tensors of its own pipeline stages."""
-    engine = build_engine(family, [*layout.overrides(), *BATCHES[batch]], dump_folder)
+    engine = build_engine(family, [*layout.overrides(), *BATCHES[batch], *flags], dump_folder)
     named = [item for part in engine.model_parts for item in part.named_parameters()]
     named = [(_without_wrappers(name), parameter) for name, parameter in named]
     hashes = {name: _hash(_whole(parameter)) for name, parameter in named}
@@ -262,16 +266,23 @@ def measure_on_rank(layout: Layout, family: str, batch: str, dump_folder: str) -
     return run
 
 
-def measure(layout: Layout, cases: list[tuple[str, str]], dump_folder: str) -> list[Run]:
+def measure(
+    layout: Layout,
+    cases: list[tuple[str, str]],
+    dump_folder: str,
+    flags: tuple[str, ...] = (),
+) -> list[Run]:
     """One run per (family, batch), the tensors of all ranks together."""
     ranks = run_ranks(
-        _measure_cases, layout.world_size, layout, cases, dump_folder, timeout_seconds=600
+        _measure_cases, layout.world_size, layout, cases, dump_folder, flags, timeout_seconds=900
     )
     return [_merge(runs) for runs in zip(*ranks, strict=True)]
 
 
-def _measure_cases(layout: Layout, cases: list[tuple[str, str]], dump_folder: str) -> list[Run]:
-    return [measure_on_rank(layout, *case, dump_folder) for case in cases]
+def _measure_cases(
+    layout: Layout, cases: list[tuple[str, str]], dump_folder: str, flags: tuple[str, ...]
+) -> list[Run]:
+    return [measure_on_rank(layout, *case, dump_folder, flags) for case in cases]
 
 
 def _merge(runs: tuple[Run, ...]) -> Run:

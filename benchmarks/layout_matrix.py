@@ -1,0 +1,81 @@
+"""Difference that each layout makes to gradients, for four families: the table of docs/layouts.md.
+
+    python benchmarks/layout_matrix.py [--only "CP 2" "PP 2, 1F1B"] [--dtype bfloat16]
+
+Three training steps of tiny models on 1, 2, 4 and 8 gloo ranks, on the same global batches: whole
+rows (sdpa) and packed documents (flex, varlen). Shown is the largest difference of any number of
+any gradient to one process, relative to the largest number of the same gradient, over the three
+kinds of batches; then the largest differences of losses, gradient norms, weights and optimizer
+state after the last step. Initial weights have to be equal to the last bit.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.distributed.layout_matrix import (
+    BATCHES,
+    FAMILIES,
+    LAYOUTS,
+    MOE_FAMILIES,
+    MOE_LAYOUTS,
+    ONE_PROCESS,
+    Layout,
+    Run,
+    differences,
+    measure,
+)
+
+OTHER_KINDS = ["loss", "grad_norm", "weights", "optimizer_state", "expert_bias"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", help="names of layouts")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    args = parser.parse_args()
+    flags = (f"--training.mixed_precision_param={args.dtype}",)
+    expected = _runs(ONE_PROCESS, list(FAMILIES), flags)
+    print(f"| layout | ranks | {' | '.join(FAMILIES)} | {' | '.join(OTHER_KINDS)} |")
+    print("|" + "---|" * (2 + len(FAMILIES) + len(OTHER_KINDS)))
+    for layout in LAYOUTS + MOE_LAYOUTS:
+        if args.only and layout.name not in args.only:
+            continue
+        families = MOE_FAMILIES if layout in MOE_LAYOUTS else list(FAMILIES)
+        _print_row(layout, families, _runs(layout, families, flags), expected)
+
+
+def _runs(
+    layout: Layout, families: list[str], flags: tuple[str, ...]
+) -> dict[tuple[str, str], Run]:
+    cases = [(family, batch) for family in families for batch in BATCHES]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(cases, measure(layout, cases, folder, flags), strict=True))
+
+
+def _print_row(
+    layout: Layout,
+    families: list[str],
+    runs: dict[tuple[str, str], Run],
+    expected: dict[tuple[str, str], Run],
+) -> None:
+    found = {case: differences(run, expected[case]) for case, run in runs.items()}
+    for case, run in runs.items():
+        if run.hashes != expected[case].hashes:
+            print(f"{layout.name}, {case}: initial weights differ", file=sys.stderr)
+    cells = []
+    for family in FAMILIES:
+        gradients = [found[family, batch]["gradient"] for batch in BATCHES if family in families]
+        cells.append(f"{max(gradients):.1e}" if gradients else "")
+    cells += [f"{max(one[kind] for one in found.values()):.1e}" for kind in OTHER_KINDS]
+    print(f"| {layout.name} | {layout.world_size} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    main()
+    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)
