@@ -1,14 +1,23 @@
 """llama3 against Hugging Face's LlamaForCausalLM on the same random weights, fp32."""
 
+from functools import partial
+
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.reference.comparison import (
+    VOCAB,
+    check_logits_and_export,
+    check_packed_equals_separate,
+    check_three_adamw_steps,
+    load_into,
+    perturb_norms_and_biases,
+)
 from torchtitan.models.llama3 import Llama3StateDictAdapter, Transformer, TransformerModelArgs
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB, DIM, LAYERS, HEADS, KV_HEADS, FFN = 96, 32, 2, 4, 2, 48
+DIM, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 48
 
 
 def hf_model(tied=False, bias=False, head_dim=8):
@@ -37,10 +46,7 @@ def hf_model(tied=False, bias=False, head_dim=8):
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():  # away from ones and zeros, which would hide a mistake
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    perturb_norms_and_biases(model)
     return model
 
 
@@ -63,12 +69,8 @@ def our_args(tied=False, bias=False, head_dim=8):
     return args
 
 
-def loaded(args, hf_state_dict):
-    """Our model with these weights, every one of them accounted for."""
-    model = Transformer(args)
-    adapter = Llama3StateDictAdapter(args, None)
-    model.load_state_dict(adapter.from_hf(hf_state_dict), strict=True)
-    return model, adapter
+def loaded(args, weights):
+    return load_into(Transformer(args), Llama3StateDictAdapter(args, None), weights)
 
 
 VARIANTS = [
@@ -81,59 +83,24 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_logits_and_export_equal_hugging_face(variant, tmp_path):
-    reference = hf_model(**variant)
-    reference.save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    model, adapter = loaded(our_args(**variant), files)
-    tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        ours, theirs = model(tokens), reference(tokens).logits
-    assert (ours - theirs).abs().max() <= 1e-5  # logits are of order 0.3
-
-    exported = adapter.to_hf(model.state_dict())
-    assert set(exported) == set(files)
-    for name, tensor in files.items():
-        assert torch.equal(exported[name], tensor), name
+    load = partial(loaded, our_args(**variant))
+    check_logits_and_export(hf_model(**variant), load, tmp_path, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
 def test_packed_documents_have_the_log_probs_of_documents_alone(attn_type):
-    reference = hf_model()
-    args = our_args()
+    reference, args = hf_model(), our_args()
     args.attn_type, args.attn_mask_type = attn_type, "position_block_causal"
     model, _ = loaded(args, reference.state_dict())
-    lengths = [7, 1, 20, 12]
-    tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    with torch.no_grad():
-        masks = model.get_attention_masks(tokens, None, {"positions": positions})
-        ours = model(tokens, attention_masks=masks, positions=positions)
-        theirs = [reference(part).logits for part in tokens.split(lengths, dim=1)]
-    difference = ours.log_softmax(-1) - torch.cat(theirs, dim=1).log_softmax(-1)
-    assert difference.abs().max() <= 5e-6
+    check_packed_equals_separate(reference, model, tolerance=5e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_three_adamw_steps_have_the_losses_of_hugging_face(tied):
     reference = hf_model(tied=tied)
-    model, _ = loaded(
-        our_args(tied=tied), {k: v.clone() for k, v in reference.state_dict().items()}
-    )
+    model, _ = loaded(our_args(tied=tied), reference.state_dict())
     assert (model.output.weight is model.tok_embeddings.weight) == tied
-    batch = torch.randint(0, VOCAB, (2, 33), generator=torch.Generator().manual_seed(1))
-    losses = []
-    for one in (reference, model):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        for _ in range(3):
-            out = one(batch[:, :-1])
-            logits = out if isinstance(out, torch.Tensor) else out.logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[2] < losses[0]
-    assert losses[3:] == pytest.approx(losses[:3], abs=1e-4)
+    check_three_adamw_steps(reference, model)
 
 
 def test_rows_are_reordered_as_known():

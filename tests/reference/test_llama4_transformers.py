@@ -1,16 +1,24 @@
 """llama4 against Hugging Face's Llama4ForCausalLM on the same weights, fp32."""
 
+from functools import partial
+
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.reference.comparison import (
+    VOCAB,
+    check_logits_and_export,
+    check_packed_equals_separate,
+    check_three_adamw_steps,
+    load_into,
+)
 from torchtitan.models.llama4 import Llama4StateDictAdapter, Transformer, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 
 transformers = pytest.importorskip("transformers")
 
 # Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
-VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 32, 4, 4, 2, 8
+DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 4, 4, 2, 8
 DENSE_FFN, EXPERT_FFN, EXPERTS, CHUNK, NOPE_INTERVAL = 64, 24, 4, 8, 3
 
 # Small enough that 40 positions have ten different temperatures.
@@ -74,37 +82,15 @@ def our_args(top_k=1, **changes):
     return TransformerModelArgs(**sizes | changes)
 
 
-def loaded(args, hf_state_dict):
-    """Our model with these weights, all accounted for but the bias that HF's router has not."""
-    model = Transformer(args)
-    adapter = Llama4StateDictAdapter(args, None)
-    result = model.load_state_dict(adapter.from_hf(hf_state_dict), strict=False)
-    assert not result.unexpected_keys
-    assert result.missing_keys == ["layers.1.moe.expert_bias", "layers.3.moe.expert_bias"]
-    return model, adapter
-
-
-def random_tokens(*shape):
-    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+def loaded(args, weights):
+    lacking = ["layers.1.moe.expert_bias", "layers.3.moe.expert_bias"]  # not in HF's router
+    return load_into(Transformer(args), Llama4StateDictAdapter(args, None), weights, lacking)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, TWO_OF_FOUR])
 def test_logits_and_export_equal_hugging_face(variant, tmp_path):
-    reference = hf_model(**variant)
-    reference.save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    model, adapter = loaded(our_args(**variant), files)
-    tokens = random_tokens(2, 40)
-    with torch.no_grad():
-        ours = model(tokens, attention_masks=model.get_attention_masks(tokens, None))
-        theirs = reference(tokens).logits
-    assert theirs.abs().max() > 0.3
-    assert (ours - theirs).abs().max() <= 1e-5
-
-    exported = adapter.to_hf(model.state_dict())
-    assert set(exported) == set(files)
-    for name, tensor in files.items():
-        assert torch.equal(exported[name], tensor), name
+    load = partial(loaded, our_args(**variant))
+    check_logits_and_export(hf_model(**variant), load, tmp_path, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
@@ -113,44 +99,14 @@ def test_packed_documents_have_the_log_probs_of_documents_alone(variant, attn_ty
     reference = hf_model(**variant)
     args = our_args(attn_type=attn_type, attn_mask_type="position_block_causal", **variant)
     model, _ = loaded(args, reference.state_dict())
-    # Two rows with boundaries of their own, none of them where chunks of rows would end.
-    lengths = [[7, 1, 20, 12], [30, 10]]
-    tokens = random_tokens(2, 40)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    with torch.no_grad():
-        masks = model.get_attention_masks(tokens, None, {"positions": positions})
-        ours = model(tokens, attention_masks=masks, positions=positions)
-        theirs = [
-            torch.cat([reference(part).logits for part in row[None].split(sizes, dim=1)], dim=1)
-            for row, sizes in zip(tokens, lengths, strict=True)
-        ]
-    difference = ours.log_softmax(-1) - torch.cat(theirs).log_softmax(-1)
-    assert difference.abs().max() <= 1e-5
+    check_packed_equals_separate(reference, model, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_three_adamw_steps_have_the_losses_of_hugging_face(variant):
     reference = hf_model(**variant)
-    weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-    model, _ = loaded(our_args(**variant), weights)
-    batch = random_tokens(2, 33)
-    masks = model.get_attention_masks(batch[:, :-1], None)
-    forwards = {
-        reference: lambda tokens: reference(tokens).logits,
-        model: lambda tokens: model(tokens, attention_masks=masks),
-    }
-    losses = []
-    for one, forward in forwards.items():
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        for _ in range(3):
-            logits = forward(batch[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[2] < losses[0]
-    assert losses[3:] == pytest.approx(losses[:3], abs=1e-4)
+    model, _ = loaded(our_args(**variant), reference.state_dict())
+    check_three_adamw_steps(reference, model)
 
 
 def test_weights_of_the_multimodal_class_are_read_without_its_images():
