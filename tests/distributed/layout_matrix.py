@@ -139,6 +139,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+_, _, _changes = FAMILIES["deepseek_v3"]
+FAMILIES["one dense layer, one of experts"] = (
+    "deepseek_v3",
+    "debugmodel",
+    _changes | {"n_layers": 2, "n_dense_layers": 1},
+)
 MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3"]
 # rows -> flags
 BATCHES = {
@@ -169,7 +175,7 @@ def register_tiny(family: str) -> str:
     from torchtitan.protocols import train_spec
 
     model_name, flavor, changes = FAMILIES[family]
-    name = f"tiny_{family.replace(' ', '_')}"
+    name = f"tiny_{family.replace(' ', '_').replace(',', '')}"
     if name not in train_spec._extra_train_specs:
         spec = train_spec.get_train_spec(model_name)
         args = dataclasses.replace(spec.model_args[flavor], **changes)
@@ -238,13 +244,13 @@ def measure_on_rank(
     engine = build_engine(family, [*layout.overrides(), *BATCHES[batch], *flags], dump_folder)
     named = [item for part in engine.model_parts for item in part.named_parameters()]
     named = [(_without_wrappers(name), parameter) for name, parameter in named]
-    hashes = {name: _hash(_whole(parameter)) for name, parameter in named}
+    hashes = {name: hash_of(whole(parameter)) for name, parameter in named}
     losses, grad_norms, gradients = [], [], {}
     for step in range(STEPS):
         losses.append(run_step(engine, layout, step))
         if step == 0:
-            gradients = {name: _whole(p.grad) for name, p in named if p.grad is not None}
-        grad_norms.append(float(_whole(engine.optim_step().grad_norm)))
+            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+        grad_norms.append(float(whole(engine.optim_step().grad_norm)))
     state = engine.optimizers.state_dict()
     buffers = [item for part in engine.model_parts for item in part.named_buffers()]
     run = Run(
@@ -252,12 +258,12 @@ def measure_on_rank(
         losses,
         grad_norms,
         gradients,
-        weights={name: _whole(parameter) for name, parameter in named},
+        weights={name: whole(parameter) for name, parameter in named},
         optimizer_state={
-            key: _whole(value) for key, value in state.items() if key.endswith(("exp_avg", "_sq"))
+            key: whole(value) for key, value in state.items() if key.endswith(("exp_avg", "_sq"))
         },
         expert_bias={
-            _without_wrappers(name): _whole(value)
+            _without_wrappers(name): whole(value)
             for name, value in buffers
             if name.endswith("expert_bias")
         },
@@ -317,13 +323,13 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return (ours - theirs).abs().max().item() / (scale or 1.0)
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def whole(x: torch.Tensor) -> torch.Tensor:
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
     return x.detach().clone()
 
 
-def _hash(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+def hash_of(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _without_wrappers(name: str) -> str:

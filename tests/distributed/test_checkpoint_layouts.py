@@ -1,0 +1,124 @@
+"""A checkpoint of any layout goes on in any other as if the run had never stopped."""
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    BATCHES,
+    ONE_PROCESS,
+    Layout,
+    build_engine,
+    hash_of,
+    run_step,
+    whole,
+)
+from torchtitan.testing.gloo import run_ranks
+
+LAYOUTS = [
+    Layout("FSDP 2", dp_shard=2),
+    Layout("TP 2", tp=2),
+    Layout("PP 2", pp=2),
+    Layout("CP 2", cp=2),
+    Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
+]
+FAMILY = "one dense layer, one of experts"
+SAVED_STEP = 2
+# fp32: layouts differ in the order of summation.
+TOLERANCE = 1e-5
+
+
+def engine_of(layout, folder):
+    return build_engine(
+        FAMILY,
+        [
+            *layout.overrides(),
+            *BATCHES["whole rows"],
+            "--checkpoint.enable",
+            f"--checkpoint.interval={SAVED_STEP}",
+            "--lr_scheduler.warmup_steps=10",  # another learning rate in every step
+        ],
+        f"{folder}/{layout.name}",
+    )
+
+
+def state_of(engine):
+    """Hashes of weights, buffers and optimizer state, gathered, and the numbers beside them.
+
+    Those of this rank's pipeline stages.
+    """
+    states = [part.state_dict() for part in engine.model_parts]
+    states += [engine.optimizers.state_dict(), engine.lr_schedulers.state_dict()]
+    states += [engine.state_dict()]
+    return {
+        key: hash_of(whole(value)) if isinstance(value, torch.Tensor) else value
+        for state in states
+        for key, value in state.items()
+    }
+
+
+def take_steps(engine, layout, count):
+    """(loss, gradient norm, learning rate) of every step."""
+    records = []
+    for _ in range(count):
+        loss = run_step(engine, layout, engine.step)
+        result = engine.optim_step()
+        records.append((loss, float(whole(result.grad_norm)), result.lr))
+        engine.step += 1
+    return records
+
+
+def train_and_save(layouts, folder):
+    """By layout: the state that is saved, and what the steps after it tell."""
+    records = {}
+    for layout in layouts:
+        engine = engine_of(layout, folder)
+        take_steps(engine, layout, SAVED_STEP)
+        engine.checkpointer.save(engine.step)
+        records[layout.name] = state_of(engine), take_steps(engine, layout, 2)
+        engine.close()
+    return records
+
+
+def load_and_go_on(layouts, sources, folder):
+    """By (source, layout): the state that was loaded, and what the steps after it tell.
+
+    The first load is into a new engine, those after it over the state of other steps.
+    """
+    records = {}
+    for layout in layouts:
+        engine = engine_of(layout, folder)
+        for source in sources:
+            engine.checkpointer.folder = f"{folder}/{source.name}/checkpoint"
+            assert engine.checkpointer.load(step=SAVED_STEP)
+            key = source.name, layout.name
+            records[key] = state_of(engine), take_steps(engine, layout, 2)
+        engine.close()
+    return records
+
+
+def run(fn, world_size, *args):
+    """Records of all ranks, the states of all pipeline stages together."""
+    first, *others = run_ranks(fn, world_size, *args, timeout_seconds=300)
+    for records in others:
+        for key, (state, steps) in records.items():
+            assert steps == first[key][1], "ranks report different steps"
+            first[key][0].update(state)
+    return first
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path):
+    one, many, folder = [ONE_PROCESS], LAYOUTS, str(tmp_path)
+    saved = run(train_and_save, 1, one, folder)
+    saved |= run(train_and_save, 2, many, folder)
+    loaded = run(load_and_go_on, 1, one, many, folder)
+    loaded |= run(load_and_go_on, 2, many, one + many, folder)
+
+    assert len(loaded) == (len(many) + 1) ** 2 - 1
+    for (source, layout), (state, steps) in loaded.items():
+        expected_state, expected_steps = saved[source]
+        different = [
+            key for key in state | expected_state if state.get(key) != expected_state.get(key)
+        ]
+        assert not different, f"{source} -> {layout}"
+        for numbers, expected in zip(steps, expected_steps, strict=True):
+            assert numbers == pytest.approx(expected, rel=TOLERANCE), f"{source} -> {layout}"
