@@ -218,6 +218,13 @@ def _config_to_estimate(job_config: JobConfig) -> JobConfig:
             "the memory of activation_checkpoint.mode = 'memory_budget' cannot be estimated: the "
             "compiler decides it; estimate 'none' and 'full', which it lies between"
         )
+    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+        degree = getattr(job_config.parallelism, name)
+        if degree > 1:
+            raise ConfigError(
+                f"the memory of parallelism.{name} above 1 cannot be estimated, got {degree}, only "
+                f"that of data and tensor parallelism; set it to 1"
+            )
     config = copy.deepcopy(job_config)
     if config.compile.enable:
         logger.info("compile.enable is left out: compiled blocks keep less than this estimate")

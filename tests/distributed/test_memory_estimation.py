@@ -111,6 +111,9 @@ def test_ranks_files_and_accelerators_need_not_exist(tmp_path):
     [
         ("--training.enable_cpu_offload", "training.enable_cpu_offload = true cannot be"),
         ("--activation_checkpoint.mode=memory_budget", "estimate 'none' and 'full', which it lies"),
+        ("--parallelism.pipeline_parallel_degree=2", "pipeline_parallel_degree above 1 cannot be"),
+        ("--parallelism.context_parallel_degree=2", "context_parallel_degree above 1 cannot be"),
+        ("--parallelism.expert_parallel_degree=2", "expert_parallel_degree above 1 cannot be"),
     ],
 )
 def test_jobs_that_cannot_be_estimated_are_named(override, message):
