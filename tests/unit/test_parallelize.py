@@ -120,3 +120,15 @@ def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_paral
     config.activation_checkpoint.mode = "full"
     with pytest.raises(ValueError, match="activation_checkpoint.mode = 'full'.*option = 'op'"):
         parallelize_decoder(tiny_model(), dims(tp=2), config)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_replicate": 2, "pp": 2}])
+def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(degrees, monkeypatch):
+    monkeypatch.setattr("torchtitan.models.parallelize.get_device_type", lambda: "cuda")
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.enable_cpu_offload = True
+    with pytest.raises(
+        ValueError, match="training.enable_cpu_offload .*data_parallel_shard_degree"
+    ):
+        parallelize_decoder(tiny_model(), dims(**degrees), config)

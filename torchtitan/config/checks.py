@@ -82,7 +82,7 @@ def check_against_spec(
     """
     check_flavor(job_config, train_spec)
     check_attention(job_config, train_spec)
-    check_heads(job_config, train_spec)
+    check_tensor_parallel_sizes(job_config, train_spec)
     check_num_experts(job_config, train_spec)
     check_hf_assets(job_config, train_spec)
     check_hf_conversion(job_config, train_spec)
@@ -546,17 +546,31 @@ def check_attention(job_config: JobConfig, train_spec: Any) -> None:
         )
 
 
-def check_heads(job_config: JobConfig, train_spec: Any) -> None:
+def check_tensor_parallel_sizes(job_config: JobConfig, train_spec: Any) -> None:
     tp = job_config.parallelism.tensor_parallel_degree
-    model_args = train_spec.model_args[job_config.model.flavor]
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(model_args, name, None)
-        if heads and heads % tp:
+    flavor = job_config.model.flavor
+    sizes = _sizes_split_by_tensor_parallel(job_config, train_spec.model_args[flavor])
+    for name, size in sizes.items():
+        if size % tp:
             raise ConfigError(
-                f"parallelism.tensor_parallel_degree must divide {name} of flavor "
-                f"{job_config.model.flavor!r}, got {tp} with {heads} heads; what fits is "
-                f"{_divisors(heads)}"
+                f"parallelism.tensor_parallel_degree must divide {name} of flavor {flavor!r}, got "
+                f"{tp} with {size}; what fits is {_divisors(math.gcd(*sizes.values()))}"
             )
+
+
+def _sizes_split_by_tensor_parallel(job_config: JobConfig, model_args: Any) -> dict[str, int]:
+    names = ["n_heads", "n_kv_heads", "vocab_size", "ffn_hidden_dim", "inter_dim"]
+    parallelism = job_config.parallelism
+    if not _has_experts(model_args):
+        names += ["hidden_dim"]
+    elif parallelism.expert_parallel_degree == 1 or parallelism.expert_tensor_parallel_degree > 1:
+        names += ["expert_hidden_dim", "moe_inter_dim"]
+    sizes = {name: getattr(model_args, name, None) for name in names}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _has_experts(model_args: Any) -> bool:
+    return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
 
 
 def check_num_experts(job_config: JobConfig, train_spec: Any) -> None:
@@ -564,7 +578,7 @@ def check_num_experts(job_config: JobConfig, train_spec: Any) -> None:
     model_args = train_spec.model_args[flavor]
     if ep == 1:
         return
-    if not hasattr(model_args, "moe_args") or not getattr(model_args, "moe_enabled", True):
+    if not _has_experts(model_args):
         raise ConfigError(
             f"parallelism.expert_parallel_degree above 1 needs a flavor with experts, got {ep} "
             f"with {job_config.model.name!r} flavor {flavor!r}, which has none; set it to 1"

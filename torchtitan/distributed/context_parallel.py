@@ -14,7 +14,6 @@ attention as a `ShardedMask`, which says of which tokens the rank's own ones are
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,19 +43,24 @@ class TokenShards:
 
     chunks: int64 [cp, n] on the CPU; rank r holds chunks[r], in this order, of the cp * n equal
         chunks of a row.
-    mesh: the axis.
+    place_of_chunk: int64 [cp * n], where each chunk stands in `chunks`, read row after row.
+    mesh, group_name: the axis, and its process group.
     """
 
+    # Plain fields all of them: compiled blocks cannot trace a cached_property, and FSDP makes
+    # copies with dataclasses.replace.
     chunks: Tensor
+    place_of_chunk: Tensor
     mesh: DeviceMesh
+    group_name: str
+
+    @classmethod
+    def of(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
+        return cls(chunks, chunks.flatten().argsort(), mesh, mesh.get_group().group_name)
 
     @property
     def cp(self) -> int:
         return self.chunks.shape[0]
-
-    @cached_property
-    def group_name(self) -> str:
-        return self.mesh.get_group().group_name
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of x, [.., T, ..] -> [.., T/cp, ..]. No communication."""
@@ -75,7 +79,7 @@ class TokenShards:
 
     def in_order(self, x: Tensor) -> Tensor:
         """Sort tokens [T, ...] that stand rank after rank, as gathering leaves them."""
-        return self._permute_chunks(x, self._place_of_chunk)
+        return self._permute_chunks(x, self.place_of_chunk)
 
     def by_rank(self, x: Tensor) -> Tensor:
         """The inverse of `in_order`."""
@@ -84,10 +88,6 @@ class TokenShards:
     def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
         x = x.unflatten(0, (self.chunks.numel(), -1))
         return x.index_select(0, order.to(x.device)).flatten(0, 1)
-
-    @cached_property
-    def _place_of_chunk(self) -> Tensor:
-        return self.chunks.flatten().argsort()
 
 
 def _build_shards(
@@ -103,16 +103,16 @@ def _build_shards(
         )
     ranks = torch.arange(cp)
     if not load_balancer:
-        return TokenShards(ranks[:, None], mesh)
+        return TokenShards.of(ranks[:, None], mesh)
     if load_balancer == "headtail":
         # Causal work grows along a row: one chunk of each end makes two of the middle.
-        return TokenShards(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
+        return TokenShards.of(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
     if starts is None:
         raise ValueError(
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
             "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    return TokenShards(_deal_by_work(starts, cp), mesh)
+    return TokenShards.of(_deal_by_work(starts, cp), mesh)
 
 
 def _deal_by_work(starts: Tensor, cp: int) -> Tensor:

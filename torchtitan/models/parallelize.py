@@ -318,9 +318,21 @@ def _apply_data_parallel(
             ep_degree=parallel_dims.ep,
             edp_mesh=_expert_data_parallel_mesh(parallel_dims),
         )
-    elif parallel_dims.dp_replicate_enabled and not parallel_dims.pp_enabled:
+        return
+    _refuse_offload_without_fsdp(job_config)
+    if parallel_dims.dp_replicate_enabled and not parallel_dims.pp_enabled:
         # A pipeline's schedule sums over replicas itself.
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compile_blocks)
+
+
+def _refuse_offload_without_fsdp(job_config: "JobConfig") -> None:
+    """Parameters would be made on the host and nothing would bring them to the device."""
+    if job_config.training.enable_cpu_offload and get_device_type() != "cpu":
+        raise ValueError(
+            "training.enable_cpu_offload is carried out by FSDP, which this layout has not, as "
+            "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise the "
+            "former, or turn enable_cpu_offload off"
+        )
 
 
 def _expert_data_parallel_mesh(parallel_dims: "ParallelDims") -> "DeviceMesh | None":
