@@ -162,6 +162,15 @@ class VariableShapeStage(PipelineStage):
         gradient = self.bwd_cache.pop(bwd_chunk_id)[0]
         return [self._p2p(dist.isend, gradient, self.stage_index - 1, self._backward_group)]
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        # Torch's separate pass for weights sets gradients as they come, transposed say, where
+        # autograd lays them out like the parameter. Fused optimizers go by memory, not strides.
+        for parameter in self.submod.parameters():
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
