@@ -311,6 +311,14 @@ def test_tensor_parallel_without_fsdp_warns_that_bf16_has_no_effect(caplog):
     assert "no effect" in caplog.text
 
 
+def test_replicas_of_split_matrices_are_cast_by_fsdp_without_a_warning(caplog):
+    layout = dims(dp_replicate=2, dp_shard=1, tp=2, world_size=4)
+    with caplog.at_level(logging.WARNING, logger="torchtitan"):
+        context = dist_utils.maybe_enable_amp(layout, "bfloat16", "cpu")
+    assert isinstance(context, contextlib.nullcontext)
+    assert "no effect" not in caplog.text
+
+
 def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplog, monkeypatch):
     monkeypatch.setattr(dist_utils, "_cpu_multiplies_bf16", lambda: False)
     monkeypatch.setattr("torchtitan.tools.logging._logged", set())

@@ -205,9 +205,9 @@ class ReordererSequenceParallel(ParallelStyle):
 
 
 _DEGREE_OF_AXIS = {
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-    "tp": "tensor_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree",
+    "etp": "parallelism.expert_tensor_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
 }
 
 
@@ -222,10 +222,11 @@ def _split(module: nn.Module, name: str, mesh: DeviceMesh, dims: list[int | None
     for axis, dim in enumerate(dims):
         if dim is not None and parameter.shape[dim] % mesh.size(axis):
             axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
+            degree = _DEGREE_OF_AXIS.get(axis_name, f"the size of mesh axis {axis_name!r}")
             raise ValueError(
-                f"parallelism.{_DEGREE_OF_AXIS[axis_name]} must divide dimension {dim} of the "
-                f"experts' {name}, got {mesh.size(axis)} with shape {list(parameter.shape)}; "
-                f"choose a divisor of {parameter.shape[dim]}"
+                f"{degree} must divide dimension {dim} of the experts' {name}, got "
+                f"{mesh.size(axis)} with shape {list(parameter.shape)}; choose a divisor of "
+                f"{parameter.shape[dim]}"
             )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)

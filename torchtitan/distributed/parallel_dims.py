@@ -245,6 +245,13 @@ class ParallelDims:
         return self.dp_shard_enabled or self.cp_enabled
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP holds the parameters: to shard them, or to sum over ranks what DDP cannot,
+        which knows plain parameters of one mesh only (not split matrices, not dealt experts)."""
+        replicates_split = self.dp_replicate_enabled and self.tp_enabled
+        return self.fsdp_enabled or replicates_split or self.ep_enabled
+
+    @property
     def tp_enabled(self) -> bool:
         return self.tp > 1
 

@@ -284,7 +284,7 @@ def maybe_enable_amp(
     """One context manager, to be entered anew around every forward.
 
     Autocast to `mixed_precision_param` without FSDP; nothing under FSDP, which casts parameters
-    itself and is always there with expert parallelism. Tensor and pipeline parallelism without FSDP run in full precision.
+    itself. Tensor and pipeline parallelism without FSDP run in full precision.
     """
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
     if dtype == torch.bfloat16 and device_type == "cpu" and not _cpu_multiplies_bf16():
@@ -294,7 +294,7 @@ def maybe_enable_amp(
             "instructions: correct, but about 4 times slower than float32; set "
             'training.mixed_precision_param = "float32" for speed',
         )
-    if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled or dtype == torch.float32:
+    if parallel_dims.uses_fsdp or dtype == torch.float32:
         return contextlib.nullcontext()
     if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
         logger.warning(

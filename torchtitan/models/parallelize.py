@@ -94,12 +94,13 @@ def apply_tp(
     tp_mesh: "DeviceMesh",
     loss_parallel: bool,
     enable_float8_tensorwise_tp: bool = False,
-    **unused: Any,
+    enable_async_tp: bool = False,
+    cp_enabled: bool = False,
 ) -> None:
     """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
 
     loss_parallel: logits stay split along the vocabulary, as a DTensor.
-    unused: `cp_enabled` and `enable_async_tp`, which change nothing here.
+    enable_async_tp, cp_enabled: accepted for compatibility; they change nothing here.
 
     Raises ValueError for float8, and for a model that the plan doesn't fit.
     """
@@ -303,10 +304,7 @@ def _apply_data_parallel(
     from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp
 
     training = job_config.training
-    # DDP knows plain parameters only. With split ones, replicas are FSDP's with one shard each.
-    replicates_split = parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled
-    # Ranks that hold the same experts sum gradients on a mesh of their own, which FSDP can do.
-    if parallel_dims.fsdp_enabled or replicates_split or parallel_dims.ep_enabled:
+    if parallel_dims.uses_fsdp:
         apply_fsdp(
             model,
             parallel_dims.get_fsdp_mesh(),
