@@ -16,6 +16,8 @@ so give the machine as many free cores as ranks.
 
 import argparse
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.testing.gloo import run_ranks
 
-LENGTHS = [512, 272, 768, 144, 640, 528, 336, 1024]
+LENGTHS = [256, 136, 384, 72, 320, 264, 168, 512]
 VOCAB = 1024
 
 
@@ -59,17 +61,19 @@ def tokens_of(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
 
 
-def fastest(run: Any, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):  # the first one connects
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        run()
-        if dist.is_initialized():
-            dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+def fastest(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Seconds of each, the best of `repeats`; they take turns, so that a disturbance meets all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):  # the first round connects
+        for name, run in runs.items():
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            run()
+            if dist.is_initialized():
+                dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: min(times[1:]) for name, times in seconds.items()}
 
 
 def one_process(repeats: int) -> dict[str, float]:
@@ -80,10 +84,7 @@ def one_process(repeats: int) -> dict[str, float]:
             sum_loss(model(tokens), tokens).backward()
         model.zero_grad()
 
-    return {
-        "unlike": fastest(lambda: run(LENGTHS), repeats),
-        "equal": fastest(lambda: run(_equal()), repeats),
-    }
+    return fastest({"unlike": lambda: run(LENGTHS), "equal": lambda: run(_equal())}, repeats)
 
 
 def _equal() -> list[int]:
@@ -128,8 +129,6 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
             part.zero_grad()
 
     padded = [max(LENGTHS)] * len(LENGTHS)
-    times = {}
-    run(LENGTHS, True)
     counts = {}
     for name, lengths in (("unlike", LENGTHS), ("padded", padded)):
         sent[0] = 0
@@ -137,16 +136,15 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
         total = torch.tensor(sent[0])
         dist.all_reduce(total)
         counts[name] = int(total)
-    # Alternating, so that a disturbance meets all of them.
-    for name, args in {
+    arguments = {
         "unlike": (LENGTHS, True),
         "unlike, shapes told": (LENGTHS, False),
         "padded": (padded, True),
         "equal": (_equal(), True),
         "unlike, forward": (LENGTHS, True, True),
         "padded, forward": (padded, True, True),
-    }.items():
-        times[name] = fastest(lambda args=args: run(*args), repeats)
+    }
+    times = fastest({name: partial(run, *args) for name, args in arguments.items()}, repeats)
     return {
         "sent": counts["unlike"],
         "sent padded": counts["padded"],
