@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.loss import LossFunction
-from torchtitan.components.packing import PackingPolicy, split_rows
-from torchtitan.components.sequence_sharding import (
-    SequenceSharding,
+from torchtitan.components.context_sharding import (
+    ContextSharding,
     join_outputs,
     shard_batch,
     shards_of,
 )
+from torchtitan.components.loss import LossFunction
+from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -122,7 +122,7 @@ class TrainingEngine:
         self.train_spec = resolve_job(job_config)
         self.device = self._set_device()
         self.parallel_dims = self.init_distributed()
-        self.sequence_sharding = SequenceSharding.of(self.parallel_dims, job_config.parallelism)
+        self.context_sharding = ContextSharding.of(self.parallel_dims, job_config.parallelism)
         job_config.maybe_log()
         self.seed = self._set_determinism()
         self.build_data()
@@ -336,8 +336,8 @@ class TrainingEngine:
         inputs, extra_inputs, extra_kwargs = self.packing.model_inputs(
             self.model_parts[0], input_dict, self.tokenizer
         )
-        if self.sequence_sharding is not None:
-            return self.sequence_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
+        if self.context_sharding is not None:
+            return self.context_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs
 
     def _prepare(self, batch: Batch, labels: torch.Tensor | None = None) -> _Microbatch:
@@ -345,11 +345,11 @@ class TrainingEngine:
         if labels is not None:
             labels = labels.to(self.device, non_blocking=True)
         seq_len = batch["input"].shape[1]
-        if self.sequence_sharding is not None:
-            batch, labels = self.sequence_sharding.pad(batch, labels)
+        if self.context_sharding is not None:
+            batch, labels = self.context_sharding.pad(batch, labels)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(batch, labels)
         kwargs = extra_inputs | extra_kwargs
-        if self.sequence_sharding is None:
+        if self.context_sharding is None:
             return _Microbatch(inputs, kwargs, labels, batch, join=lambda outputs: outputs)
         shards = shards_of(kwargs["attention_masks"])
         join = functools.partial(

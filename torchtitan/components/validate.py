@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from torchtitan.components.context_sharding import ContextSharding
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.packing import PackingPolicy, split_rows
-from torchtitan.components.sequence_sharding import SequenceSharding
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -97,7 +97,7 @@ class Validator(BaseValidator):
         inputs, extra_inputs, extra_kwargs = self._packing(model_parts).model_inputs(
             model_parts[0], input_dict, self.tokenizer
         )
-        sharding = SequenceSharding.of(self.parallel_dims, self.job_config.parallelism)
+        sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
         if sharding is not None:
             return sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.pipeline_layout import (
     CSV_SCHEDULES,
@@ -21,7 +22,6 @@ from torchtitan.config.pipeline_layout import (
     is_one_of,
     modules_of_stages,
 )
-from torchtitan.config.sequence_layout import sequence_multiple
 
 
 class ConfigError(ValueError):

@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives  # noqa: F401 (registers operat
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config.sequence_layout import PTRR_CHUNK, sequence_multiple
+from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 
 __all__ = [
     "TokenShards",

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
-from torchtitan.config.sequence_layout import sequence_multiple
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import (
     ShardedMask,
@@ -32,7 +32,7 @@ _PADDING_OF = {"positions": PADDING, "document_ids": PADDING}
 
 
 @dataclass(frozen=True)
-class SequenceSharding:
+class ContextSharding:
     """The choices of one job; its methods see whole rows, and return what this rank works on."""
 
     mesh: DeviceMesh
@@ -40,7 +40,7 @@ class SequenceSharding:
     rotate_method: str
 
     @classmethod
-    def of(cls, parallel_dims: ParallelDims, config: Parallelism) -> "SequenceSharding | None":
+    def of(cls, parallel_dims: ParallelDims, config: Parallelism) -> "ContextSharding | None":
         """None without context parallelism."""
         if not parallel_dims.cp_enabled:
             return None
