@@ -299,7 +299,7 @@ def maybe_enable_amp(
     if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
         logger.warning(
             "training.mixed_precision_param = %r has no effect under tensor or pipeline "
-            "parallelism without FSDP: running in float32; add "
+            "parallelism without FSDP: running in training.dtype; add "
             "parallelism.data_parallel_shard_degree > 1 to use it",
             mixed_precision_param,
         )
