@@ -1,12 +1,13 @@
-"""Difference that each layout makes to gradients, for four families: the table of docs/layouts.md.
+"""Difference that each layout makes to gradients, for each family: the table of docs/layouts.md.
 
     python benchmarks/layout_matrix.py [--only "CP 2" "PP 2, 1F1B"] [--dtype bfloat16]
 
 Three training steps of tiny models on 1, 2, 4 and 8 gloo ranks, on the same global batches: whole
-rows (sdpa) and packed documents (flex, varlen). Shown is the largest difference of any number of
-any gradient to one process, relative to the largest number of the same gradient, over the three
-kinds of batches; then the largest differences of losses, gradient norms, weights and optimizer
-state after the last step. Initial weights have to be equal to the last bit.
+rows (sdpa; flex for families with chunks or windows) and packed documents (flex, varlen). Shown is
+the largest difference of any number of any gradient to one process, relative to the largest number
+of the same gradient, over the three kinds of batches; then the largest differences of losses,
+gradient norms, weights and optimizer state after the last step. Initial weights have to be equal to
+the last bit.
 """
 
 import argparse

@@ -132,11 +132,33 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {
             "inter_dim": 128,
             "moe_inter_dim": 32,
+            "q_lora_rank": 24,
             "kv_lora_rank": 32,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
         },
+    ),
+    # Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
+    "llama4": (
+        "llama4",
+        "debugmodel_irope",
+        _SIZES
+        | {
+            "n_kv_heads": 2,
+            "hidden_dim": 128,
+            "moe_inter_dim": 32,
+            "every_n_layers_nope": 3,
+            "fixed_attn_block_size": 8,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        "debugmodel_small",
+        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32, "sliding_window_size": 8},
     ),
 }
 _, _, _changes = FAMILIES["deepseek_v3"]
@@ -145,7 +167,7 @@ FAMILIES["one dense layer, one of experts"] = (
     "debugmodel",
     _changes | {"n_layers": 2, "n_dense_layers": 1},
 )
-MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3"]
+MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"]
 # rows -> flags
 BATCHES = {
     "whole rows": ["--model.attn_type=sdpa", "--model.attn_mask_type=causal"],
@@ -155,6 +177,8 @@ BATCHES = {
     ],
     "documents, flex": ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"],
 }
+# Windows, sinks and chunks are beyond sdpa: whole rows of these families go through flex.
+_WITHOUT_SDPA = {"llama4", "gpt_oss"}
 
 
 @dataclasses.dataclass
@@ -183,6 +207,13 @@ def register_tiny(family: str) -> str:
             name, dataclasses.replace(spec, model_args={"tiny": args}, build_tokenizer_fn=None)
         )
     return name
+
+
+def batch_flags(family: str, batch: str) -> list[str]:
+    """Flags of an entry of BATCHES, in the kernel that the family has for it."""
+    if family not in _WITHOUT_SDPA:
+        return BATCHES[batch]
+    return [flag.replace("attn_type=sdpa", "attn_type=flex") for flag in BATCHES[batch]]
 
 
 def build_engine(family: str, flags: list[str], dump_folder: str):
@@ -241,7 +272,9 @@ def measure_on_rank(
     layout: Layout, family: str, batch: str, dump_folder: str, flags: tuple[str, ...] = ()
 ) -> Run:
     """One run; every rank has the tensors of its own pipeline stages."""
-    engine = build_engine(family, [*layout.overrides(), *BATCHES[batch], *flags], dump_folder)
+    engine = build_engine(
+        family, [*layout.overrides(), *batch_flags(family, batch), *flags], dump_folder
+    )
     named = [item for part in engine.model_parts for item in part.named_parameters()]
     named = [(_without_wrappers(name), parameter) for name, parameter in named]
     hashes = {name: hash_of(whole(parameter)) for name, parameter in named}

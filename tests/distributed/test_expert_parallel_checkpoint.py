@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.moe_runs import LENGTH, VOCAB, Layout, full, qwen3_args
-from tests.distributed.test_llama4_fsdp import tiny_args as llama4_args
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.gpt_oss import GptOssModelArgs, gptoss_configs
+from torchtitan.models.llama4 import TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
 
@@ -29,6 +30,22 @@ SPLIT = [
 ]
 ONE_PROCESS = {"qwen3": [], "llama4": [], "gpt_oss": []}
 FOUR_RANKS = {"qwen3": UNEVEN, "llama4": SPLIT, "gpt_oss": SPLIT}
+
+
+def llama4_args():
+    return TransformerModelArgs(
+        dim=32,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=VOCAB,
+        multiple_of=8,
+        max_seq_len=LENGTH,
+        every_n_layers_nope=3,
+        fixed_attn_block_size=4,
+        moe_args=MoEArgs(num_experts=4),
+        attn_type="flex",
+    )
 
 
 def gpt_oss_args():

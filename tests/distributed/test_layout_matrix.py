@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.layout_matrix import (
     LAYOUTS,
+    MOE_FAMILIES,
     MOE_LAYOUTS,
     ONE_PROCESS,
     differences,
@@ -24,50 +25,52 @@ TOLERANCES = {
 }
 DENSE_AND_EXPERTS = [("llama3", "documents, varlen"), ("deepseek_v3", "whole rows")]
 EXPERTS = [("qwen3 MoE", "documents, flex")]
+# Masks that differ between layers, within documents.
+CHUNKS_AND_WINDOWS = [("llama4", "documents, flex"), ("gpt_oss", "documents, varlen")]
+# layout -> (family, rows)
 QUICK = {
-    "DDP 2",
-    "FSDP 2, accumulation 2, full AC",
-    "TP 2, whole logits, op AC",
-    "CP 2",
-    "CP 2, alltoall, full AC",
-    "PP 2, GPipe, accumulation 2",
-    "PP 2, ZBVZeroBubble",
-    "FSDP 2, TP 2",
-    "TP 2, CP 2",
-    "TP 2, PP 2, Interleaved1F1B",
-    "CP 2, PP 2",
-    "CP 2, EP 2",
-    "FSDP 2, TP 2, EP 4",
-    "FSDP 2, PP 2, EP 2",
+    "DDP 2": DENSE_AND_EXPERTS,
+    "FSDP 2, accumulation 2, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "TP 2, whole logits, op AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "CP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "CP 2, alltoall, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS,
+    "PP 2, ZBVZeroBubble": DENSE_AND_EXPERTS,
+    "FSDP 2, TP 2": DENSE_AND_EXPERTS,
+    "TP 2, CP 2": DENSE_AND_EXPERTS,
+    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS,
+    "CP 2, PP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "TP 2, EP 2": CHUNKS_AND_WINDOWS,
+    "CP 2, EP 2": EXPERTS + CHUNKS_AND_WINDOWS,
+    "FSDP 2, TP 2, EP 4": EXPERTS,
+    "FSDP 2, PP 2, EP 2": EXPERTS,
 }
-QUICK_LAYOUTS = [layout for layout in LAYOUTS if layout.name in QUICK]
-QUICK_MOE_LAYOUTS = [layout for layout in MOE_LAYOUTS if layout.name in QUICK]
+QUICK_LAYOUTS = [layout for layout in LAYOUTS + MOE_LAYOUTS if layout.name in QUICK]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    cases = DENSE_AND_EXPERTS + EXPERTS
+    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS
     runs = measure(ONE_PROCESS, cases, str(tmp_path_factory.mktemp("one")))
     return dict(zip(cases, runs, strict=True))
 
 
-def check(layout, cases, one_process, folder):
-    for case, run in zip(cases, measure(layout, cases, folder), strict=True):
-        expected = one_process[case]
-        assert run.hashes == expected.hashes, f"{case}: initial weights differ"
-        for kind, difference in differences(run, expected).items():
-            assert difference <= TOLERANCES[kind], f"{case}: {kind} differs by {difference:.1e}"
-
-
 def test_every_quick_layout_is_in_the_matrix():
-    assert len(QUICK_LAYOUTS) + len(QUICK_MOE_LAYOUTS) == len(QUICK)
+    assert len(QUICK_LAYOUTS) == len(QUICK)
+
+
+def test_every_family_learns_and_its_experts_are_balanced(one_process):
+    for (family, _), run in one_process.items():
+        assert run.losses[-1] < run.losses[0], family
+        assert bool(run.expert_bias) == (family in MOE_FAMILIES), family
+        assert all(bias.any() for bias in run.expert_bias.values()), family
 
 
 @pytest.mark.parametrize("layout", QUICK_LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_gives_the_numbers_of_one_process(layout, one_process, tmp_path):
-    check(layout, DENSE_AND_EXPERTS, one_process, str(tmp_path))
-
-
-@pytest.mark.parametrize("layout", QUICK_MOE_LAYOUTS, ids=lambda layout: layout.name)
-def test_experts_on_ranks_give_the_numbers_of_one_process(layout, one_process, tmp_path):
-    check(layout, EXPERTS, one_process, str(tmp_path))
+    cases = QUICK[layout.name]
+    for case, run in zip(cases, measure(layout, cases, str(tmp_path)), strict=True):
+        expected = one_process[case]
+        assert run.hashes == expected.hashes, f"{case}: initial weights differ"
+        for kind, difference in differences(run, expected).items():
+            assert difference <= TOLERANCES[kind], f"{case}: {kind} differs by {difference:.1e}"

@@ -7,8 +7,6 @@ from tests.distributed.moe_runs import Layout, check_same, train, train_layouts
 from torchtitan.testing.gloo import run_ranks
 
 TWO_RANKS = [
-    Layout(dp_shard=2),
-    Layout(dp_replicate=2),
     Layout(dp_replicate=2, num_microbatches=2, ac_mode="full"),
     Layout(dp_shard=2, num_microbatches=2, ac_mode="selective"),
 ]

@@ -13,7 +13,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 def gradients(dp_replicate, dp_shard):
-    """Full gradients of a fixed batch of 4 rows spread over the ranks, and the names tied."""
+    """Full gradients, after a step, of a fixed batch of 4 rows spread over the ranks."""
     world_size = dp_replicate * dp_shard
     parallel_dims = ParallelDims(dp_replicate, dp_shard, 1, 1, 1, 1, 1, world_size)
     config = JobConfig()
@@ -38,7 +38,11 @@ def gradients(dp_replicate, dp_shard):
 
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     rank = torch.distributed.get_rank() if world_size > 1 else 0
-    model(tokens.chunk(world_size)[rank]).pow(2).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens.chunk(world_size)[rank]).pow(2).sum().backward()
+        optimizer.step()
     assert model.output.weight is model.tok_embeddings.weight
     return {
         name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
