@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests.distributed.training_runs import (
     make_trainer,
     max_relative_difference,
+    validation_losses,
 )
 from torchtitan.testing.gloo import run_ranks
 
@@ -160,34 +161,6 @@ def test_checkpoints_move_between_layouts_and_exports_are_whole(tmp_path):
         for name, tensor in expected.items():
             # AdamW makes much of gradients that are nothing but rounding.
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def validation_losses(dump_folder, overrides):
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--training.seq_len=64",
-            "--training.steps=2",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            "--validation.enable",
-            "--validation.dataset=c4_test",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.seq_len=64",
-            "--validation.local_batch_size=3",
-            *overrides,
-        ]
-    )
-    trainer = Trainer(config)
-    losses = []
-    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
-    trainer.train()
-    trainer.close()
-    return losses
 
 
 def test_validation_reports_the_mean_on_every_rank(tmp_path):

@@ -9,6 +9,7 @@ from tests.distributed.training_runs import (
     make_trainer,
     max_relative_difference,
     run_layout,
+    validation_losses,
 )
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.testing.gloo import run_ranks
@@ -46,6 +47,19 @@ def test_checkpoint_of_one_layout_continues_on_the_other(first, second, tmp_path
     whole = run_layout(ONE_PROCESS, str(tmp_path / "whole"), 4, saved)
     assert len(continued["loss"]) == 2
     assert_same(continued, {key: whole[key][2:] for key in ("loss", "grad_norm")})
+
+
+def test_validation_reports_the_mean_on_every_rank(tmp_path):
+    def run(layout):
+        overrides = [*layout.overrides(), "--training.global_batch_size=-1"]
+        folder = str(tmp_path / layout.name)
+        return run_ranks(
+            validation_losses, layout.world_size, folder, overrides, init_process_group=False
+        )
+
+    (expected,) = run(ONE_PROCESS)
+    for losses in run(TP):
+        assert len(losses) == 2 and losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 def batch():
