@@ -313,7 +313,7 @@ class Parallelism:
     """Sequences per pipeline microbatch"""
 
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap expert-parallel communication with compute; DualPipeV schedule only"""
+    """Accepted for configs of the reference; without effect in this version"""
 
     context_parallel_degree: int = 1
     """Ranks that split each sequence; 1 is off"""
