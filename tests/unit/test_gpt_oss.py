@@ -158,7 +158,9 @@ def first_difference(args, changed, batch_changes=None, length=24):
         tokens[0, changed] = token
         masks = model.get_attention_masks(tokens, None, extra)
         logits.append(model(tokens, attention_masks=masks, positions=batch_changes))
-    return (logits[0] != logits[1]).any(-1)[0].nonzero().flatten().tolist()
+    # Tokens that share an expert change how its products are rounded, if the group grows.
+    moved = (logits[0] - logits[1]).abs() > 1e-4 * logits[0].abs().max()
+    return moved.any(-1)[0].nonzero().flatten().tolist()
 
 
 def test_causal_masks_look_back_only_and_no_further_than_the_window_in_even_layers():
@@ -312,13 +314,6 @@ def test_forced_load_balance_is_set_on_a_copy():
     args.update_from_config(config_with("--debug.moe_force_load_balance"))
     assert args.moe_args._debug_force_load_balance and not shared._debug_force_load_balance
     assert args.max_seq_len == 64
-
-
-def test_context_parallelism_is_refused():
-    with pytest.raises(ValueError, match="context_parallel_degree must be 1 for gpt_oss, got 2"):
-        config = config_with()
-        config.parallelism.context_parallel_degree = 2
-        tiny_args().update_from_config(config)
 
 
 def test_spec_balances_experts_and_validates():

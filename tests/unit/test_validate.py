@@ -207,13 +207,6 @@ def test_missing_metrics_processor_is_named():
         build_validator(job(), 1, 0, None, no_meshes(), None, nullcontext, nullcontext())
 
 
-def test_context_parallelism_that_is_not_built_yet_says_so():
-    validator = validator_of(UNEVEN)
-    validator.parallel_dims.cp_enabled = True
-    with pytest.raises(NotImplementedError, match="context parallelism is not available yet"):
-        validator.validate([Model()], step=1)
-
-
 class MaskedModel(Model):
     """Asks for masks, and for the batch's other entries."""
 
