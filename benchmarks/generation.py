@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor, nn
 
-from scripts.generate._generation import generate, generate_next_token
+from torchtitan.generation.sampling import generate, generate_next_token
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import get_device_type
 

@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from scripts.generate._generation import (
-    generate,
-    generate_next_token,
-    logits_to_probs,
-    multinomial_sample_one,
-)
-from scripts.generate._kv_cache import kv_cache
 from scripts.generate._loading import find_checkpoint, load_model
 from scripts.generate.test_generate import encode_prompt, main
 from torchtitan.components.checkpoint_folder import mark_unfinished
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.generation.sampling import (
+    generate,
+    generate_next_token,
+    logits_to_probs,
+    multinomial_sample_one,
+)
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -290,9 +290,9 @@ def test_rows_are_filled_with_end_of_text_once_they_drew_it():
     ("options", "message"),
     [
         ({"max_new_tokens": 59}, "65 tokens, and the model's RoPE table holds 64 positions; lower"),
-        ({"max_new_tokens": 0}, "--max_new_tokens must be at least 1, got 0"),
-        ({"temperature": -1.0}, "--temperature must not be negative, got -1.0"),
-        ({"top_k": 0}, "--top_k must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"input_ids": random_tokens(0)}, "at least one token, got none"),
     ],
 )

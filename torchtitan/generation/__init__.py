@@ -1,0 +1,1 @@
+"""Continuing token sequences with a decoder: `kv_cache` and `sampling`."""

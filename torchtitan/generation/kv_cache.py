@@ -1,0 +1,242 @@
+"""Keys and values of the tokens seen so far, so that the next token costs one token's forward.
+
+B rows, T tokens in one call, S slots of the cache in use (slot = the token's place in its row), H
+query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+class CachedAttention(FlexAttentionWrapper):
+    """Stands in for a layer's attention kernel and looks at all tokens since it was made.
+
+    max_length: how many tokens of a row there is room for.
+    """
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        # Plain tensors [B, K, max_length, D]: a buffer would appear among the model's own.
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        # Where the next call's tokens go, [1 or B, T], and S after it; see `CachedForward`.
+        self.slots: Tensor | None = None
+        self.end = 0
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        block_mask: "BlockMask",
+        scale: float | None = None,
+        return_lse: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, H, T, Dv], and the log-sum-exp of the
+        scores [B, H, T] if asked.
+
+        block_mask: one on which `_look_from` was called for these T tokens.
+        """
+        keys, values = self._append(k, v)
+        if return_lse:
+            return _attention_with_lse(q, keys, values, block_mask.allowed, scale)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=block_mask.allowed, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with these rows of the cache, in this order; one may come several times."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (self._rows_of(x, rows) for x in (self.keys, self.values))
+
+    def _rows_of(self, x: Tensor, rows: Tensor) -> Tensor:
+        kept = x.new_zeros(len(rows), *x.shape[1:])
+        kept[:, :, : self.end] = x[:, :, : self.end][rows]
+        return kept
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v; return those of all slots in use, [B, K, S, D]."""
+        if self.keys is None or self.values is None:
+            # Only now are batch size, heads, dtype and device known.
+            self.keys, self.values = (
+                x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)
+            )
+        assert self.slots is not None
+        for stored, new in ((self.keys, k), (self.values, v)):
+            if len(self.slots) == 1:  # all rows alike
+                stored[:, :, self.end - new.shape[2] : self.end] = new
+            else:
+                index = self.slots[:, None, :, None].expand_as(new)
+                stored.scatter_(2, index, new)
+        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+
+
+def _attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """[B, H, T, Dv] and [B, H, T], step by step in fp32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
+
+
+def _look_from(block_mask: "BlockMask", slots: Tensor, end: int) -> None:
+    """Set `block_mask.allowed`, bool [1 or B, 1, T, S]: which slots each token may look at.
+
+    slots: [1 or B, T], where the tokens stand. The mask is that of all places in a row, which no
+    row's own tokens change; only these queries of it are evaluated.
+    """
+    keys = torch.arange(end, device=slots.device)
+    zero = torch.zeros((), dtype=torch.int64, device=slots.device)
+    block_mask.allowed = block_mask.mask_mod(zero, zero, slots[:, None, :, None], keys)
+
+
+class CachedForward:
+    """The forward that `kv_cache` yields.
+
+    Rows may differ in length: `lengths` are the tokens of each row so far.
+    """
+
+    def __init__(
+        self, parts: Sequence[Decoder], max_length: int, run: Callable[..., Tensor | None]
+    ):
+        self.lengths: list[int] = []
+        self.max_length = max_length
+        self._run = run
+        self._kernels = [CachedAttention(max_length) for part in parts for _ in part.layers]
+        self._device = getattr(parts[0], parts[0].rope_buffer_name).device
+        tokens = torch.zeros(1, max_length, dtype=torch.int64, device=self._device)
+        self._masks = parts[0].build_causal_masks(tokens)
+        self._output = parts[-1].output
+
+    def __call__(
+        self, tokens: Tensor, n_tokens: Sequence[int] | None = None, *, last_only: bool = False
+    ) -> Any:
+        """Logits [B, T, V] of new tokens [B, T], which follow those of the calls before.
+
+        n_tokens: how many of each row's T are new tokens; what follows them is padding, whose
+            logits mean nothing. None: all.
+        last_only: [B, 1, V], the logits of each row's last new token alone.
+
+        The same rows each time, unless `keep_rows` was called. What a pipeline's ranks get is
+        up to `run`.
+        Raises ValueError for more tokens than there is room for.
+        """
+        n_rows, width = tokens.shape
+        starts = self.lengths or [0] * n_rows
+        counts = [width] * n_rows if n_tokens is None else n_tokens
+        first, end = min(starts), max(starts) + width
+        if end > self.max_length:
+            raise ValueError(
+                f"the cache was made for {self.max_length} tokens and {end} are given; raise "
+                "max_length"
+            )
+        slots = torch.arange(end - width, end, device=self._device)[None]
+        if first != end - width:
+            starts_of_rows = torch.tensor(starts, device=self._device)
+            slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
+        masks = self._masks
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            _look_from(mask, slots, end)
+        for kernel in self._kernels:
+            kernel.slots, kernel.end = slots, end
+        self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        with self._only_last(counts, width) if last_only else nullcontext():
+            return self._run(tokens, attention_masks=masks, positions=slots)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order; a row may come several times, or not at all."""
+        index = torch.tensor(rows, device=self._device)
+        self.lengths = [self.lengths[row] for row in rows]
+        for kernel in self._kernels:
+            kernel.keep_rows(index)
+
+    @contextmanager
+    def _only_last(self, counts: Sequence[int], width: int) -> Iterator[None]:
+        """Have the output projection see one hidden state per row: logits of all are large."""
+        if self._output is None:
+            yield
+            return
+
+        def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            h, *others = args
+            if width == 1:
+                return (h, *others)
+            last = torch.tensor(counts, device=h.device) - 1
+            return h[torch.arange(len(h), device=h.device), last][:, None], *others
+
+        hook = self._output.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def kv_cache(
+    model: Decoder | Sequence[Decoder],
+    max_length: int,
+    run: Callable[..., Tensor | None] | None = None,
+) -> Iterator[CachedForward]:
+    """Yield a forward that remembers: new tokens [B, T] -> their logits [B, T, V].
+
+    Each call takes only the tokens that follow those of the calls before. All tokens of a row are
+    one document, whatever mask the model is trained with, and each layer looks as far back as
+    the model's `build_causal_masks` has it; so every family and every attn_type works. Inside
+    the context the model cannot be used in another way.
+
+    model: or a rank's parts of one that is cut into pipeline stages.
+    max_length: at most this many tokens a row.
+    run: what is called as the model would be, (tokens, attention_masks=..., positions=...), in
+        its place; needed for parts of a model.
+    Raises ValueError for a model whose layers don't have an attention kernel to replace, and for
+    max_length beyond the RoPE table.
+    """
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    layers = [layer for part in parts for layer in _attention_layers(part)]
+    _check_positions(parts[0], max_length)
+    cached_forward = CachedForward(parts, max_length, parts[0] if run is None else run)
+    kernels = [layer.inner_attention for layer in layers]
+    for layer, kernel in zip(layers, cached_forward._kernels, strict=True):
+        layer.inner_attention = kernel
+    try:
+        yield cached_forward
+    finally:
+        for layer, kernel in zip(layers, kernels, strict=True):
+            layer.inner_attention = kernel
+
+
+def _attention_layers(model: Decoder) -> list[nn.Module]:
+    layers = [module for module in model.modules() if hasattr(module, "inner_attention")]
+    if not isinstance(model, Decoder) or len(layers) != len(model.layers):
+        raise ValueError(
+            f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have an "
+            f"inner_attention each, got {type(model).__name__}"
+        )
+    return layers
+
+
+def _check_positions(model: Decoder, max_length: int) -> None:
+    n_positions = getattr(model, model.rope_buffer_name).shape[0]
+    if max_length > n_positions:
+        raise ValueError(
+            f"prompt and new tokens together are {max_length} tokens, and the model's RoPE table "
+            f"holds {n_positions} positions; lower max_new_tokens, shorten the prompt, or raise "
+            "training.seq_len, which sets the table's length"
+        )
