@@ -1,0 +1,80 @@
+"""Matrix products of bf16 on every CPU.
+
+Without bf16 instructions, torch 2.13 multiplies bf16 matrices ten to a hundred times slower than
+fp32 ones (`benchmarks/bf16_on_cpu.py`). There, they are multiplied in fp32 and rounded once, which
+is what instructions for bf16 do.
+"""
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Asked once, when the first Linear is built: code that is being compiled cannot ask.
+_cpu_multiplies_bf16: bool | None = None
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bf16 matrices."""
+    global _cpu_multiplies_bf16
+    if _cpu_multiplies_bf16 is None:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            answer = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        else:
+            answer = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        _cpu_multiplies_bf16 = answer
+    return _cpu_multiplies_bf16
+
+
+def is_slow_product(x: Tensor) -> bool:
+    """Whether a product with x would be one of bf16 matrices, and this CPU is slow at those."""
+    if x.device.type != "cpu" or _cpu_multiplies_bf16 is not False:
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return dtype == torch.bfloat16
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
+    if not is_slow_product(x):
+        return F.linear(x, weight, bias)
+    rounded = [None if t is None else t.to(torch.bfloat16) for t in (x, weight, bias)]
+    return _RoundedLinear.apply(*rounded)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, computed by `linear`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        cpu_multiplies_bf16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """`F.linear` of bf16 tensors, and its gradients, in fp32 and rounded once.
+
+    Autocast is off inside: the compiler would carry it over into backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        with torch.autocast("cpu", enabled=False):
+            fp32_bias = None if bias is None else bias.float()
+            return F.linear(x.float(), weight.float(), fp32_bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            grad = grad.float()
+            rows = grad.flatten(0, -2)
+            grad_weight = rows.t() @ x.flatten(0, -2).float()
+            grad_bias = rows.sum(0).to(x.dtype) if ctx.has_bias else None
+            return (grad @ weight.float()).to(x.dtype), grad_weight.to(x.dtype), grad_bias
