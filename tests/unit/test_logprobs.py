@@ -1,0 +1,191 @@
+"""Log-probs and entropies without logits, against torch's log-softmax of all logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models import _supported_models
+from torchtitan.protocols.train_spec import get_train_spec
+
+ROWS, TOKENS, DIM, VOCAB = 2, 7, 5, 13
+
+
+def make_inputs(dtype=torch.float64, seed=0):
+    """h, weight, bias, labels; every third label is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (ROWS, TOKENS, DIM), (VOCAB, DIM), (VOCAB,)
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+    labels = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator)
+    labels[:, ::3] = IGNORE_INDEX
+    return *tensors, labels
+
+
+def reference(logits, labels, temperature) -> TokenOutputs:
+    log_probs = torch.log_softmax(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1
+    )
+    chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return TokenOutputs(chosen.masked_fill(labels == IGNORE_INDEX, 0), entropy)
+
+
+def some_loss(outputs: TokenOutputs) -> torch.Tensor:
+    """Every token has another gradient, for its entropy too if there is one."""
+    factors = torch.linspace(-1, 2, ROWS * TOKENS, dtype=outputs.logprobs.dtype)
+    factors = factors.view(ROWS, TOKENS)
+    loss = (outputs.logprobs * factors).sum()
+    return loss if outputs.entropy is None else loss + (outputs.entropy * factors**2).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 14, 100])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_head_has_the_values_and_gradients_of_log_softmax(chunk_tokens, entropy):
+    h, weight, bias, labels = make_inputs()
+    expected = reference(torch.nn.functional.linear(h, weight, bias), labels, 0.7)
+    gradients = torch.autograd.grad(
+        some_loss(expected if entropy else TokenOutputs(expected.logprobs, None)), (h, weight, bias)
+    )
+    head = TokenLogProbs(temperature=0.7, entropy=entropy, chunk_tokens=chunk_tokens)
+    outputs = head(h, weight, bias, labels=labels)
+    torch.testing.assert_close(outputs.logprobs, expected.logprobs)
+    if entropy:
+        torch.testing.assert_close(outputs.entropy, expected.entropy)
+    else:
+        assert outputs.entropy is None
+    some_loss(outputs).backward()
+    for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_that_exist_give_the_same_as_a_head_and_are_left_alone(entropy):
+    h, weight, bias, labels = make_inputs()
+    logits = (h @ weight.T + bias).detach().requires_grad_()
+    before = logits.detach().clone()
+    expected = reference(logits, labels, 2.0)
+    expected = expected if entropy else TokenOutputs(expected.logprobs, None)
+    (gradient,) = torch.autograd.grad(some_loss(expected), logits)
+    outputs = token_logprobs(logits, labels, temperature=2.0, entropy=entropy)
+    some_loss(outputs).backward()
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-14)
+    assert torch.equal(logits, before)
+
+
+def test_only_entropy_may_have_a_gradient():
+    h, weight, bias, labels = make_inputs()
+    expected = reference(torch.nn.functional.linear(h, weight, bias), labels, 1.0).entropy
+    (gradient,) = torch.autograd.grad(expected.square().sum(), weight)
+    outputs = TokenLogProbs(entropy=True, chunk_tokens=4)(h, weight, bias, labels=labels)
+    outputs.entropy.square().sum().backward()
+    torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_ignored_labels_have_log_prob_zero_and_no_gradient():
+    h, weight, _, labels = make_inputs()
+    outputs = TokenLogProbs()(h, weight, labels=labels)
+    outputs.logprobs.sum().backward()
+    assert torch.equal(outputs.logprobs == 0, labels == IGNORE_INDEX)
+    assert torch.equal((h.grad == 0).all(-1), labels == IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_logits_are_normalized_in_fp32(autocast):
+    h, weight, _, labels = make_inputs(torch.float32 if autocast else torch.bfloat16)
+    h16, weight16 = h.detach().bfloat16(), weight.detach().bfloat16()
+    expected = reference(h16 @ weight16.T, labels, 1.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = TokenLogProbs(entropy=True, chunk_tokens=4)(h, weight, labels=labels)
+        outputs.logprobs.sum().backward()
+    torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
+    assert weight.grad.dtype == weight.dtype
+    # One rounding of sums, and one of each chunk's product.
+    exact, exact_h = weight16.double().requires_grad_(), h16.double()
+    reference(exact_h @ exact.T, labels, 1.0).logprobs.sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=0.02, atol=0.03)
+
+
+def test_large_logits_lose_no_digits():
+    logits = torch.tensor([[[1000.0, 1001.0, 990.0]]])
+    outputs = token_logprobs(logits, torch.tensor([[0]]), entropy=True)
+    expected = reference(logits.double(), torch.tensor([[0]]), 1.0)
+    torch.testing.assert_close(outputs.logprobs.double(), expected.logprobs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outputs.entropy.double(), expected.entropy, rtol=1e-6, atol=0)
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_of_one_chunk_are_the_largest_tensor_in_forward_and_backward(entropy):
+    n_tokens, dim, vocab, chunk = 64, 4, 100, 8
+    h = torch.randn(1, n_tokens, dim, requires_grad=True)
+    weight = torch.randn(vocab, dim, requires_grad=True)
+    labels = torch.randint(0, vocab, (1, n_tokens))
+    with LargestTensor() as largest:
+        outputs = TokenLogProbs(entropy=entropy, chunk_tokens=chunk)(h, weight, labels=labels)
+        loss = outputs.logprobs.sum() + (outputs.entropy.sum() if entropy else 0)
+        loss.backward()
+    assert largest.numel == chunk * vocab
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_batch_without_tokens_has_outputs_without_tokens(shape):
+    h = torch.zeros(*shape, DIM, requires_grad=True)
+    weight = torch.zeros(VOCAB, DIM, requires_grad=True)
+    labels = torch.zeros(shape, dtype=torch.int64)
+    outputs = TokenLogProbs(entropy=True)(h, weight, labels=labels)
+    assert outputs.logprobs.shape == outputs.entropy.shape == shape
+    outputs.logprobs.sum().backward()
+    assert weight.grad.count_nonzero() == 0
+    assert token_logprobs(torch.zeros(*shape, VOCAB), labels).logprobs.shape == shape
+
+
+def test_settings_and_labels_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="temperature of log-probabilities must be above 0, got 0"):
+        TokenLogProbs(temperature=0)
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
+        TokenLogProbs(chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"one entry per token, \[2, 3\], got \[2, 4\]"):
+        token_logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("family", sorted(_supported_models))
+def test_every_family_takes_a_head(family):
+    spec = get_train_spec(family)
+    args = spec.model_args["debugmodel_small" if family == "gpt_oss" else "debugmodel"]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    tokens = torch.randint(0, 100, (1, 9))
+    masks = None
+    if args.attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None)
+    labels = torch.randint(0, 100, (1, 9))
+    expected = token_logprobs(model(tokens, attention_masks=masks), labels, entropy=True)
+    expected.logprobs.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    head = partial(TokenLogProbs(entropy=True, chunk_tokens=4), labels=labels)
+    outputs = model(tokens, attention_masks=masks, head=head)
+    outputs.logprobs.sum().backward()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,136 @@
+"""Losses as weighted sums: equal for every split, and equal to what each mode's name says."""
+
+import random
+
+import pytest
+import torch
+
+from tests.unit.loss_splits import (
+    NUM_SPLITS,
+    accumulated,
+    aggregated_loss,
+    largest_differences,
+    random_step,
+    random_theta,
+    weights_of_step,
+)
+from torchtitan.components.loss import (
+    LOSS_AGGREGATIONS,
+    aggregation_weights,
+    weighted_cross_entropy,
+    weighted_policy_loss,
+    weighted_sum,
+    weighted_value_loss,
+)
+
+MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("token-mean", [[1 / 3, 1 / 3, 0], [0, 1 / 3], [0, 0], []]),
+        ("token-sum", [[1, 1, 0], [0, 1], [0, 0], []]),
+        ("seq-mean-token-sum", [[1 / 2, 1 / 2, 0], [0, 1 / 2], [0, 0], []]),
+        ("seq-mean-token-mean", [[1 / 4, 1 / 4, 0], [0, 1 / 2], [0, 0], []]),
+        ("seq-mean-token-sum-norm", [[1 / 20, 1 / 20, 0], [0, 1 / 20], [0, 0], []]),
+        ("prompt-mean", [[1 / 3, 1 / 3, 0], [0, 1 / 3], [0, 0], []]),
+    ],
+)
+def test_weights_by_hand(mode, expected):
+    weights = aggregation_weights(MASKS, mode, norm=10, prompt_ids=["a", "a", "b", "c"])
+    for got, want in zip(weights, expected, strict=True):
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32))
+
+
+def test_prompts_weigh_alike_however_many_tokens_answer_them():
+    weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
+    assert [w.tolist() for w in weights] == [[0.25, 0.25, 0], [0, 0.5], [0, 0], []]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_loss_and_gradient_are_the_same_for_every_split(mode, dtype, tolerance):
+    assert max(largest_differences(mode, dtype, NUM_SPLITS)) < tolerance
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_deferred_denominator_gives_the_same_gradient(mode):
+    step, theta = random_step(torch.float64), random_theta(torch.float64)
+    expected = accumulated(
+        step, weights_of_step(step, mode, dtype=torch.float64), theta, random.Random(0)
+    )[1]
+    gradient, denominator = torch.zeros_like(theta), 0.0
+    for prompts in ((0, 3), (1,), (2, 4)):  # three calls, with whole prompts
+        part = [sequence for sequence in step if sequence.prompt in prompts]
+        weights, share = weights_of_step(part, mode, dtype=torch.float64, normalize=False)
+        gradient += accumulated(part, weights, theta, random.Random(1))[1]
+        denominator += share
+    assert (denominator == 0) == (mode == "token-sum")
+    torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_duplicating_the_step_doubles_a_sum_and_leaves_means(mode):
+    step, theta = random_step(torch.float64), random_theta(torch.float64)
+    twice = step + step
+    prompts = [s.prompt for s in step] + [s.prompt + 5 for s in step]
+    weights = aggregation_weights(
+        [s.mask for s in twice], mode, norm=16.0, prompt_ids=prompts, dtype=torch.float64
+    )
+    loss, _ = accumulated(twice, weights, theta, random.Random(0))
+    factor = 2 if mode == "token-sum" else 1
+    assert loss == pytest.approx(factor * aggregated_loss(step, mode, theta).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("masks", [[torch.zeros(3), torch.zeros(0)], []])
+def test_step_without_a_token_in_the_loss_has_weights_zero(mode, masks):
+    weights = aggregation_weights(masks, mode, norm=1.0, prompt_ids=[0] * len(masks))
+    assert [w.tolist() for w in weights] == [[0.0] * len(mask) for mask in masks]
+
+
+def test_sum_norm_refuses_to_run_without_its_constant():
+    for norm in (None, 0, -1.0):
+        with pytest.raises(ValueError, match="norm, which must be above 0"):
+            aggregation_weights(MASKS, "seq-mean-token-sum-norm", norm=norm)
+
+
+def test_unknown_mode_and_missing_prompts_are_refused():
+    with pytest.raises(ValueError, match="must be one of token-mean, .*, got 'mean'"):
+        aggregation_weights(MASKS, "mean")
+    with pytest.raises(ValueError, match="one for each of 4 sequences, got none"):
+        aggregation_weights(MASKS, "prompt-mean")
+    with pytest.raises(ValueError, match="one for each of 4 sequences, got 2"):
+        aggregation_weights(MASKS, "prompt-mean", prompt_ids=[1, 2])
+
+
+def test_values_without_weight_count_nowhere_even_if_not_finite():
+    values = torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)
+    loss = weighted_sum(values, torch.tensor([0.5, 0.0, 0.0]))
+    loss.backward()
+    assert loss == 0.5
+    assert values.grad.tolist() == [0.5, 0, 0]
+
+
+def test_weighted_cross_entropy_needs_its_weights():
+    with pytest.raises(ValueError, match=r"'loss_weights' \[B, T\] in the batch, got \['input'\]"):
+        weighted_cross_entropy(torch.zeros(1, 2, 3), torch.zeros(1, 2), {"input": None})
+
+
+def test_policy_loss_is_minus_the_weighted_log_probabilities_and_spares_the_advantages():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    advantages = torch.tensor([[2.0, -1.0]], requires_grad=True)
+    loss = weighted_policy_loss(logprobs, advantages, torch.tensor([[0.5, 0.25]]))
+    loss.backward()
+    assert loss == 0.5
+    assert logprobs.grad.tolist() == [[-1.0, 0.25]]
+    assert advantages.grad is None
+
+
+def test_value_loss_is_half_the_weighted_square():
+    values = torch.tensor([[3.0, 1.0]], requires_grad=True)
+    loss = weighted_value_loss(values, torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.5]]))
+    loss.backward()
+    assert loss == 2.25
+    assert values.grad.tolist() == [[2.0, -0.5]]

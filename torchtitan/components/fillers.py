@@ -1,0 +1,67 @@
+"""Fillers: what a rank runs while others still have microbatches.
+
+Forward and backward communicate between data-parallel ranks, so each of them has to run equally
+often. A filler goes through the model as any microbatch does and leaves no trace: its loss is 0,
+and its tokens count nowhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.dtensor import whole_tensor
+
+_MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
+
+
+def num_fillers(n: int, group: torch.distributed.ProcessGroup | None, device: torch.device) -> int:
+    """How many microbatches a rank with `n` has fewer than the rank of `group` with the most.
+
+    Collective, and waits for the device; without a group 0 at once.
+    """
+    if group is None:
+        return 0
+    most = torch.tensor(n, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    return int(most.item()) - n
+
+
+def filler_batch(seq_len: int, separates_documents: bool) -> tuple[dict[str, Any], Tensor]:
+    """Return a batch of one short row and its labels, all ignored; seq_len: the most it may have."""
+    tokens = torch.zeros(1, min(seq_len, _MAX_LENGTH), dtype=torch.int64)
+    batch = {"input": tokens}
+    if separates_documents:
+        batch["document_ids"] = torch.zeros_like(tokens)
+    return batch, torch.full_like(tokens, IGNORE_INDEX)
+
+
+def zero_loss(outputs: Any) -> Tensor:
+    """Return a loss of 0 that every output takes part in, so that backward runs as a whole."""
+    # 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
+    return sum((whole_tensor(x) * 0).sum() for x in tree_leaves(outputs) if isinstance(x, Tensor))
+
+
+def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the buffers in which mixtures of experts count the tokens of each expert, live."""
+    return [
+        buffer
+        for part in model_parts
+        for name, buffer in part.named_buffers()
+        if name.rpartition(".")[2] == "tokens_per_expert"
+    ]
+
+
+@contextmanager
+def without_counting(model_parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the experts' token counts back at the end."""
+    counters = token_counters(model_parts)
+    before = [counter.clone() for counter in counters]
+    yield
+    with torch.no_grad():
+        for counter, count in zip(counters, before, strict=True):
+            counter.copy_(count)
