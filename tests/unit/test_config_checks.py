@@ -15,11 +15,10 @@ from torchtitan.config.checks import (
     ConfigError,
     check_against_spec,
     check_datasets,
-    check_degrees_match_world_size,
-    check_global_batch_size,
     check_job_config,
     check_tokenizer_fits,
 )
+from torchtitan.config.layout_checks import check_degrees_match_world_size, check_global_batch_size
 from torchtitan.models.moe import MoEArgs
 
 
@@ -561,6 +560,16 @@ def test_early_step_in_backward_is_refused_under_ddp_alone():
     message = message_of(check_job_config, config, 2)
     assert "optimizer.early_step_in_backward" in message
     assert "data_parallel_replicate_degree = 2" in message and "turn" in message
+
+    # Tensor parallelism splits parameters, too, but does not sum over replicas.
+    config.parallelism.tensor_parallel_degree = 2
+    message = message_of(check_job_config, config, 4)
+    assert "with data_parallel_shard_degree * context_parallel_degree = 1" in message
+    assert "set data_parallel_shard_degree = 2" in message
+    assert "whatever tensor_parallel_degree is" in message
+    config.parallelism.data_parallel_shard_degree = 2
+    config.parallelism.data_parallel_replicate_degree = 1
+    check_job_config(config, 4)
 
 
 @pytest.mark.parametrize("global_batch", [0, -2])

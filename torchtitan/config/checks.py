@@ -1,11 +1,10 @@
-"""Rules a config has to obey, one function per rule.
+"""Rules a config has to obey, one function per rule; those about layouts are in `layout_checks`.
 
 Each rule only reads the config, and raises `ConfigError` with the rule, the key, the value it
 got and what to change. None of them touches a device, a process group or data.
 """
 
 import dataclasses
-import difflib
 import glob
 import math
 import os
@@ -13,19 +12,15 @@ import tempfile
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from torchtitan.config.context_layout import sequence_multiple
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.pipeline_layout import (
-    CSV_SCHEDULES,
-    SCHEDULES,
-    ZERO_BUBBLE_SCHEDULES,
-    is_one_of,
-    modules_of_stages,
+from torchtitan.config import layout_checks as layouts
+from torchtitan.config.check_helpers import (
+    ConfigError,
+    compile_settings,
+    compiles_model,
+    data_sections,
+    guess,
 )
-
-
-class ConfigError(ValueError):
-    """The config cannot work as it stands; the message says what to change."""
+from torchtitan.config.job_config import JobConfig
 
 
 def check_job_config(
@@ -49,9 +44,9 @@ def check_job_config(
     check_load_step(job_config)
     check_activation_checkpoint(job_config)
     check_compile_components(job_config)
-    check_async_tensor_parallel(job_config)
-    check_quantized_tensor_parallel(job_config)
-    check_early_step_in_backward(job_config)
+    layouts.check_async_tensor_parallel(job_config)
+    layouts.check_quantized_tensor_parallel(job_config)
+    layouts.check_early_step_in_backward(job_config)
     check_fault_tolerance_is_off(job_config)
     check_dump_folder(job_config)
     check_dataset_paths(job_config)
@@ -61,35 +56,38 @@ def check_job_config(
     if known_converters is not None:
         check_converters(job_config, known_converters)
 
-    check_degrees(job_config)
-    check_expert_parallel_comm_backend(job_config)
-    check_expert_tensor_parallel_degree(job_config)
+    layouts.check_degrees(job_config)
+    layouts.check_expert_parallel_comm_backend(job_config)
+    layouts.check_expert_tensor_parallel_degree(job_config)
     if world_size is not None:
-        check_degrees_match_world_size(job_config, world_size)
-        check_ranks_for_experts(job_config, world_size)
-        check_global_batch_size(job_config, world_size)
+        layouts.check_degrees_match_world_size(job_config, world_size)
+        layouts.check_ranks_for_experts(job_config, world_size)
+        layouts.check_global_batch_size(job_config, world_size)
         check_seed_checkpoint(job_config, world_size)
-        check_early_step_with_ddp(job_config, world_size)
+        layouts.check_early_step_with_ddp(job_config, world_size)
 
 
 def check_against_spec(
-    job_config: JobConfig, train_spec: Any, world_size: int | None = None
+    job_config: JobConfig,
+    train_spec: Any,
+    world_size: int | None = None,
+    needs_tokenizer: bool = True,
 ) -> None:
     """Raise ConfigError at the first rule the config breaks for the model it names.
 
     train_spec: the `TrainSpec` that belongs to `job_config.model.name`.
-    world_size: as in `check_job_config`.
+    world_size: as in `check_job_config`. needs_tokenizer: whether one is built, if the spec can.
     """
     check_flavor(job_config, train_spec)
     check_attention(job_config, train_spec)
-    check_tensor_parallel_sizes(job_config, train_spec)
-    check_num_experts(job_config, train_spec)
-    check_hf_assets(job_config, train_spec)
+    layouts.check_tensor_parallel_sizes(job_config, train_spec)
+    layouts.check_num_experts(job_config, train_spec)
+    check_hf_assets(job_config, needs_tokenizer and train_spec.build_tokenizer_fn is not None)
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
-    check_context_parallel(job_config, train_spec)
-    check_pipeline_schedule(job_config)
-    check_pipeline_stages(job_config, train_spec)
+    layouts.check_context_parallel(job_config, train_spec)
+    layouts.check_pipeline_schedule(job_config)
+    layouts.check_pipeline_stages(job_config, train_spec)
 
 
 # --- Values by themselves ---------------------------------------------------------------------
@@ -101,9 +99,7 @@ def check_choices(job_config: JobConfig) -> None:
         choices = _choices(annotation)
         if choices and value not in choices:
             names = ", ".join(repr(choice) for choice in choices)
-            raise ConfigError(
-                f"{key} must be one of {names}, got {value!r}{_guess(value, choices)}"
-            )
+            raise ConfigError(f"{key} must be one of {names}, got {value!r}{guess(value, choices)}")
 
 
 _SMALLEST_VALUES: dict[str, int] = {
@@ -263,10 +259,10 @@ def check_activation_checkpoint(job_config: JobConfig) -> None:
             f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n in quotes "
             f"(every n-th layer), got {option!r}; the default is '2'"
         )
-    if ac.mode == "memory_budget" and not _compiles_model(job_config):
+    if ac.mode == "memory_budget" and not compiles_model(job_config):
         raise ConfigError(
             f"activation_checkpoint.mode = 'memory_budget' is carried out by the compiler, got "
-            f"{_compile_settings(job_config)}; set compile.enable = true with 'model' among its "
+            f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
             f"components, or mode = 'selective'"
         )
 
@@ -290,51 +286,6 @@ def check_profiling_cycle(job_config: JobConfig) -> None:
         )
 
 
-def check_async_tensor_parallel(job_config: JobConfig) -> None:
-    if job_config.parallelism.enable_async_tensor_parallel and not _compiles_model(job_config):
-        raise ConfigError(
-            f"parallelism.enable_async_tensor_parallel is carried out by the compiler, got "
-            f"{_compile_settings(job_config)}; set compile.enable = true with 'model' among its "
-            f"components, or turn it off"
-        )
-
-
-def check_quantized_tensor_parallel(job_config: JobConfig) -> None:
-    degree = job_config.parallelism.tensor_parallel_degree
-    for name in job_config.model.converters:
-        if name.startswith("quantize.") and degree > 1:
-            raise ConfigError(
-                f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
-                f"above 1, got {degree}; take it out, or set the degree to 1"
-            )
-
-
-def check_early_step_in_backward(job_config: JobConfig) -> None:
-    if not job_config.optimizer.early_step_in_backward:
-        return
-    for degree in ("pipeline_parallel_degree", "expert_parallel_degree"):
-        value = getattr(job_config.parallelism, degree)
-        if value > 1:
-            raise ConfigError(
-                f"optimizer.early_step_in_backward does not work with parallelism.{degree} above "
-                f"1, got {value}; turn one of the two off"
-            )
-
-
-def check_early_step_with_ddp(job_config: JobConfig, world_size: int) -> None:
-    """DDP reduces a gradient after the hook that would have stepped with it."""
-    parallelism = job_config.parallelism
-    replicas = parallelism.data_parallel_replicate_degree
-    is_sharded = _shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1
-    if job_config.optimizer.early_step_in_backward and replicas > 1 and not is_sharded:
-        raise ConfigError(
-            f"optimizer.early_step_in_backward would update with the gradient of one rank alone "
-            f"under DDP, got parallelism.data_parallel_replicate_degree = {replicas} without "
-            f"sharding; set data_parallel_shard_degree = {replicas} and data_parallel_replicate_degree "
-            f"= 1, or turn early_step_in_backward off"
-        )
-
-
 def check_fault_tolerance_is_off(job_config: JobConfig) -> None:
     if job_config.fault_tolerance.enable:
         raise ConfigError(
@@ -347,19 +298,19 @@ def check_converters(job_config: JobConfig, known: Collection[str]) -> None:
         if name not in known:
             raise ConfigError(
                 f"model.converters holds names of registered converters ({', '.join(known)}), got "
-                f"{name!r}{_guess(name, known)}; correct it, or register it in the module that "
+                f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
                 f"experimental.custom_import names"
             )
 
 
 def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
-    for section in _data_sections(job_config):
+    for section in data_sections(job_config):
         name = getattr(job_config, section).dataset
         path = getattr(job_config, section).dataset_path
         if name.lower() not in known:
             raise ConfigError(
                 f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
-                f"{name!r}{_guess(name, known)}; correct it, or register it in the module that "
+                f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
                 f"experimental.custom_import names"
             )
         if name.lower() == "local" and not os.path.exists(path or ""):
@@ -394,7 +345,7 @@ def check_dump_folder(job_config: JobConfig) -> None:
 
 
 def check_dataset_paths(job_config: JobConfig) -> None:
-    for section in _data_sections(job_config):
+    for section in data_sections(job_config):
         check_dataset_path(f"{section}.dataset_path", getattr(job_config, section).dataset_path)
 
 
@@ -424,104 +375,6 @@ def check_dataset_path(key: str, path: str | None) -> None:
         )
 
 
-# --- Processes and batches --------------------------------------------------------------------
-
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-)
-
-
-def check_degrees(job_config: JobConfig) -> None:
-    parallelism = job_config.parallelism
-    for name in (*_DEGREES, "expert_parallel_degree", "expert_tensor_parallel_degree"):
-        degree = getattr(parallelism, name)
-        if name == "data_parallel_shard_degree" and degree == -1:
-            continue
-        if degree < 1:
-            remedy = "-1 takes all ranks that are left" if "shard" in name else "1 turns it off"
-            raise ConfigError(f"parallelism.{name} must be at least 1, got {degree}; {remedy}")
-
-
-def check_degrees_match_world_size(job_config: JobConfig, world_size: int) -> None:
-    degrees = {name: getattr(job_config.parallelism, name) for name in _DEGREES}
-    degrees["data_parallel_shard_degree"] = _shard_degree(job_config, world_size)
-    product = math.prod(degrees.values())
-    if product == world_size:
-        return
-
-    listed = ", ".join(f"{name} = {degree}" for name, degree in degrees.items())
-    others = product // degrees["data_parallel_shard_degree"]
-    remedy = f"start {product} processes"
-    if world_size % others == 0:
-        remedy += f", or set data_parallel_shard_degree = {world_size // others} (or -1)"
-    raise ConfigError(
-        f"the parallelism degrees must multiply to the number of processes, got {world_size} "
-        f"processes and a product of {product}: {listed}; {remedy}"
-    )
-
-
-def check_expert_parallel_comm_backend(job_config: JobConfig) -> None:
-    backend = job_config.parallelism.expert_parallel_comm_backend
-    if backend != "standard":
-        raise ConfigError(
-            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
-            f"{backend!r}, whose kernels this version does not call; set it to 'standard'"
-        )
-
-
-def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
-    parallelism = job_config.parallelism
-    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
-    if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
-        raise ConfigError(
-            f"parallelism.expert_tensor_parallel_degree must be 1 or equal "
-            f"tensor_parallel_degree, got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
-        )
-
-
-def check_ranks_for_experts(job_config: JobConfig, world_size: int) -> None:
-    """Experts are dealt to ranks that share the other weights, a whole number of times."""
-    parallelism = job_config.parallelism
-    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
-    dp_shard = _shard_degree(job_config, world_size)
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    ranks = dp_shard * cp * tp
-    if ep > 1 and ranks % (ep * etp):
-        raise ConfigError(
-            f"parallelism.expert_parallel_degree must divide data_parallel_shard_degree * "
-            f"context_parallel_degree * tensor_parallel_degree / expert_tensor_parallel_degree, "
-            f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; what fits is "
-            f"{_divisors(ranks // etp)}"
-        )
-
-
-def check_global_batch_size(job_config: JobConfig, world_size: int) -> None:
-    training = job_config.training
-    global_batch = training.global_batch_size
-    if global_batch == -1:  # as many as the ranks process at once
-        return
-    replicas = job_config.parallelism.data_parallel_replicate_degree
-    dp = replicas * _shard_degree(job_config, world_size)
-    unit = training.local_batch_size * dp
-    if global_batch < 1 or global_batch % unit:
-        nearest = max(1, round(global_batch / unit)) * unit
-        raise ConfigError(
-            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
-            f"ranks, got {global_batch} with {training.local_batch_size} * {dp}; "
-            f"the nearest that fits is {nearest}"
-        )
-    if job_config.optimizer.early_step_in_backward and global_batch > unit:
-        raise ConfigError(
-            f"optimizer.early_step_in_backward updates in every backward, so it cannot accumulate "
-            f"gradients, got training.global_batch_size = {global_batch} with {unit} sequences per "
-            f"microbatch; set global_batch_size to {unit} or turn early_step_in_backward off"
-        )
-
-
 # --- The config and the model it names --------------------------------------------------------
 
 
@@ -530,7 +383,7 @@ def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
     if flavor not in known:
         raise ConfigError(
             f"model.flavor must be a flavor of {job_config.model.name!r} ({', '.join(known)}), "
-            f"got {flavor!r}{_guess(flavor, known)}"
+            f"got {flavor!r}{guess(flavor, known)}"
         )
 
 
@@ -546,95 +399,14 @@ def check_attention(job_config: JobConfig, train_spec: Any) -> None:
         )
 
 
-def check_tensor_parallel_sizes(job_config: JobConfig, train_spec: Any) -> None:
-    tp = job_config.parallelism.tensor_parallel_degree
-    flavor = job_config.model.flavor
-    sizes = _sizes_split_by_tensor_parallel(job_config, train_spec.model_args[flavor])
-    for name, size in sizes.items():
-        if size % tp:
-            raise ConfigError(
-                f"parallelism.tensor_parallel_degree must divide {name} of flavor {flavor!r}, got "
-                f"{tp} with {size}; what fits is {_divisors(math.gcd(*sizes.values()))}"
-            )
-
-
-def _sizes_split_by_tensor_parallel(job_config: JobConfig, model_args: Any) -> dict[str, int]:
-    names = ["n_heads", "n_kv_heads", "vocab_size", "ffn_hidden_dim", "inter_dim"]
-    parallelism = job_config.parallelism
-    if not _has_experts(model_args):
-        names += ["hidden_dim"]
-    elif parallelism.expert_parallel_degree == 1 or parallelism.expert_tensor_parallel_degree > 1:
-        names += ["expert_hidden_dim", "moe_inter_dim"]
-    sizes = {name: getattr(model_args, name, None) for name in names}
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _has_experts(model_args: Any) -> bool:
-    return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
-
-
-def check_num_experts(job_config: JobConfig, train_spec: Any) -> None:
-    ep, flavor = job_config.parallelism.expert_parallel_degree, job_config.model.flavor
-    model_args = train_spec.model_args[flavor]
-    if ep == 1:
-        return
-    if not _has_experts(model_args):
-        raise ConfigError(
-            f"parallelism.expert_parallel_degree above 1 needs a flavor with experts, got {ep} "
-            f"with {job_config.model.name!r} flavor {flavor!r}, which has none; set it to 1"
-        )
-    num_experts = model_args.moe_args.num_experts
-    if num_experts % ep:
-        raise ConfigError(
-            f"parallelism.expert_parallel_degree must divide the number of experts of flavor "
-            f"{flavor!r}, got {ep} with {num_experts} experts; what fits is "
-            f"{_divisors(num_experts)}"
-        )
-
-
-def check_context_parallel(job_config: JobConfig, train_spec: Any) -> None:
-    parallelism, model = job_config.parallelism, job_config.model
-    cp = parallelism.context_parallel_degree
-    if cp == 1:
-        return
-    balancer = parallelism.context_parallel_load_balancer
-    try:
-        multiple = sequence_multiple(balancer, cp)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    for name in _data_sections(job_config):
-        seq_len = getattr(job_config, name).seq_len
-        if seq_len % multiple:
-            nearest = max(1, round(seq_len / multiple)) * multiple
-            raise ConfigError(
-                f"{name}.seq_len must be a multiple of {multiple} for context_parallel_degree = "
-                f"{cp} with load balancer {balancer!r}, got {seq_len}; the nearest is {nearest}"
-            )
-    model_args = train_spec.model_args[model.flavor]
-    attn_type = model.attn_type or getattr(model_args, "attn_type", "sdpa")
-    if balancer == "ptrr" and attn_type == "sdpa":
-        raise ConfigError(
-            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, which "
-            "model.attn_type = 'sdpa' has not; set the balancer to 'headtail', or the type to "
-            "'flex' or 'varlen'"
-        )
-    heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
-    if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a "
-            f"rank for context_parallel_rotate_method = 'alltoall', got {cp}; set the method to "
-            "'allgather'"
-        )
-
-
-def check_hf_assets(job_config: JobConfig, train_spec: Any) -> None:
+def check_hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> None:
     """The folder with the tokenizer, and with the weights to start from, has to be there."""
     path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
     starts_from_it = (
         checkpoint.enable and checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     )
     starts_from_it = starts_from_it and not os.path.isdir(_checkpoint_folder(job_config))
-    if (train_spec.build_tokenizer_fn is None and not starts_from_it) or os.path.isdir(path):
+    if not (needs_tokenizer or starts_from_it) or os.path.isdir(path):
         return
     raise ConfigError(
         f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
@@ -660,73 +432,8 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
     name, known = job_config.optimizer.name, ("Adam", "AdamW")
     if builder == "torchtitan.components.optimizer" and name not in known:
         raise ConfigError(
-            f"optimizer.name must be one of {', '.join(known)}, got {name!r}{_guess(name, known)}"
+            f"optimizer.name must be one of {', '.join(known)}, got {name!r}{guess(name, known)}"
         )
-
-
-def check_pipeline_schedule(job_config: JobConfig) -> None:
-    parallelism = job_config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:
-        return
-    name, csv_path = (
-        parallelism.pipeline_parallel_schedule,
-        parallelism.pipeline_parallel_schedule_csv,
-    )
-    if not is_one_of(name, SCHEDULES):
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
-            f"{name!r}{_guess(name, SCHEDULES)}"
-        )
-    if is_one_of(name, CSV_SCHEDULES) and not csv_path:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; set "
-            f"pipeline_parallel_schedule_csv to a file with one, or choose another schedule"
-        )
-    if csv_path and not os.path.isfile(csv_path):
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r} (looked "
-            f"in {os.getcwd()}); correct the path"
-        )
-    if is_one_of(name, ZERO_BUBBLE_SCHEDULES) and _compiles_model(job_config):
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule = {name!r} computes gradients of inputs and "
-            f"weights apart, which compiled blocks cannot, got {_compile_settings(job_config)}; "
-            f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
-        )
-    rows = job_config.training.local_batch_size
-    microbatch = parallelism.pipeline_parallel_microbatch_size
-    if rows % microbatch:
-        fits = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_microbatch_size must divide training.local_batch_size, "
-            f"got {microbatch} with {rows}; what fits is {fits}"
-        )
-
-
-def check_pipeline_stages(job_config: JobConfig, train_spec: Any) -> None:
-    parallelism, model = job_config.parallelism, job_config.model
-    if parallelism.pipeline_parallel_degree == 1:
-        return
-    if train_spec.pipelining_fn is None:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}, but "
-            f"model {model.name!r} has no pipelining_fn; set the degree to 1"
-        )
-    model_args = train_spec.model_args[model.flavor]
-    if getattr(model_args, "enable_weight_tying", False):
-        raise ConfigError(
-            f"flavor {model.flavor!r} of {model.name!r} ties its embedding to its output, which "
-            f"are on the first and the last pipeline stage, got "
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}; set "
-            f"it to 1"
-        )
-    # Another pipelining_fn may cut its model otherwise.
-    builder = getattr(train_spec.pipelining_fn, "__name__", "")
-    if builder == "pipeline_llm" and hasattr(model_args, "n_layers"):
-        try:
-            modules_of_stages(parallelism, model_args.n_layers)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
 
 def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
@@ -743,20 +450,11 @@ def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
 # --- Helpers ----------------------------------------------------------------------------------
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
 def _value(job_config: JobConfig, key: str) -> Any:
     value: Any = job_config
     for name in key.split("."):
         value = getattr(value, name)
     return value
-
-
-def _data_sections(job_config: JobConfig) -> list[str]:
-    """The sections that name data which this job reads."""
-    return ["training", "validation"] if job_config.validation.enable else ["training"]
 
 
 def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -780,36 +478,8 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _guess(name: Any, known: Collection[Any]) -> str:
-    """', did you mean ...?', or nothing where no known name is close."""
-    by_lower = {other.lower(): other for other in known if isinstance(other, str)}
-    wanted = str(name).lower()
-    # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
-    by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
-    close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
-    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
-
-
 def _checkpoint_folder(job_config: JobConfig) -> str:
     return os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder)
-
-
-def _compiles_model(job_config: JobConfig) -> bool:
-    return job_config.compile.enable and "model" in job_config.compile.components
-
-
-def _compile_settings(job_config: JobConfig) -> str:
-    settings = job_config.compile
-    return f"compile.enable = {settings.enable} with components {settings.components}"
-
-
-def _shard_degree(job_config: JobConfig, world_size: int) -> int:
-    """The shard degree, with -1 replaced by the ranks that the other degrees leave (at least 1)."""
-    parallelism = job_config.parallelism
-    if parallelism.data_parallel_shard_degree != -1:
-        return parallelism.data_parallel_shard_degree
-    others = (getattr(parallelism, name) for name in _DEGREES if "shard" not in name)
-    return max(1, world_size // math.prod(others))
 
 
 def _looks_local(path: str) -> bool:

@@ -231,6 +231,13 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which FSDP sums gradients"""
 
+    gradient_reduction: Literal["sum", "mean"] = "sum"
+    """
+    What becomes of the gradients of data-parallel ranks: their sum, which is right for a loss
+    divided by a count over all ranks, or their mean, for a program that brings its own loop and
+    a loss that is a mean on each rank
+    """
+
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
     """
     What to do in a step whose gradient norm is inf or nan: leave the weights alone and go
@@ -274,6 +281,12 @@ class Parallelism:
     """
     Whether a layer gives its gathered weights back between forward and backward; default
     means always, except under pipeline parallelism
+    """
+
+    always_fsdp: bool | None = None
+    """
+    Let FSDP hold the parameters even where it has nothing to shard, on one rank say; None does
+    so for a train spec without a dataloader, whose caller may count on FSDP modules
     """
 
     tensor_parallel_degree: int = 1

@@ -1,0 +1,63 @@
+"""What the rules of a config share: their error, and what several of them ask of a config."""
+
+import difflib
+import math
+from collections.abc import Collection
+from typing import Any
+
+from torchtitan.config.job_config import JobConfig
+
+
+class ConfigError(ValueError):
+    """The config cannot work as it stands; the message says what to change."""
+
+
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+
+
+def has_experts(model_args: Any) -> bool:
+    """Whether a model of these args has layers with a mixture of experts."""
+    return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def data_sections(job_config: JobConfig) -> list[str]:
+    """The sections that name data which this job reads."""
+    return ["training", "validation"] if job_config.validation.enable else ["training"]
+
+
+def guess(name: Any, known: Collection[Any]) -> str:
+    """', did you mean ...?', or nothing where no known name is close."""
+    by_lower = {other.lower(): other for other in known if isinstance(other, str)}
+    wanted = str(name).lower()
+    # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
+    by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
+    close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
+    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def compiles_model(job_config: JobConfig) -> bool:
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def compile_settings(job_config: JobConfig) -> str:
+    settings = job_config.compile
+    return f"compile.enable = {settings.enable} with components {settings.components}"
+
+
+def shard_degree(job_config: JobConfig, world_size: int) -> int:
+    """The shard degree, with -1 replaced by the ranks that the other degrees leave (at least 1)."""
+    parallelism = job_config.parallelism
+    if parallelism.data_parallel_shard_degree != -1:
+        return parallelism.data_parallel_shard_degree
+    others = (getattr(parallelism, name) for name in DEGREES if "shard" not in name)
+    return max(1, world_size // math.prod(others))
