@@ -1,0 +1,221 @@
+"""An engine leaves its host process as it found it."""
+
+import gc
+import logging
+import os
+import random
+import threading
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.layout_matrix import Layout, batch_flags, build_engine, register_tiny
+from torchtitan.engine import TrainingEngine
+from torchtitan.tools import host
+
+FLAGS = [
+    "--checkpoint.enable",
+    "--checkpoint.async_mode=async",
+    "--debug.deterministic",
+    "--activation_checkpoint.mode=full",
+]
+
+
+def host_state() -> dict:
+    """What belongs to the process, by name; comparable."""
+    root, ours = logging.getLogger(), logging.getLogger("torchtitan")
+    state = {
+        # Torch's compiler notes there where its cache is, when something loads it.
+        "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
+        "directory": os.getcwd(),
+        "gc": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+        "random": random.getstate(),
+        "numpy.random": str(numpy.random.get_state()),
+        "torch.random": torch.get_rng_state().tolist(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autograd threads": torch._C._is_multithreading_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+        ),
+        "precision": torch.get_float32_matmul_precision(),
+        "logging": [(list(log.handlers), log.level, log.propagate) for log in (root, ours)],
+        "warnings": list(warnings.filters),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "group": dist.group.WORLD if dist.is_initialized() else None,
+        "groups": list(dist.distributed_c10d._world.pg_map),
+    }
+    for name in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
+        config = __import__(name, fromlist=["config"])
+        state[name] = config.save_config_portable()
+    return state
+
+
+def changed(before: dict, after: dict) -> dict:
+    changes = {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+    for name, (old, new) in list(changes.items()):
+        if isinstance(old, dict):
+            changes[name] = {
+                k: (old.get(k), new.get(k)) for k in old | new if old.get(k) != new.get(k)
+            }
+    return changes
+
+
+def train_a_step(engine) -> float:
+    tokens = torch.arange(1, 17).reshape(1, 16)
+    loss = engine.forward_backward_step(
+        input_dict={"input": tokens}, labels=tokens, global_valid_tokens=16
+    )
+    engine.forward_step({"input": tokens})
+    engine.optim_step()
+    return loss.item()
+
+
+def flags_of(layout: Layout) -> list[str]:
+    # No debug.seed: a host that does not ask for one keeps its generators.
+    return [*layout.overrides(), *batch_flags("llama3", "whole rows"), *FLAGS]
+
+
+def config_of(layout: Layout, folder: object, *flags: str):
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args(  # draws from `random`
+        [
+            f"--model.name={register_tiny('llama3')}",
+            "--model.flavor=tiny",
+            f"--job.dump_folder={folder}",
+            "--training.seq_len=32",
+            "--training.mixed_precision_param=float32",
+            *flags_of(layout),
+            *flags,
+        ]
+    )
+
+
+def live_and_leave(layout: Layout, dump_folder: str) -> dict:
+    """What an engine's life changed in the process."""
+    config = config_of(layout, dump_folder)
+    before = host_state()
+    with TrainingEngine(config) as engine:
+        train_a_step(engine)
+        engine.save()
+    gc.collect()
+    join_threads()
+    changes = changed(before, host_state())
+    changes.pop("groups")  # those of the mesh stay as long as the host's group
+    return changes
+
+
+def lives_of_engines(dump_folder: str) -> list[dict]:
+    layouts = (Layout("FSDP 2", dp_shard=2), Layout("DDP 2", dp_replicate=2), Layout("PP 2", pp=2))
+    return [live_and_leave(layout, f"{dump_folder}/{layout.name}") for layout in layouts]
+
+
+ALONE = Layout("1 process")
+
+
+@pytest.fixture(autouse=True)
+def no_engine_of_another_test():
+    """Settings that engines of other tests left on loan come back before, not within, a test."""
+    gc.collect()
+    for engine in list(host._engines):
+        engine.close()
+
+    class Guest:
+        pass
+
+    guest = Guest()
+    host.move_in(guest)
+    host.move_out(guest)
+
+
+def join_threads() -> None:
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(timeout=10)  # torch's own, of the save: ends soon after its last work
+
+
+def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path):
+    config = config_of(ALONE, tmp_path)
+    before = host_state()
+    with TrainingEngine(config) as engine:
+        train_a_step(engine)
+        assert changed(before, host_state()).keys() >= {"environment", "deterministic", "group"}
+        engine.save()
+    gc.collect()
+    join_threads()
+    assert changed(before, host_state()) == {}
+
+
+def test_engine_that_cannot_be_built_leaves_nothing(tmp_path, monkeypatch):
+    def fail(engine):
+        assert dist.is_initialized()
+        raise ValueError("no optimizers today")
+
+    monkeypatch.setattr(TrainingEngine, "_build_optimizers", fail)
+    config = config_of(ALONE, tmp_path)
+    before = host_state()
+    with pytest.raises(ValueError, match="no optimizers today"):
+        TrainingEngine(config)
+    assert changed(before, host_state()) == {}
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_what_two_engines_changed_comes_back_with_the_last(first_to_close, tmp_path):
+    configs = [config_of(ALONE, tmp_path / name) for name in ("actor", "reference")]
+    before = host_state()
+    engines = [TrainingEngine(config) for config in configs]
+    engines.pop(first_to_close).close()
+    assert dist.is_initialized() and torch.are_deterministic_algorithms_enabled()
+    train_a_step(engines[0])
+    engines[0].close()
+    engines[0].close()
+    assert changed(before, host_state()) == {}
+
+
+def test_actor_and_reference_share_nothing(tmp_path):
+    actor, reference = (
+        build_engine("llama3", flags_of(ALONE), str(tmp_path / name)) for name in ("a", "b")
+    )
+    kept = [p.clone() for p in reference.model_parts[0].parameters()]
+    train_a_step(actor)
+    actor.lr_schedulers.set_step(7)
+    for p, q, before in zip(
+        actor.model_parts[0].parameters(), reference.model_parts[0].parameters(), kept, strict=True
+    ):
+        assert p is not q and p.data_ptr() != q.data_ptr()
+        assert torch.equal(q, before) and q.grad is None
+    assert not reference.optimizers.state and reference.lr_schedulers.last_epoch == 0
+    assert actor.model_args is not reference.model_args
+    actor.close()
+    assert train_a_step(reference) > 0
+    reference.close()
+
+
+def test_setting_that_the_host_changed_meanwhile_is_the_hosts(monkeypatch):
+    monkeypatch.setenv("TITAN_A", "host")
+    monkeypatch.setenv("TITAN_B", "host")
+    guest = type("Guest", (), {})()
+    host.change_environment("TITAN_A", "changed without an engine")
+    host.move_in(guest)
+    host.change_environment("TITAN_A", "engine")
+    host.change_environment("TITAN_B", "engine")
+    monkeypatch.setenv("TITAN_B", "host again")
+    host.move_out(guest)
+    assert os.environ["TITAN_A"] == "changed without an engine"
+    assert os.environ["TITAN_B"] == "host again"
+
+
+def test_foreign_group_and_process_are_as_before_on_two_ranks(tmp_path):
+    from torchtitan.testing.gloo import run_ranks
+
+    for lives in run_ranks(lives_of_engines, 2, str(tmp_path)):
+        assert lives == [{}, {}, {}]

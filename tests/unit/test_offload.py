@@ -1,0 +1,101 @@
+"""Which state moves where; "meta" stands for the device that a CPU test lacks."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.components.offload import HOST, Offloader
+from torchtitan.components.optimizer import OptimizersContainer
+
+META = torch.device("meta")
+
+
+def trained(device=HOST, **optimizer):
+    """(model after a step, with gradients of the next one, its offloader)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model.register_buffer("table", torch.ones(2))
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 0.1} | optimizer)
+    for _ in range(2):
+        optimizers.step()
+        model(torch.ones(1, 3)).sum().backward()
+    return model, Offloader([model], optimizers, torch.device(device))
+
+
+def test_objects_and_ties_survive_new_memory():
+    model, offloader = trained()
+    before = list(model.parameters())
+    memory = [p.data_ptr() for p in before]
+    values = [p.clone() for p in before]
+    kept = []
+
+    def relocate(tensor):
+        kept.append(tensor.data)  # else the new memory may be the old
+        return tensor.clone()
+
+    offloader.replace({"model"}, relocate)
+    after = list(model.parameters())
+    assert [id(p) for p in after] == [id(p) for p in before]
+    assert not {p.data_ptr() for p in after} & set(memory)
+    assert model[1].weight is model[0].weight
+    assert all(torch.equal(a, b) for a, b in zip(after, values, strict=True))
+    assert all(p.grad is not None for p in after)
+
+
+@pytest.fixture
+def swapped_parameters():
+    """Plain parameters stay the same objects on the way to "meta", as to other devices anyway."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapped_parameters")
+def test_gradients_elsewhere_than_their_parameters_wait_to_be_back():
+    model, offloader = trained()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    offloader.replace({"model"}, lambda tensor: tensor.to(META))
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+    offloader.replace({"model"}, lambda tensor: torch.zeros_like(tensor, device=HOST))
+    found = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+    offloader.replace({"grad"}, lambda tensor: tensor.to(META))
+    assert all(p.grad is None for p in model.parameters())
+    offloader.replace({"model"}, lambda tensor: tensor.to(META))
+    assert all(p.grad.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(("optimizer", "counts"), [({}, "cpu"), ({"fused": True}, "meta")])
+def test_steps_are_counted_on_the_host_unless_the_kernel_counts_them(optimizer, counts):
+    model, offloader = trained(**optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    offloader.optimizers.step()
+    offloader.replace({"optimizer"}, lambda tensor: tensor.to(META))
+    states = list(offloader.optimizers.state.values())
+    assert states and all(state["exp_avg"].is_meta for state in states)
+    assert {state["step"].device.type for state in states} == {counts}
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_step_without_its_state_names_what_is_away_and_the_call_that_brings_it_back():
+    _, offloader = trained("cuda:0")  # in name only: there is nothing to move
+    offloader.move(HOST, model=False, optimizer=True, grad=True)
+    offloader.check_here("forward_step", "model")
+    with pytest.raises(
+        RuntimeError,
+        match=r"optim_step needs optimizer and grad on cuda:0, but cpu .*"
+        r"to\('cuda:0', optimizer=True, grad=True\)",
+    ):
+        offloader.check_here("optim_step", "model", "optimizer", "grad")
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1"])
+def test_only_the_engines_own_device_and_the_host_are_targets(device):
+    _, offloader = trained()
+    with pytest.raises(ValueError, match=f"got '{device}', but this engine computes on cpu"):
+        offloader.check_target(device)
+    assert offloader.check_target("cpu") == HOST
+    _, on_device = trained("cuda:0")
+    assert on_device.check_target("cuda") == torch.device("cuda:0")
+    assert on_device.check_target("cpu") == HOST

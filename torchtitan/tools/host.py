@@ -1,0 +1,97 @@
+"""Settings of the process that engines live in: changed on loan, and given back.
+
+A process may hold several engines, closed in any order. What any of them changed comes back when
+the last one is closed, unless somebody has changed it again meanwhile. Where there is no engine,
+as in our own functions called one by one, changes stay.
+"""
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _Change:
+    write: Callable[[Any], None]
+    read: Callable[[], Any] | None
+    before: Any
+    ours: Any
+
+    def take_back(self) -> None:
+        if self.read is None or self.read() == self.ours:
+            self.write(self.before)
+
+
+_engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_changes: dict[Any, _Change] = {}
+_farewells: list[Callable[[], None]] = []
+
+
+def move_in(engine: Any) -> None:
+    """From here on until `move_out(engine)`, changes are on loan."""
+    _engines.add(engine)
+
+
+def move_out(engine: Any) -> None:
+    """If this is the last engine, put back what was changed. May be called twice."""
+    if engine not in _engines:
+        return
+    _engines.discard(engine)
+    if _engines:
+        return
+    changes = list(_changes.values())
+    farewells = list(_farewells)
+    _changes.clear()
+    _farewells.clear()
+    for farewell in reversed(farewells):
+        farewell()
+    for change in reversed(changes):
+        change.take_back()
+
+
+def at_last_move_out(farewell: Callable[[], None]) -> None:
+    """Have `farewell` called when the last engine is closed; never, if there is none now."""
+    if _engines:
+        _farewells.append(farewell)
+
+
+def change(
+    key: Any,
+    value: Any,
+    write: Callable[[Any], None],
+    read: Callable[[], Any] | None = None,
+    before: Any = None,
+) -> None:
+    """Set what `key` stands for to `value`, on loan.
+
+    read: None for what cannot be read; then `before` is what it goes back to.
+    """
+    if key in _changes:
+        _changes[key].ours = value
+    elif _engines:
+        _changes[key] = _Change(write, read, before if read is None else read(), value)
+    write(value)
+
+
+def change_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module, class or config, on loan."""
+    change(
+        (id(owner), name),
+        value,
+        read=lambda: getattr(owner, name),
+        write=lambda value: setattr(owner, name, value),
+    )
+
+
+def change_environment(name: str, value: str) -> None:
+    """Set an environment variable, on loan."""
+
+    def write(value: str | None) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    change(("environment", name), value, read=lambda: os.environ.get(name), write=write)
