@@ -40,6 +40,7 @@ from torchtitan.distributed.token_groups import (
 
 __all__ = [
     "BaseExpertParallel",
+    "DeepEPExpertParallel",
     "ExpertParallel",
     "ExpertTensorParallel",
     "ReordererSequenceParallel",
@@ -56,7 +57,8 @@ SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
 class TensorParallel(ParallelStyle):
     """Splits experts by hidden units over a 1-D mesh; nothing is communicated.
 
-    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default.
+    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default. Applying the style raises ValueError
+        for a parameter that it leaves out.
     """
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
@@ -65,7 +67,7 @@ class TensorParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in dict(module.named_parameters(recurse=False)):
-            _split(module, name, device_mesh, [self.hidden_dims[name]])
+            _split(module, name, device_mesh, [_hidden_dim(self.hidden_dims, name)])
         return module
 
 
@@ -146,7 +148,7 @@ class ExpertParallel(BaseExpertParallel):
 class ExpertTensorParallel(ExpertParallel):
     """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each along `etp`.
 
-    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default.
+    hidden_dims: as for `TensorParallel`.
     """
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
@@ -155,7 +157,7 @@ class ExpertTensorParallel(ExpertParallel):
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
         for parameter_name in dict(mod.named_parameters(recurse=False)):
-            dims = [0, self.hidden_dims[parameter_name]]
+            dims = [0, _hidden_dim(self.hidden_dims, parameter_name)]
             _split(mod, parameter_name, device_mesh, dims)
 
     def _token_dispatch(
@@ -202,6 +204,25 @@ class ReordererSequenceParallel(ParallelStyle):
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores, pairs, counts = outputs
         return scores, pairs + self._first_pair, counts
+
+
+class DeepEPExpertParallel(ExpertParallel):
+    """Not available: raises NotImplementedError when built."""
+
+    def __init__(self, score_before_experts: bool = True) -> None:
+        raise NotImplementedError(
+            "tokens travel to experts by torch's all-to-all only, not by DeepEP kernels; use "
+            "ExpertParallel(), and parallelism.expert_parallel_comm_backend = 'standard'"
+        )
+
+
+def _hidden_dim(hidden_dims: Mapping[str, int | None], name: str) -> int | None:
+    if name not in hidden_dims:
+        raise ValueError(
+            f"hidden_dims does not say along which dimension the experts' {name!r} has its hidden "
+            f"units, only {', '.join(map(repr, hidden_dims))}; add it, with None if it has none"
+        )
+    return hidden_dims[name]
 
 
 _DEGREE_OF_AXIS = {

@@ -4,10 +4,13 @@ R source ranks, E experts on this rank. Tokens come ordered by [rank][expert] an
 by [expert][rank], each expert's in a slot of aligned size.
 """
 
+import sys
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from torchtitan.tools import host
 
 # Rows: 16 bytes of bf16. Converters to 8 bits raise it.
 TOKEN_GROUP_ALIGN_SIZE_M = 8
@@ -20,8 +23,7 @@ def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSiz
         raise ValueError(
             f"the alignment of expert groups must be 8, 16 or 32, got {alignment_size}"
         )
-    global TOKEN_GROUP_ALIGN_SIZE_M
-    TOKEN_GROUP_ALIGN_SIZE_M = alignment_size
+    host.change_attribute(sys.modules[__name__], "TOKEN_GROUP_ALIGN_SIZE_M", alignment_size)
 
 
 def kernel_alignment(device: torch.device) -> int:

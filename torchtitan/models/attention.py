@@ -2,8 +2,8 @@
 
 B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value heads, D head size.
 Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. What they may look at comes as
-nothing (sdpa: causal), a `BlockMask` (flex) or a `VarlenMetadata` (varlen); the latter two are
-built from document ids (see `documents.py`) once per batch and shared by all layers.
+nothing (sdpa: causal) or a `PaddingMask` (sdpa), a `BlockMask` (flex) or a `VarlenMetadata`
+(varlen), built from document ids (see `documents.py`) once per batch and shared by all layers.
 
 torch trains flex and varlen on accelerators only; on the CPU the same wrappers run
 `attention_cpu.py` when the mask came from documents, and a mask evaluated in slices otherwise.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionMasksType",
     "FlexAttentionWrapper",
+    "PaddingMask",
     "ScaledDotProductAttentionWrapper",
     "VarlenAttentionWrapper",
     "VarlenMetadata",
@@ -34,6 +35,7 @@ __all__ = [
     "create_causal_block_mask",
     "create_document_block_mask",
     "create_document_varlen_metadata",
+    "create_padding_mask",
     "create_varlen_metadata_for_document",
     "get_causal_mask_mod",
     "get_document_id_mask_mod",
@@ -55,10 +57,22 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
+class PaddingMask(NamedTuple):
+    """Causal, and no token sees padding, for sdpa: T * T numbers per row.
+
+    allowed: bool [B, 1, T, T], queries by keys. document_starts: int32 [B, T], the first key of
+    each query.
+    """
+
+    allowed: Tensor
+    document_starts: Tensor
+
+
 # BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
 AttentionMasksType: TypeAlias = Union[  # noqa: UP007
     dict[str, "BlockMask"], dict[str, VarlenMetadata], "BlockMask", VarlenMetadata
 ]
+"""What `get_attention_masks` returns. A decoder also takes a padding mask [B, T], see there."""
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, h, q_idx, kv_idx) -> bool tensor: may this query look at this key?"""
@@ -218,6 +232,15 @@ def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> Var
     return create_document_varlen_metadata(document_ids_from_eos(input_batch, eos_id))
 
 
+def create_padding_mask(document_ids: Tensor) -> PaddingMask:
+    """Return the mask, for sdpa, of rows [B, T] with one document and padding each."""
+    starts = document_starts(document_ids)
+    column = torch.arange(starts.shape[1], device=starts.device, dtype=starts.dtype)
+    query, key = column[:, None], column[None, :]
+    allowed = (key <= query) & (key >= starts[:, :, None])
+    return PaddingMask(allowed.unsqueeze(1), starts)
+
+
 def create_document_block_mask(
     document_ids: Tensor, block_size: int = 128, window: int | None = None
 ) -> "BlockMask":
@@ -338,11 +361,18 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         is_causal: bool = True,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return [B, H, T, Dv]."""
+        """Return [B, H, T, Dv]. attn_mask: bool [B, 1, T, T], in place of `is_causal`."""
         with sdpa_kernel(self.sdpa_backends, set_priority=True):
             return F.scaled_dot_product_attention(
-                q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa
+                q,
+                k,
+                v,
+                attn_mask=attn_mask,
+                scale=scale,
+                is_causal=is_causal and attn_mask is None,
+                enable_gqa=enable_gqa,
             )
 
 
@@ -531,7 +561,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attention_masks: "BlockMask | VarlenMetadata | ShardedMask | None",
+    attention_masks: "BlockMask | VarlenMetadata | PaddingMask | ShardedMask | None",
     scale: float | None = None,
     window: int | None = None,
     return_lse: bool = False,
@@ -576,8 +606,12 @@ def attend(
                 "attn_type 'sdpa' knows no sliding window and gives no log-sum-exp, which this "
                 "model needs; set model.attn_type to 'flex' or 'varlen'"
             )
-        _check_mask_type("sdpa", attention_masks, type(None))
-        out = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+        allowed = None
+        if isinstance(attention_masks, PaddingMask):
+            allowed = attention_masks.allowed
+        else:
+            _check_mask_type("sdpa", attention_masks, type(None))
+        out = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, attn_mask=allowed)
     return _each(out, lambda heads_first: heads_first.transpose(1, 2))
 
 

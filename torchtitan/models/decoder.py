@@ -17,6 +17,7 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
     biases                          0
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,20 +25,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.distributed.context_parallel import positions_of_rank
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import (
     AttentionMasksType,
+    PaddingMask,
     attend,
     build_inner_attention,
     create_causal_block_mask,
     create_document_block_mask,
     create_document_varlen_metadata,
+    create_padding_mask,
 )
-from torchtitan.models.documents import read_document_ids
+from torchtitan.models.documents import document_ids_from_padding_mask, read_document_ids
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
+from torchtitan.tools.linear import Linear
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -50,9 +55,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
+        self.w1 = Linear(dim, hidden_dim, bias=bias)
+        self.w2 = Linear(hidden_dim, dim, bias=bias)
+        self.w3 = Linear(dim, hidden_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, M]. Returns [B, T, M]."""
@@ -100,10 +105,10 @@ class Attention(nn.Module):
         has_qk_norm = qk_norm_eps is not None
         self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
-        self.wq = nn.Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
-        self.wk = nn.Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
-        self.wv = nn.Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
-        self.wo = nn.Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
+        self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
+        self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.wo = Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
         self.inner_attention = build_inner_attention(attn_type)
 
     def forward(
@@ -192,6 +197,21 @@ class TransformerBlock(nn.Module):
             self.feed_forward.init_weights(self.weight_init_std)
 
 
+class OutputProjection(Linear):
+    """Hidden states [B, T, M] -> logits [B, T, V], or what a head makes of the two.
+
+    A head works inside this module's forward, where FSDP has gathered the weight.
+    """
+
+    # Tensor parallelism puts a class of its own in place of this one.
+    reads_local_parameters = True
+
+    def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
+        if head is None:
+            return super().forward(h)
+        return head(h, self.weight, self.bias)
+
+
 class Decoder(ModelProtocol):
     """A decoder-only transformer. Subclasses define the three `build_*` methods.
 
@@ -223,7 +243,7 @@ class Decoder(ModelProtocol):
             {str(i): self.build_block(i) for i in range(model_args.n_layers)}
         )
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.output = nn.Linear(model_args.dim, model_args.vocab_size, bias=False)
+        self.output = OutputProjection(model_args.dim, model_args.vocab_size, bias=False)
         self._tie_weights()
 
     # ---- what families differ in ----
@@ -260,29 +280,62 @@ class Decoder(ModelProtocol):
         tokens: Tensor,
         attention_masks: AttentionMasksType | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor:
+        head: Callable[..., Any] | None = None,
+    ) -> Any:
         """Return logits [B, T, V] for token ids [B, T].
 
-        attention_masks: from `get_attention_masks`; None for sdpa.
+        attention_masks: from `get_attention_masks`; None for sdpa. Or a padding mask [B, T], see
+            `get_padding_masks`.
         positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
-            means 0..T-1. They are independent of the masks.
+            means 0..T-1. They are independent of the masks. With a mask for tokens that are
+            spread over context-parallel ranks, positions of whole rows are understood, too.
+        head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
+            projection, and its result is returned; `components.logprobs` has one. Under tensor
+            parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
         On a later pipeline stage `tokens` are hidden states [B, T, M], and before the last
         stage the result is, too. Under tensor parallelism they are whole, and so is T, which may
         be any number; logits are a DTensor split along V if the loss is computed that way.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
+        if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
+            attention_masks = self.get_padding_masks(attention_masks)
+        positions = positions_of_rank(attention_masks, positions, seq_len)
         if self.tok_embeddings is not None:
             h = sequence.reduce(self.tok_embeddings(tokens))
         else:
             h = sequence.split(tokens)
         # The same rows for every layer: look them up once.
-        rope = select_positions(getattr(self, self.rope_buffer_name), positions, seq_len)
+        rope = select_positions(self._rope_table(positions, seq_len), positions, seq_len)
         for layer in self.layers.values():
             h = layer(h, rope, attention_masks)
         h = self.norm(h) if self.norm is not None else h
         if self.output is None:
             return sequence.join(h, seq_len)
-        return self.output(sequence.gather(h, seq_len))
+        h = sequence.gather(h, seq_len)
+        return self.output(h) if head is None else self.output(h, head)
+
+    def _rope_table(self, positions: Tensor | None, seq_len: int) -> Tensor:
+        """The table, lengthened for good if documents reach beyond it.
+
+        Looking at positions waits for an accelerator: there, only rows longer than the table do.
+        """
+        table = getattr(self, self.rope_buffer_name)
+        n_rows = seq_len
+        if positions is not None:
+            may_wait = table.device.type == "cpu" or seq_len > len(table)
+            if not may_wait or torch.compiler.is_compiling() or not positions.numel():
+                return table
+            n_rows = int(positions.max()) + 1
+        if n_rows > len(table):
+            args = self.model_args
+            self.model_args = dataclasses.replace(args, max_seq_len=n_rows)
+            try:
+                with torch.device(table.device), torch.inference_mode(False):
+                    table = self.build_rope_table()
+            finally:
+                self.model_args = args
+            setattr(self, self.rope_buffer_name, table)
+        return table
 
     def get_attention_masks(
         self,
@@ -311,6 +364,17 @@ class Decoder(ModelProtocol):
         batch = {"input": input_batch, **(extra_inputs or {})}
         eos_id = getattr(tokenizer, "eos_id", None)
         return self.build_document_masks(read_document_ids(batch, args.attn_mask_type, eos_id))
+
+    def get_padding_masks(self, padding_mask: Tensor) -> AttentionMasksType | PaddingMask:
+        """Return the layers' mask for rows [B, T] of one document each, whatever the mask type.
+
+        padding_mask: not zero at tokens, zero at padding, which sees itself alone and is seen by
+        nobody. Raises ValueError for padding between tokens.
+        """
+        document_ids = document_ids_from_padding_mask(padding_mask)
+        if self.model_args.attn_type == "sdpa":
+            return create_padding_mask(document_ids)
+        return self.build_document_masks(document_ids)
 
     def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
         """Return the masks, for flex, of rows [B, T] that are one document each."""

@@ -88,6 +88,27 @@ def document_ids_from_lengths(lengths: Tensor, seq_len: int) -> Tensor:
     )
 
 
+def document_ids_from_padding_mask(mask: Tensor) -> Tensor:
+    """Make one document of each row, padding where `mask` is zero.
+
+    mask: [B, T], zeros at a row's beginning, its end or both. Returns [B, T] int32:
+    [[1 1 1 0 0]] -> [[0 0 0 -1 -1]].
+    Raises ValueError for zeros between tokens; on an accelerator, where looking at the mask would
+    mean waiting for it, the check runs on the device and stops the process.
+    """
+    is_token = mask != 0
+    runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(dim=1) + is_token[:, 0]
+    message = (
+        "a padding mask has its zeros at the beginning or the end of a row, got some between "
+        "tokens; pack documents with 'positions' or 'document_ids' instead"
+    )
+    if mask.device.type != "cpu":
+        torch._assert_async((runs <= 1).all(), message)
+    elif (runs > 1).any():
+        raise ValueError(message)
+    return torch.where(is_token, 0, PADDING).to(torch.int32)
+
+
 def document_starts(document_ids: Tensor) -> Tensor:
     """For each token, the column where its document begins; a padding token is its own.
 

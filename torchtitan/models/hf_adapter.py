@@ -6,19 +6,23 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.tensor_views import (
+    LocalShard,
     StackLayout,
+    as_part_of_rows,
     join_rows,
     split_rows,
     stack,
     swap_rows_and_columns,
+    transposed_shard,
     unstack,
+    unstacked_shards,
 )
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
@@ -168,6 +172,51 @@ class KeyMapAdapter(StateDictAdapter):
             chosen = {ours: hf for ours, hf in chosen.items() if ours not in missing}
         return chosen
 
+    def groups_of(self, names: Iterable[str]) -> list[list[str]]:
+        """Tensors by themselves, but for those that are one on HF's side."""
+        to_hf_map = self._to_hf_map()
+        names = list(names)
+        _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            if (hf_template := self._hf_template_of(name, to_hf_map)) is None:
+                continue
+            is_fused = isinstance(self.from_hf_map[hf_template], Fused)
+            key = hf_template.format(*to_template(name)[1]) if is_fused else name
+            groups.setdefault(key, []).append(name)
+        return list(groups.values())
+
+    def _hf_template_of(self, name: str, to_hf_map: Mapping[str, str]) -> str | None:
+        """None for what has no HF name, or none that is written."""
+        return None if self._is_tied and name == OUTPUT else to_hf_map.get(to_template(name)[0])
+
+    def hf_aliases(self) -> dict[str, str]:
+        if not self._is_tied:
+            return {}
+        to_hf_map = self._to_hf_map()
+        return {to_hf_map[TOK_EMBEDDINGS]: to_hf_map[OUTPUT]}
+
+    def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
+        template, numbers = to_template(name)
+        hf_template = self._hf_template_of(name, self._to_hf_map())
+        if hf_template is None:
+            return
+        entry = self.from_hf_map[hf_template]
+        if isinstance(entry, Fused):
+            joined = as_part_of_rows(shard, entry.ours.index(template), len(entry.ours))
+            yield (
+                hf_template.format(*numbers),
+                transposed_shard(joined) if entry.transposed else joined,
+            )
+        elif _is_stack(hf_template, template):
+            for expert, part in unstacked_shards(shard).items():
+                yield hf_template.format(*numbers, expert), part
+        elif (n_heads := self.rotated_heads.get(template)) is not None:
+            for part in _shards_in_hf_rope_layout(shard, n_heads):
+                yield hf_template.format(*numbers), part
+        else:
+            yield hf_template.format(*numbers), shard
+
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
         to_hf_map = self._to_hf_map()
@@ -177,9 +226,8 @@ class KeyMapAdapter(StateDictAdapter):
         fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in state_dict.items():
             template, numbers = to_template(name)
-            if template not in to_hf_map or (self._is_tied and name == OUTPUT):
+            if (hf_template := self._hf_template_of(name, to_hf_map)) is None:
                 continue
-            hf_template = to_hf_map[template]
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
                 hf_name = hf_template.format(*numbers)
@@ -284,6 +332,24 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     pair_sizes = (half, 2) if to_hf else (2, half)
     rows = tensor.view(n_heads, *pair_sizes, *tensor.shape[1:])
     return rows.transpose(1, 2).reshape(tensor.shape)
+
+
+def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:
+    """The blocks that `swap_rope_layout` to HF makes of a block of rows, two for each head.
+
+    Our rows of a head with even numbers are HF's first half of it, the others the second half.
+    """
+    n_rows = shard.shape[0] // n_heads
+    first, *other_offsets = shard.offsets
+    end = first + shard.tensor.shape[0]
+    for head in range(first // n_rows * n_rows, end, n_rows):
+        begin, stop = max(first, head), min(end, head + n_rows)
+        for half in (0, 1):
+            row = begin + (half - (begin - head)) % 2
+            if row < stop:
+                rows = shard.tensor[row - first : stop - first : 2]
+                hf_row = head + half * (n_rows // 2) + (row - head) // 2
+                yield shard._replace(tensor=rows, offsets=(hf_row, *other_offsets))
 
 
 def _heads_are_whole(tensor: "DTensor", n_heads: int) -> bool:

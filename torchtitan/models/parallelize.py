@@ -30,6 +30,8 @@ def parallelize_decoder(
     model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
 ) -> nn.Module:
     """Apply the job's parallelism, checkpointing and compilation in place; return the model."""
+    if parallel_dims.cp_enabled:
+        _refuse_gathered_keys_in_fp32(job_config)
     if parallel_dims.ep_enabled:
         _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
@@ -40,6 +42,22 @@ def parallelize_decoder(
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
+
+
+# ---- context parallelism ----
+
+
+def _refuse_gathered_keys_in_fp32(job_config: "JobConfig") -> None:
+    """Whatever model.attn_type is, queries meet gathered keys in the kernel of "varlen"."""
+    method = job_config.parallelism.context_parallel_rotate_method
+    dtype = job_config.training.mixed_precision_param
+    if method == "allgather" and dtype == "float32" and get_device_type() != "cpu":
+        raise ValueError(
+            "parallelism.context_parallel_rotate_method = 'allgather' needs 16-bit numbers on an "
+            f"accelerator, as its attention kernel knows no others, got "
+            f"training.mixed_precision_param = {dtype!r}; set it to 'bfloat16', or the method to "
+            "'alltoall' with model.attn_type 'sdpa' or 'flex'"
+        )
 
 
 # ---- tensor parallelism ----
@@ -243,6 +261,16 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
 
         saved.add(ops.torch_attn._varlen_attn.default)
     return saved
+
+
+def find_save_list(name: str) -> frozenset[Any]:
+    """The `__getattr__` of every family's `infra.parallelize`, for `_op_sac_save_list` alone.
+
+    Read-only: it is what "op" mode saves, not what to change to make it save more.
+    """
+    if name != "_op_sac_save_list":
+        raise AttributeError(f"infra.parallelize has no attribute {name!r}")
+    return frozenset(_ops_saved_by_selective_checkpointing(compile_blocks=False))
 
 
 def _maybe_checkpoint_activations(

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import functional as F
 
+from torchtitan.tools.linear import is_slow_product
+
 _library = Library("torchtitan", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
 _library.define("grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offsets) -> Tensor")
@@ -21,6 +23,9 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32, ascending. Returns
     [N, M]; rows from offsets[-1] on hold anything.
     """
+    if is_slow_product(x):
+        rounded = (t.to(torch.bfloat16).float() for t in (x, weights))
+        return torch.ops.torchtitan.grouped_mm(*rounded, offsets).to(torch.bfloat16)
     if weights.dtype != torch.bfloat16:
         # Without data, as when compiling, torch refuses to run its own on other dtypes.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)

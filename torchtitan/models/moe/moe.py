@@ -18,6 +18,7 @@ from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
+from torchtitan.tools.linear import linear
 from torchtitan.tools.logging import logger, warn_once
 
 __all__ = [
@@ -110,7 +111,7 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
     groups = x[:num_tokens].split(counts)
     # Not by index, whose gradient is as large as all experts together.
     per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
-    outs = [feed_forward(F.linear, *group_and_own).type_as(x) for group_and_own in per_expert]
+    outs = [feed_forward(linear, *group_and_own).type_as(x) for group_and_own in per_expert]
     return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
 
 

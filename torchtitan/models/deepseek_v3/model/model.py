@@ -13,6 +13,7 @@ from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.models.rope import precompute_freqs_cis as precompute_table
+from torchtitan.tools.linear import Linear
 
 __all__ = ["Attention", "DeepSeekV3Model", "precompute_freqs_cis"]
 
@@ -48,16 +49,16 @@ class Attention(nn.Module):
 
         q_width = args.n_heads * self.qk_head_dim
         if args.q_lora_rank == 0:
-            self.wq = nn.Linear(args.dim, q_width, bias=False)
+            self.wq = Linear(args.dim, q_width, bias=False)
         else:
-            self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
+            self.wq_a = Linear(args.dim, args.q_lora_rank, bias=False)
             self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
-            self.wq_b = nn.Linear(args.q_lora_rank, q_width, bias=False)
-        self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
+            self.wq_b = Linear(args.q_lora_rank, q_width, bias=False)
+        self.wkv_a = Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
         self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
         kv_width = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
-        self.wkv_b = nn.Linear(args.kv_lora_rank, kv_width, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
+        self.wkv_b = Linear(args.kv_lora_rank, kv_width, bias=False)
+        self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         self.inner_attention = build_inner_attention(args.attn_type)
 
     def forward(

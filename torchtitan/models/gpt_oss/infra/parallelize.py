@@ -1,6 +1,7 @@
 """The shared plan under the names that gpt-oss has for it."""
 
 from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
+from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
 
 __all__ = ["apply_non_moe_tp", "parallelize_gptoss"]

@@ -2,6 +2,7 @@
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
 from torchtitan.models.parallelize import apply_compile, apply_tp
+from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 
 __all__ = [

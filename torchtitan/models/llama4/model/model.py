@@ -3,13 +3,20 @@
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.models.attention import AttentionMasksType, create_document_block_mask
+from torchtitan.distributed.context_parallel import ShardedMask
+from torchtitan.models.attention import (
+    AttentionMasksType,
+    PaddingMask,
+    create_document_block_mask,
+)
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.documents import split_documents
 from torchtitan.models.llama3.model.model import Transformer as Llama3
@@ -48,11 +55,14 @@ class Transformer(Llama3):
         tokens: Tensor,
         attention_masks: AttentionMasksType | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor:
+        head: Callable[..., Any] | None = None,
+    ) -> Any:
         """As the decoder's. Raises ValueError for rows beyond one chunk with sdpa."""
-        if attention_masks is None:
+        if attention_masks is None or isinstance(attention_masks, Tensor | PaddingMask):
             self.model_args.check_chunks(tokens.shape[1])
-        return super().forward(tokens, attention_masks, positions)
+        elif isinstance(attention_masks, ShardedMask):  # of rows spread over ranks
+            self.model_args.check_chunks(tokens.shape[1] * attention_masks.shards.cp)
+        return super().forward(tokens, attention_masks, positions, head)
 
     def is_moe_layer(self, layer_id: int) -> bool:
         return (layer_id + 1) % self.model_args.interleave_moe_layer_step == 0

@@ -1,0 +1,38 @@
+"""DeepEP's kernels for experts on several ranks: not available.
+
+The names exist so that programs written against the reference import; each raises
+NotImplementedError when it is used. Experts are dealt by `expert_parallel.ExpertParallel`.
+"""
+
+from typing import Any, NoReturn
+
+__all__ = ["DispatchState", "combine_tokens", "dispatch_tokens", "sync_combine"]
+
+
+def _refuse() -> NoReturn:
+    raise NotImplementedError(
+        "there are no DeepEP kernels here; set parallelism.expert_parallel_comm_backend = "
+        "'standard', whose ExpertParallel dispatches and combines by torch's all-to-all"
+    )
+
+
+class DispatchState:
+    """Raises NotImplementedError when built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse()
+
+
+def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises NotImplementedError."""
+    _refuse()
+
+
+def combine_tokens(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises NotImplementedError."""
+    _refuse()
+
+
+def sync_combine() -> NoReturn:
+    """Raises NotImplementedError."""
+    _refuse()
