@@ -1,14 +1,14 @@
 """Difference that each layout makes to gradients, for each family: the table of docs/layouts.md.
 
     python benchmarks/layout_matrix.py [--only "CP 2" "PP 2, 1F1B"] [--families llama3 qwen3]
-        [--batches "whole rows"] [--dtype bfloat16]
+        [--batches "whole rows"] [--dtype bfloat16] [--against "FSDP 2"]
 
 Three training steps of tiny models on 1, 2, 4 and 8 gloo ranks, on the same global batches: whole
 rows (sdpa; flex for families with chunks or windows) and packed documents (flex, varlen). Shown is
-the largest difference of any number of any gradient to one process, relative to the largest number
-of the same gradient, over the kinds of batches; then the largest differences of losses,
-gradient norms, weights and optimizer state after the last step. Initial weights have to be equal to
-the last bit.
+the largest difference of any number of any gradient to one process, or to the layout `--against`,
+relative to the largest number of the same gradient, over the kinds of batches; then the largest
+differences of losses, gradient norms, weights and optimizer state after the last step. Initial
+weights have to be equal to the last bit.
 """
 
 import argparse
@@ -43,11 +43,13 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=TABLED_FAMILIES, default=TABLED_FAMILIES)
     parser.add_argument("--batches", nargs="+", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    by_name = {layout.name: layout for layout in (ONE_PROCESS, *LAYOUTS)}
+    parser.add_argument("--against", choices=by_name, default=ONE_PROCESS.name)
     args = parser.parse_args()
     flags = (f"--training.mixed_precision_param={args.dtype}",)
     cases = [(family, batch) for family in args.families for batch in args.batches]
     moe_cases = [case for case in cases if case[0] in MOE_FAMILIES]
-    expected = _runs(ONE_PROCESS, cases, flags)
+    expected = _runs(by_name[args.against], cases, flags)
     print(f"| layout | ranks | {' | '.join(args.families)} | {' | '.join(OTHER_KINDS)} |")
     print("|" + "---|" * (2 + len(args.families) + len(OTHER_KINDS)))
     for layout in LAYOUTS + MOE_LAYOUTS:

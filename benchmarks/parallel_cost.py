@@ -9,10 +9,16 @@ over ranks. A rank that waits sleeps: idle time, a pipeline's bubble say, is not
 Layouts take turns, round by round, and the best step of all rounds counts. "1 process" are two
 processes at work at the same time, each on whole steps of its own, and the mean of them: cores that
 share caches and execution units are as busy as under the other layouts.
+
+Instructions, those of the kernel included, say the same of a machine that has other work besides,
+but for how long each takes. They are counted where Linux lets this process (perf_event_open).
 """
 
 import argparse
+import ctypes
 import os
+import platform
+import struct
 import sys
 import tempfile
 import time
@@ -46,9 +52,38 @@ MODELS = {
     "qwen3": ("debugmodel_moe_small", [ONE_PROCESS, "FSDP 2", "FSDP 2, EP 2"]),
 }
 
+# Number of the system call, by machine.
+_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 
-def seconds_of_steps(model: str, layout: str) -> list[float]:
-    """CPU seconds of this process in each step, after some to warm up."""
+
+class InstructionCounter:
+    """Counts the instructions of the threads that this process has, and of those they start."""
+
+    def __init__(self) -> None:
+        self._files = []
+        number = _PERF_EVENT_OPEN.get(platform.machine())
+        threads = os.listdir("/proc/self/task") if number else []
+        # Of struct perf_event_attr: type "hardware", size, event "instructions"; and at byte 40
+        # the flags "inherited by new threads" and "without those of a hypervisor".
+        attributes = bytearray(128)
+        struct.pack_into("IIQ", attributes, 0, 0, len(attributes), 1)
+        struct.pack_into("Q", attributes, 40, 1 << 1 | 1 << 6)
+        libc = ctypes.CDLL(None)
+        for thread in threads:
+            buffer = ctypes.create_string_buffer(bytes(attributes), len(attributes))
+            file = libc.syscall(number, buffer, int(thread), -1, -1, 0)
+            if file >= 0:
+                self._files.append(file)
+
+    def read(self) -> float:
+        """So far; nan if they cannot be counted."""
+        if not self._files:
+            return float("nan")
+        return float(sum(struct.unpack("q", os.read(file, 8))[0] for file in self._files))
+
+
+def costs_of_steps(model: str, layout: str) -> list[tuple[float, float]]:
+    """(CPU seconds, instructions) of this process in each step, after some to warm up."""
     if layout == ONE_PROCESS:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name, None)
@@ -76,24 +111,29 @@ def seconds_of_steps(model: str, layout: str) -> list[float]:
     rows = rows.chunk(engine.dp_size)[engine.dp_rank]
     batch, labels = {"input": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous()
 
-    seconds = []
+    costs = []
+    counter = InstructionCounter()
     for _ in range(WARM_UP_STEPS + STEPS):
         dist.barrier()
-        started = time.process_time()
+        started = time.process_time(), counter.read()
         engine.forward_backward_step(
             input_dict=batch, labels=labels, global_valid_tokens=ROWS * SEQ_LEN
         )
         engine.optim_step()
         dist.barrier()  # what a step leaves to gloo's threads belongs to it
-        seconds.append(time.process_time() - started)
+        costs.append((time.process_time() - started[0], counter.read() - started[1]))
     engine.close()
-    return seconds[WARM_UP_STEPS:]
+    return costs[WARM_UP_STEPS:]
 
 
-def best_step(model: str, layout: str) -> float:
-    ranks = run_ranks(seconds_of_steps, 2, model, layout, init_process_group=False)
-    totals = [sum(step) for step in zip(*ranks, strict=True)]
-    return min(totals) / (2 if layout == ONE_PROCESS else 1)
+def best_step(model: str, layout: str) -> list[float]:
+    """[CPU seconds, instructions] of all ranks together, each of its best step."""
+    ranks = run_ranks(
+        costs_of_steps, 2, model, layout, init_process_group=False, timeout_seconds=600
+    )
+    shares = 2 if layout == ONE_PROCESS else 1
+    # [ranks, steps, 2]
+    return (torch.tensor(ranks, dtype=torch.float64).sum(0).amin(0) / shares).tolist()
 
 
 def main() -> None:
@@ -105,17 +145,25 @@ def main() -> None:
     for model in args.models:
         flavor, layouts = MODELS[model]
         layouts = [name for name in layouts if name in (ONE_PROCESS, *args.layouts)]
-        best = dict.fromkeys(layouts, float("inf"))
+        best = {name: [float("inf")] * 2 for name in layouts}
         for _ in range(args.rounds):
             for name in layouts:
-                best[name] = min(best[name], best_step(model, name))
+                best[name] = [
+                    min(pair) for pair in zip(best[name], best_step(model, name), strict=True)
+                ]
         print(
-            f"\n{model} {flavor}\n\n| layout | CPU ms per step | ratio | goal |\n|---|---:|---:|---:|"
+            f"\n{model} {flavor}\n\n| layout | CPU ms per step | ratio | goal | instructions, ratio |"
+            "\n|---|---:|---:|---:|---:|"
         )
-        for name, seconds in best.items():
-            ratio = seconds / best[ONE_PROCESS]
+        for name, costs in best.items():
+            seconds, instructions = (
+                cost / one for cost, one in zip(costs, best[ONE_PROCESS], strict=True)
+            )
             goal = LAYOUTS[name][1] or ""
-            print(f"| {name} | {seconds * 1e3:.0f} | {ratio:.2f} | {goal} |", flush=True)
+            print(
+                f"| {name} | {costs[0] * 1e3:.0f} | {seconds:.2f} | {goal} | {instructions:.3f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,17 @@ process; `torchtitan.train.Trainer` is this engine plus tokenizer, data, metrics
 Letters used below: B sequences, T tokens, V vocabulary entries.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,18 +27,28 @@ from torchtitan.components.context_sharding import (
     shard_batch,
     shards_of,
 )
+from torchtitan.components.fillers import (
+    filler_batch,
+    num_fillers,
+    token_counters,
+    without_counting,
+    zero_loss,
+)
 from torchtitan.components.loss import LossFunction
+from torchtitan.components.lr_scheduler import set_lrs
+from torchtitan.components.offload import Offloader
 from torchtitan.components.packing import PackingPolicy, split_rows
+from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.dtensor import local_tensor, whole_tensor
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.job import resolve_job
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
+from torchtitan.tools import host, utils
+from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
@@ -42,7 +56,13 @@ if TYPE_CHECKING:
 ENGINE_API_VERSION = 1
 
 Batch = dict[str, Any]
-"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`"""
+"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
+
+Entries that the model's forward does not take reach `loss_fn` and `output_fn` alone.
+"""
+
+Head = Callable[..., Any]
+"""What a decoder computes from hidden states in place of logits; see `components.logprobs`."""
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 10
 
@@ -54,6 +74,7 @@ class _Microbatch:
     inputs, kwargs: of the model's forward. labels: [B, T], or None. batch: the caller's entries.
     Under context parallelism all of them hold this rank's tokens alone, [B, T/cp].
     join: makes outputs of the rank's tokens those of whole rows; collective.
+    is_filler: run only to keep step with ranks that have more microbatches.
     """
 
     inputs: torch.Tensor
@@ -61,6 +82,7 @@ class _Microbatch:
     labels: torch.Tensor | None
     batch: Batch
     join: Callable[[Any], Any]
+    is_filler: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +108,33 @@ def resolve_batch_size(job_config: JobConfig, dp_degree: int) -> tuple[int, int]
     return global_size, global_size // (local * dp_degree)
 
 
+@contextlib.contextmanager
+def closed_on_error(engine: "TrainingEngine") -> Iterator[None]:
+    """Close the engine if its construction fails inside."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
+
+
 class TrainingEngine:
     """Everything between a config and an optimizer step, wired once.
 
     Never builds a tokenizer, dataloader or validator. An existing default process group is
     reused. The config is checked here, before a device or a process group is touched, and
-    never written to.
+    never written to. As a context manager it closes itself.
+
+    In its host process it is a guest: it draws no random numbers from the host's generators, and
+    seeds them only if `debug.seed` is set. Settings that it changes, and a default process group
+    that it makes, are given back by the last `close()` of the process's engines. The groups of
+    its mesh live as long as the default group: torch's caches may have passed them on to others.
 
     Raises ConfigError for a config that cannot run.
     """
 
     # Trainer replaces these; an engine has no data.
+    needs_tokenizer = False
     tokenizer = None
     dataloader = None
     metrics_processor = None
@@ -105,9 +143,12 @@ class TrainingEngine:
     parallel_dims: ParallelDims
     train_spec: TrainSpec
     model_parts: list[torch.nn.Module]
+    checkpointer: CheckpointManager | None = None
     loss_fn: LossFunction
     step: int
     ntokens_seen: int
+    weights_version: int
+    """How many optimizer steps have changed the weights."""
 
     # Set under pipeline parallelism.
     pp_schedule: "PipelineSchedule | None" = None
@@ -119,7 +160,13 @@ class TrainingEngine:
         self.job_config = job_config
         logger.info("job: %s", job_config.job.description)
 
-        self.train_spec = resolve_job(job_config)
+        self.train_spec = resolve_job(job_config, self.needs_tokenizer)
+        host.move_in(self)
+        with closed_on_error(self):
+            self._build()
+
+    def _build(self) -> None:
+        job_config = self.job_config
         self.device = self._set_device()
         self.parallel_dims = self.init_distributed()
         self.context_sharding = ContextSharding.of(self.parallel_dims, job_config.parallelism)
@@ -134,10 +181,12 @@ class TrainingEngine:
         )
         self.loss_fn = self.train_spec.build_loss_fn(job_config, parallel_dims=self.parallel_dims)
         self.model_parts = self._parallelize(model)
+        self._maybe_average_gradients()
         self._materialize()
         self._build_optimizers()
         self.step = 0
         self.ntokens_seen = 0
+        self.weights_version = 0
         self._skipped_in_a_row = 0
         self.checkpointer = self._build_checkpointer()
         self._build_contexts()
@@ -149,7 +198,12 @@ class TrainingEngine:
         if device_type == "cpu":
             return torch.device("cpu")
         device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
-        device_module.set_device(device)
+        host.change(
+            "current device",
+            device.index,
+            write=device_module.set_device,
+            read=device_module.current_device,
+        )
         return device
 
     def init_distributed(self) -> ParallelDims:
@@ -170,13 +224,24 @@ class TrainingEngine:
             ep=degrees.expert_parallel_degree,
             etp=degrees.expert_tensor_parallel_degree,
             world_size=world_size,
+            always_fsdp=self._is_fsdp_wanted_always(),
         )
 
+    def _is_fsdp_wanted_always(self) -> bool:
+        wanted = self.job_config.parallelism.always_fsdp
+        return self.train_spec.build_dataloader_fn is None if wanted is None else wanted
+
     def _set_determinism(self) -> int:
+        """Return the seed of the parameters. The host's generators are seeded only if it asked."""
+        debug = self.job_config.debug
+        if debug.seed is None:
+            if debug.deterministic:
+                dist_utils.use_deterministic_kernels(debug.deterministic_warn_only)
+            return dist_utils.agree_on_seed(self.parallel_dims, self.device, debug)
         return dist_utils.set_determinism(
             self.parallel_dims,
             self.device,
-            self.job_config.debug,
+            debug,
             distinct_seed_mesh_dims=["pp"],
         )
 
@@ -233,6 +298,15 @@ class TrainingEngine:
         )
         return parts
 
+    def _maybe_average_gradients(self) -> None:
+        """Whoever adds gradients up over ranks, under "mean" they are divided in backward."""
+        if self.job_config.training.gradient_reduction == "sum" or self.dp_size == 1:
+            return
+        from torchtitan.distributed.fsdp import scale_gradients
+
+        if self.pp_has_last_stage is not False:
+            scale_gradients(self.model_parts[-1], 1 / self.dp_size)
+
     def _materialize(self) -> None:
         """Allocate the parameters and fill them from the seed; the layout changes no bit."""
         if self.job_config.checkpoint.create_seed_checkpoint:
@@ -258,6 +332,8 @@ class TrainingEngine:
         self.optimizers.register_step_post_hook(
             lambda *_args, **_kwargs: self.model_converters.post_optimizer_hook(self.model_parts)
         )
+        self.optimizers.register_step_post_hook(self._count_version)
+        self._offloader = Offloader(self.model_parts, self.optimizers, self.device)
 
     def _build_checkpointer(self) -> CheckpointManager:
         adapter_cls = self.train_spec.state_dict_adapter
@@ -310,9 +386,38 @@ class TrainingEngine:
         return self._batch_mesh.get_group() if self._batch_mesh else None
 
     @property
+    def lr(self) -> float:
+        """The learning rate that the schedule has for the next step."""
+        return self.lr_schedulers.schedulers[0].get_last_lr()[0]
+
+    @property
     def packing(self) -> PackingPolicy:
         """How documents in a batch are told apart; follows a tokenizer that is set later."""
         return PackingPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
+
+    # ---- training or evaluating ----
+
+    def train_mode(self) -> contextlib.ExitStack:
+        """Put the model into training mode, at once; as a context manager, until its end."""
+        return self._set_mode(training=True)
+
+    def eval_mode(self) -> contextlib.ExitStack:
+        """Put the model into evaluation mode, at once; as a context manager, until its end."""
+        return self._set_mode(training=False)
+
+    def _set_mode(self, training: bool) -> contextlib.ExitStack:
+        modules = [module for part in self.model_parts for module in part.modules()]
+        modes = [module.training for module in modules]
+
+        def restore() -> None:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
+        for part in self.model_parts:
+            part.train(training)
+        stack = contextlib.ExitStack()
+        stack.callback(restore)
+        return stack
 
     # ---- one step ----
 
@@ -340,7 +445,9 @@ class TrainingEngine:
             return self.context_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs
 
-    def _prepare(self, batch: Batch, labels: torch.Tensor | None = None) -> _Microbatch:
+    def _prepare(
+        self, batch: Batch, labels: torch.Tensor | None = None, head: Head | None = None
+    ) -> _Microbatch:
         batch = self.to_device(batch)
         if labels is not None:
             labels = labels.to(self.device, non_blocking=True)
@@ -348,7 +455,9 @@ class TrainingEngine:
         if self.context_sharding is not None:
             batch, labels = self.context_sharding.pad(batch, labels)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(batch, labels)
-        kwargs = extra_inputs | extra_kwargs
+        kwargs = _taken_by(self.model_parts[0], extra_inputs | extra_kwargs)
+        if head is not None:
+            kwargs["head"] = functools.partial(head, labels=labels)
         if self.context_sharding is None:
             return _Microbatch(inputs, kwargs, labels, batch, join=lambda outputs: outputs)
         shards = shards_of(kwargs["attention_masks"])
@@ -357,48 +466,91 @@ class TrainingEngine:
         )
         return _Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
 
+    def _fillers(self, microbatches: Batch | Sequence[Batch], n: int) -> list[_Microbatch]:
+        """What to run after `n` microbatches of one's own until all data-parallel ranks are done.
+
+        A single batch is what every rank has; for a list this is collective.
+        """
+        missing = (
+            0 if isinstance(microbatches, dict) else num_fillers(n, self.dp_group, self.device)
+        )
+        if not missing:
+            return []
+        batch, labels = filler_batch(
+            self.job_config.training.seq_len, self.packing.separates_documents
+        )
+        return [dataclasses.replace(self._prepare(batch, labels), is_filler=True)] * missing
+
     @torch.no_grad()
     def forward_step(
         self,
         microbatches: Batch | Sequence[Batch],
         *,
-        output_fn: Callable[[torch.Tensor, Batch], Any] | None = None,
+        output_fn: Callable[[Any, Batch], Any] | None = None,
+        head: Head | None = None,
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        microbatches: one batch or a list of them; rows and T may differ between them.
+        microbatches: one batch on every rank, or a list of them; rows and T may differ between
+            them, and data-parallel ranks may have lists of different lengths, empty ones too.
         output_fn: applied to (logits [B, T, V], batch) on the spot, so that logits need not
             be kept; its results are returned instead.
+        head: computed in place of logits, such as `TokenLogProbs()`, of `batch["labels"]` [B, T];
+            its outputs are returned, or go to output_fn. Then logits never exist whole.
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
         Under context parallelism output_fn sees this rank's tokens, in logits and in the batch's
         tensors [B, T, ...]; what it returns for them, [B, T/cp, ...], is joined to [B, T, ...].
+        Raises ValueError for a head and a batch without labels.
         """
+        self._offloader.check_here("forward_step", "model")
         batches = _as_list(microbatches)
+        label_list = [None if head is None else _labels_of(batch) for batch in batches]
+        fillers = self._fillers(microbatches, len(batches))
 
         def output_of(logits: torch.Tensor, microbatch: _Microbatch) -> Any:
             logits = whole_tensor(logits)
             return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
 
+        with self._recovering():
+            if self.pp_schedule is not None:
+                prepared = [
+                    self._prepare(batch, labels, head)
+                    for batch, labels in zip(batches, label_list, strict=True)
+                ]
+                outputs = self._pipeline_forward(prepared, fillers, output_of)
+            else:
+                outputs = []
+                (model,) = self.model_parts
+                for batch, labels in zip(batches, label_list, strict=True):
+                    microbatch = self._prepare(batch, labels, head)
+                    with self.train_context(), self.maybe_enable_amp:
+                        logits = model(microbatch.inputs, **microbatch.kwargs)
+                        outputs.append(output_of(logits, microbatch))
+                for filler in fillers:
+                    with self.train_context(), self.maybe_enable_amp:
+                        model(filler.inputs, **filler.kwargs)
+        # Without backward FSDP keeps units gathered, whose gradients nobody would see then.
+        self._reshard()
+        return outputs
+
+    def _pipeline_forward(
+        self,
+        microbatches: list[_Microbatch],
+        fillers: list[_Microbatch],
+        output_of: Callable[[Any, _Microbatch], Any],
+    ) -> list[Any] | None:
         outputs: list[Any] = []
-        if self.pp_schedule is not None:
-            prepared = [self._prepare(batch) for batch in batches]
+        if microbatches or fillers:
             with self.train_context(), self.maybe_enable_amp:
                 self.pp_schedule.eval(
-                    **_schedule_inputs(prepared),
+                    **_schedule_inputs(microbatches + fillers),
                     losses=outputs,
-                    loss_fn=output_of,
+                    loss_fn=lambda logits, mb: None if mb.is_filler else output_of(logits, mb),
                     return_outputs=False,
                 )
-            return outputs if self.pp_has_last_stage else None
-        (model,) = self.model_parts
-        for batch in batches:
-            microbatch = self._prepare(batch)
-            with self.train_context(), self.maybe_enable_amp:
-                logits = model(microbatch.inputs, **microbatch.kwargs)
-                outputs.append(output_of(logits, microbatch))
-        return outputs
+        return outputs[: len(microbatches)] if self.pp_has_last_stage else None
 
     def forward_backward_step(
         self,
@@ -406,11 +558,13 @@ class TrainingEngine:
         input_dict: Batch | Sequence[Batch],
         labels: torch.Tensor | Sequence[torch.Tensor],
         global_valid_tokens: torch.Tensor | float,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
+        head: Head | None = None,
     ) -> torch.Tensor:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
-        input_dict, labels: one batch and its labels [B, T], or equally long lists of them.
+        input_dict, labels: one batch and its labels [B, T] on every rank, or equally long lists
+            of them. Data-parallel ranks may have lists of different lengths, empty ones too.
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows, a list is taken as it is; all ranks of a
             pipeline give the same.
@@ -420,9 +574,15 @@ class TrainingEngine:
             train spec's loss. It gets whole logits under tensor parallelism too, where the train
             spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set. Under
             context parallelism it sees this rank's tokens, as `forward_step`'s output_fn does.
+        head: computed in place of logits, such as `TokenLogProbs()`; loss_fn gets its outputs.
+            Without a loss_fn the loss is minus the sum of their log-probs.
         Returns this rank's sum divided by the denominator; summed over data- and context-parallel
         ranks it is the loss of the global batch. All ranks of a pipeline return the same.
+
+        Where this fails, with the same error on all ranks, the engine stays usable; gradients
+        are those of a part of the microbatches then: call `optimizers.zero_grad()`.
         """
+        self._offloader.check_here("forward_backward_step", "model", "grad")
         batches = _as_list(input_dict)
         label_list = [labels] if isinstance(labels, torch.Tensor) else list(labels)
         if len(batches) != len(label_list):
@@ -434,71 +594,173 @@ class TrainingEngine:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
 
+        fillers = self._fillers(input_dict, len(batches))
+
         def loss_of(logits: torch.Tensor, microbatch: _Microbatch) -> torch.Tensor:
-            if loss_fn is None:
+            if microbatch.is_filler:
+                return zero_loss(logits)
+            if loss_fn is None and head is not None:
+                loss = -logits.logprobs.sum()
+            elif loss_fn is None:
                 loss = self.loss_fn(logits, microbatch.labels)
             else:
                 loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
             return loss / global_valid_tokens
 
-        if self.pp_schedule is not None:
-            return self._pipeline_forward_backward(batches, label_list, loss_of)
+        with self._recovering():
+            if self.pp_schedule is not None:
+                # Every rank builds the masks of its stages for itself.
+                prepared = [
+                    self._prepare(batch, batch_labels, head)
+                    for batch, batch_labels in zip(batches, label_list, strict=True)
+                ]
+                return self._pipeline_forward_backward(prepared + fillers, loss_of)
+            losses = [
+                self._forward_backward(self._prepare(batch, batch_labels, head), loss_of)
+                for batch, batch_labels in zip(batches, label_list, strict=True)
+            ]
+            for filler in fillers:
+                with without_counting(self.model_parts):
+                    self._forward_backward(filler, loss_of)
+            return self._sum_of(losses)
+
+    def _forward_backward(
+        self,
+        microbatch: _Microbatch,
+        loss_of: Callable[[Any, _Microbatch], torch.Tensor],
+    ) -> torch.Tensor:
         (model,) = self.model_parts
-        losses = []
-        for batch, batch_labels in zip(batches, label_list, strict=True):
-            microbatch = self._prepare(batch, batch_labels)
-            with self.train_context():
-                with self.maybe_enable_amp:
-                    logits = model(microbatch.inputs, **microbatch.kwargs)
-                    loss = loss_of(logits, microbatch)
-                del logits  # [B, T, V]: free before backward needs the memory
-                loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        with self.train_context():
+            with self.maybe_enable_amp:
+                logits = model(microbatch.inputs, **microbatch.kwargs)
+                loss = loss_of(logits, microbatch)
+            del logits  # [B, T, V]: free before backward needs the memory
+            loss.backward()
+        return loss.detach()
 
     def _pipeline_forward_backward(
         self,
-        batches: list[Batch],
-        label_list: list[torch.Tensor],
-        loss_of: Callable[[torch.Tensor, _Microbatch], torch.Tensor],
+        prepared: list[_Microbatch],
+        loss_of: Callable[[Any, _Microbatch], torch.Tensor],
     ) -> torch.Tensor:
-        # Every rank builds the masks of its stages for itself.
-        prepared = [
-            self._prepare(batch, labels) for batch, labels in zip(batches, label_list, strict=True)
-        ]
         losses: list[torch.Tensor] = []
-        with self.train_context(), self.maybe_enable_amp:
-            self.pp_schedule.step(
-                **_schedule_inputs(prepared), losses=losses, loss_fn=loss_of, return_outputs=False
-            )
-        loss = torch.zeros((), device=self.device)
-        if self.pp_has_last_stage:
-            loss += torch.stack(losses).detach().sum()
+        if prepared:
+            with self.train_context(), self.maybe_enable_amp:
+                self.pp_schedule.step(
+                    **_schedule_inputs(prepared),
+                    losses=losses,
+                    loss_fn=loss_of,
+                    return_outputs=False,
+                    context_mbs=[
+                        functools.partial(without_counting, self.model_parts)
+                        if microbatch.is_filler
+                        else contextlib.nullcontext
+                        for microbatch in prepared
+                    ],
+                )
         # Known on the rank of the last stage alone, wanted by all that log it.
+        loss = self._sum_of([loss.detach() for loss in losses])
         return self.pp_schedule.broadcast_from_last_stage(loss)
 
-    def optim_step(self) -> OptimStepResult:
+    def _sum_of(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.parallel_dims.uses_fsdp:
+                from torchtitan.distributed.fsdp import recover_model
+
+                for part in self.model_parts:
+                    recover_model(part)
+            raise
+
+    def _reshard(self) -> None:
+        if "torch.distributed.fsdp" not in sys.modules:  # nobody has sharded anything
+            return
+        from torchtitan.distributed.fsdp import reshard_model
+
+        for part in self.model_parts:
+            reshard_model(part)
+
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        max_norm: float | None = None,
+        denominator: torch.Tensor | float | None = None,
+    ) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
+
+        lr: the learning rate of this step alone, in place of the schedule's; of every parameter
+            group.
+        max_norm: clip this step's gradients to it instead of to `training.max_norm`.
+        denominator: this rank's share of what the gradients are divided by first, for callers
+            that learn it only while they go through the microbatches: its sum over the
+            data-parallel ranks counts, or its mean, as `training.gradient_reduction` says.
+            Where that is 0, nothing is divided.
 
         A norm that is not finite is handled by `training.nonfinite_grad_norm`: "skip" leaves
         weights and optimizer state as they are and goes on (at most 10 times in a row),
         "stop" raises FloatingPointError, "ignore" updates all the same.
+        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`.
         """
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self._offloader.check_here("optim_step", "model", "optimizer", "grad")
+        self._refuse_after_early_step(lr=lr, max_norm=max_norm, denominator=denominator)
+        self._reshard()  # parameters that a client's own forward left gathered have no gradients
+        if denominator is not None:
+            self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
-            self.job_config.training.max_norm,
+            self.job_config.training.max_norm if max_norm is None else max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
         skipped = self._is_step_to_skip(grad_norm)
         self.checkpointer.maybe_wait_for_staging()
-        if not skipped:
+        if lr is not None:
+            for optimizer in self.optimizers:
+                set_lrs(optimizer, [lr] * len(optimizer.param_groups))
+        result = OptimStepResult(grad_norm, self.lr if lr is None else lr, skipped)
+        if skipped:
+            # Or the next step would balance experts by tokens whose gradients it never saw.
+            for counter in token_counters(self.model_parts):
+                counter.zero_()
+        else:
             self.optimizers.step()
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
-        return OptimStepResult(grad_norm, lr, skipped)
+        return result
+
+    def _refuse_after_early_step(self, **arguments: Any) -> None:
+        given = [name for name, value in arguments.items() if value is not None]
+        if given and self.job_config.optimizer.early_step_in_backward:
+            raise ValueError(
+                f"optim_step({given[0]}=...) comes too late with "
+                "optimizer.early_step_in_backward, which has updated the weights in backward; "
+                "turn it off"
+            )
+
+    def _divide_gradients(self, denominator: torch.Tensor | float) -> None:
+        total = torch.as_tensor(denominator).detach().to(self.device, torch.float64)
+        if self.dp_group is not None:
+            total = total.clone()
+            torch.distributed.all_reduce(total, group=self.dp_group)
+            if self.job_config.training.gradient_reduction == "mean":
+                total /= self.dp_size
+        divisor = total.item()
+        if not (math.isfinite(divisor) and divisor >= 0):
+            raise ValueError(
+                f"optim_step's denominator must add up to a finite number, 0 or more, over the "
+                f"data-parallel ranks, got {divisor}"
+            )
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        if grads and divisor > 0:
+            torch._foreach_div_(grads, divisor)
 
     def _is_step_to_skip(self, grad_norm: torch.Tensor) -> bool:
         policy = self.job_config.training.nonfinite_grad_norm
@@ -518,17 +780,109 @@ class TrainingEngine:
 
     # ---- state ----
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+        """What a checkpoint holds as `train_state`; the weights are in `model_parts`."""
+        return {
+            "step": self.step,
+            "ntokens_seen": self.ntokens_seen,
+            "weights_version": self.weights_version,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
+        # Older checkpoints count steps only.
+        self.weights_version = state_dict.get("weights_version", self.step)
+
+    def _count_version(self, *_args: Any, **_kwargs: Any) -> None:
+        self.weights_version += 1
+
+    def save(self, path: str | None = None, *, force: bool = True) -> None:
+        """Save model, optimizer, schedule and counters. Collective.
+
+        path: the folder to write, itself; retention leaves it alone. None is a step folder of
+            `checkpoint.folder`, named after `step`, or after `weights_version` where nobody
+            counts steps.
+        force: False for what is due by `checkpoint.interval` only.
+        """
+        self.checkpointer.save(self.step or self.weights_version, path=path, force=force)
+
+    def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
+        """Load a checkpoint, and return whether there was one. Collective.
+
+        path: the folder of one checkpoint, DCP or Hugging Face files, and the only place that is
+            looked at. None is what a run starts with: `checkpoint.load_step` of its own folder,
+            else the initial checkpoint of the config.
+        model_only: leave optimizer, schedule and counters as they are.
+        """
+        step = -1 if path is not None else self.job_config.checkpoint.load_step
+        return self.checkpointer.load(step, path=path, model_only=model_only)
+
+    def to(
+        self,
+        device: torch.device | str,
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """Put states away in host memory ("cpu"), or bring them back to the engine's device.
+
+        model: parameters and buffers. optimizer: its state. grad: gradients.
+
+        Parameters stay the same objects. State that is put away can be saved, loaded and exported;
+        steps need it back. What is there already stays: on the CPU nothing ever moves.
+        Raises ValueError for another device, and where hooks on parameters would be lost.
+        """
+        target = self._offloader.check_target(device)
+        if self.job_config.optimizer.early_step_in_backward:
+            raise ValueError(
+                "to(device) cannot move parameters whose optimizer steps in their gradient's "
+                "hooks; set optimizer.early_step_in_backward = false"
+            )
+        if self.job_config.training.enable_cpu_offload and self.device.type != "cpu":
+            warn_once(
+                logger, "to(device) moves nothing: training.enable_cpu_offload keeps all on the CPU"
+            )
+            return
+        self.checkpointer.maybe_wait_for_staging()
+        self.checkpointer.release_model()
+        self._offloader.move(target, model=model, optimizer=optimizer, grad=grad)
+
+    def iter_hf_weights(
+        self, *, dtype: torch.dtype | None = None, sharded: bool = False
+    ) -> WeightStream:
+        """(HF name, tensor) of all weights, one by one, with a version and a digest.
+
+        dtype: what parameters are cast to; buffers and routers keep theirs.
+        sharded: what this rank holds, without communication. Whole tensors are collective.
+        See `WeightStream`. Raises ValueError for a model without a state_dict_adapter.
+        """
+        schedule = self.pp_schedule
+        return WeightStream(
+            self.model_parts,
+            self.checkpointer.require_adapter(),
+            self.device,
+            dtype=dtype,
+            sharded=sharded,
+            current_version=lambda: self.weights_version,
+            stage_indices=[s.stage_index for s in schedule.stages] if schedule else None,
+            pp_group=schedule.group if schedule else None,
+        )
 
     def close(self) -> None:
-        """Finish pending checkpoint writes and release helpers. Safe to call twice."""
-        if getattr(self, "checkpointer", None):
-            self.checkpointer.close()
+        """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
+        try:
+            if self.checkpointer is not None:
+                self.checkpointer.close()
+        finally:
+            host.move_out(self)
 
 
 def _schedule_inputs(prepared: list[_Microbatch]) -> dict[str, list[Any]]:
@@ -539,6 +893,23 @@ def _schedule_inputs(prepared: list[_Microbatch]) -> dict[str, list[Any]]:
         "input_shapes": [tuple(microbatch.inputs.shape[:2]) for microbatch in prepared],
         "target_mbs": prepared,
     }
+
+
+def _taken_by(model: torch.nn.Module, entries: Batch) -> Batch:
+    """The entries that the model's forward has a keyword for; all if it takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return entries
+    return {key: value for key, value in entries.items() if key in parameters}
+
+
+def _labels_of(batch: Batch) -> torch.Tensor:
+    if batch.get("labels") is None:
+        raise ValueError(
+            f"forward_step with a head needs the batch's 'labels' [B, T], got {sorted(batch)}; put "
+            "the token ids there whose log-probs are wanted, IGNORE_INDEX where none is"
+        )
+    return batch["labels"]
 
 
 def _as_list(microbatches: Batch | Iterable[Batch]) -> list[Batch]:

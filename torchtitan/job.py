@@ -16,14 +16,19 @@ from torchtitan.config.checks import (
 from torchtitan.protocols.model_converter import known_converter_names
 
 
-def resolve_job(job_config: JobConfig) -> "train_spec_module.TrainSpec":
-    """Return the train spec of `model.name`; raises ConfigError if the job cannot run."""
+def resolve_job(
+    job_config: JobConfig, needs_tokenizer: bool = True
+) -> "train_spec_module.TrainSpec":
+    """Return the train spec of `model.name`; raises ConfigError if the job cannot run.
+
+    needs_tokenizer: False for a program that builds none; its files need not be there then.
+    """
     # Before the checks, which ask for the converters that it may register.
     _import_custom_module(job_config.experimental.custom_import)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converters=known_converter_names())
     train_spec = find_train_spec(job_config)
-    check_against_spec(job_config, train_spec, world_size)
+    check_against_spec(job_config, train_spec, world_size, needs_tokenizer)
     _check_dataset_names(job_config, train_spec)
     return train_spec
 

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torchtitan
@@ -36,16 +37,25 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def main(trainer_class: "type[Trainer] | None" = None) -> None:
+def main(
+    trainer_class: "Callable[[Any], Trainer] | None" = None,
+    *,
+    config_cls: type[JobConfig] = JobConfig,
+    check_config: Callable[[Any], None] | None = None,
+) -> None:
     """Read the command line and train.
 
+    trainer_class: called with the config; what it returns has `train()`, `close()` and a
+        `checkpointer`. config_cls, check_config: an extended config and its own rules.
     Exit code 2: the config cannot run; 1: data or files are not what the config says.
     """
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     with exit_on_config_error():
-        config = ConfigManager().parse_args()
+        config = ConfigManager(config_cls).parse_args()
         resolve_job(config)
+        if check_config is not None:
+            check_config(config)
     try:
         _run(config, trainer_class)
     except ConfigError as error:
@@ -59,7 +69,7 @@ def main(trainer_class: "type[Trainer] | None" = None) -> None:
         raise
 
 
-def _run(config: JobConfig, trainer_class: "type[Trainer] | None") -> None:
+def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
     import torch
 
     if trainer_class is None:

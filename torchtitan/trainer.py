@@ -12,7 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.engine import Batch, TrainingEngine
+from torchtitan.engine import Batch, TrainingEngine, closed_on_error
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -25,13 +25,16 @@ class Trainer(TrainingEngine):
     itself; its caller feeds batches to `forward_backward_step` and `optim_step`.
     """
 
+    needs_tokenizer = True
+
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
-        self._attended_pairs = self._attending_tokens = 0  # since the last log
-        self._build_metrics()
-        self._build_validator()
-        self._build_isolation_probe()
-        self._log_summary()
+        with closed_on_error(self):
+            self._attended_pairs = self._attending_tokens = 0  # since the last log
+            self._build_metrics()
+            self._build_validator()
+            self._build_isolation_probe()
+            self._log_summary()
 
     # ---- construction ----
 
@@ -268,7 +271,13 @@ class Trainer(TrainingEngine):
                 "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
             )
         config = self.job_config
-        if not self._load_checkpoint():
+        if config.training.gradient_reduction != "sum":
+            raise ValueError(
+                "train() divides the loss by a count over all ranks, so their gradients have to be "
+                f"added up, got training.gradient_reduction = "
+                f"{config.training.gradient_reduction!r}; set it to 'sum'"
+            )
+        if not load_newest_checkpoint(self):
             return
         self.metrics_processor.start(self.step)
         logger.info("training starts at step %d", self.step + 1)
@@ -285,33 +294,6 @@ class Trainer(TrainingEngine):
         finally:
             self.gc_handler.close()
         logger.info("training completed")
-
-    def _load_checkpoint(self) -> bool:
-        """Continue from the newest checkpoint, if any; False if the run is complete already.
-
-        Raises ValueError rather than begin anew, over its own checkpoints, a run whose newest
-        one holds weights only.
-        """
-        config = self.job_config
-        newest = self.checkpointer.newest_step()
-        continues = config.checkpoint.load_step == -1 and newest > 0
-        if continues and newest >= config.training.steps:
-            logger.info(
-                "this run is complete: its checkpoint of step %d reaches training.steps = %d",
-                newest,
-                config.training.steps,
-            )
-            return False
-        self.checkpointer.load(step=config.checkpoint.load_step)
-        excluded = config.checkpoint.exclude_from_loading
-        if continues and self.step == 0 and "train_state" not in excluded:
-            raise ValueError(
-                f"the newest checkpoint, of step {newest}, holds weights only "
-                "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
-                "checkpoint.load_step to an earlier full one, or start a new run from these "
-                "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
-            )
-        return True
 
     def _loop(self, profilers: list[Any]) -> None:
         config = self.job_config
@@ -350,6 +332,34 @@ class Trainer(TrainingEngine):
             self.checkpointer.save(self.step, last_step=True)
 
     def close(self) -> None:
-        super().close()
-        if getattr(self, "metrics_processor", None):
+        if self.metrics_processor is not None:
             self.metrics_processor.close()
+        super().close()
+
+
+def load_newest_checkpoint(engine: TrainingEngine) -> bool:
+    """Continue from the newest checkpoint, if any; False if the run is complete already.
+
+    Raises ValueError rather than begin anew, over its own checkpoints, a run whose newest
+    one holds weights only.
+    """
+    config = engine.job_config
+    newest = engine.checkpointer.newest_step()
+    continues = config.checkpoint.load_step == -1 and newest > 0
+    if continues and newest >= config.training.steps:
+        logger.info(
+            "this run is complete: its checkpoint of step %d reaches training.steps = %d",
+            newest,
+            config.training.steps,
+        )
+        return False
+    engine.checkpointer.load(step=config.checkpoint.load_step)
+    excluded = config.checkpoint.exclude_from_loading
+    if continues and engine.step == 0 and "train_state" not in excluded:
+        raise ValueError(
+            f"the newest checkpoint, of step {newest}, holds weights only "
+            "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
+            "checkpoint.load_step to an earlier full one, or start a new run from these "
+            "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
+        )
+    return True

@@ -162,6 +162,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _SIZES | {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32, "sliding_window_size": 8},
     ),
 }
+_, _, _changes = FAMILIES["qwen3"]
+FAMILIES["qwen3, tied"] = ("qwen3", "debugmodel", _changes | {"enable_weight_tying": True})
 _, _, _changes = FAMILIES["deepseek_v3"]
 FAMILIES["one dense layer, one of experts"] = (
     "deepseek_v3",

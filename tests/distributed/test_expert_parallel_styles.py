@@ -122,12 +122,22 @@ def refusals():
             parallelize_module(experts, mesh, style)
         except ValueError as error:
             messages.append(str(error))
+    for style in (TensorParallel({"w1": 1, "w2": 2}), ExpertTensorParallel({"w1": 1, "w2": 2})):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "etp"))
+        mesh = mesh["etp"] if type(style) is TensorParallel else mesh
+        try:
+            parallelize_module(build().experts, mesh, style)
+        except ValueError as error:
+            messages.append(str(error))
     return messages
 
 
-def test_experts_that_the_mesh_does_not_divide_are_refused():
-    for whole, split, both in run_ranks(refusals, 2):
+def test_experts_that_a_style_does_not_fit_are_refused():
+    for whole, split, both, *unnamed in run_ranks(refusals, 2):
         assert "expert_parallel_degree must divide dimension 0 of the experts' w1" in whole
         assert "got 2 with shape [3, 15, 8]; choose a divisor of 3" in whole
         assert "tensor_parallel_degree must divide dimension 1 of the experts' w1" in split
         assert "expert_parallel_degree must divide dimension 0" in both
+        assert len(unnamed) == 2
+        for message in unnamed:
+            assert "the experts' 'w3' has its hidden units, only 'w1', 'w2'; add it" in message

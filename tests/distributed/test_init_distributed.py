@@ -320,7 +320,7 @@ def test_replicas_of_split_matrices_are_cast_by_fsdp_without_a_warning(caplog):
 
 
 def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplog, monkeypatch):
-    monkeypatch.setattr(dist_utils, "_cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(dist_utils, "cpu_multiplies_bf16", lambda: False)
     monkeypatch.setattr("torchtitan.tools.logging._logged", set())
     with caplog.at_level(logging.WARNING, logger="torchtitan"):
         for _ in range(2):
@@ -331,7 +331,7 @@ def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplo
 
 
 def test_this_cpu_is_asked_what_it_can():
-    assert dist_utils._cpu_multiplies_bf16() in (True, False)
+    assert dist_utils.cpu_multiplies_bf16() in (True, False)
 
 
 def test_train_context_is_a_factory():

@@ -1,13 +1,14 @@
 """Microbatches of any shapes through every schedule, against one process that takes them in turn."""
 
 import functools
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, pipeline_schedule
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -215,6 +216,10 @@ def run_whole_batches():
         assert outputs is None and again is None
 
 
+class FailedOnPurpose(Exception):
+    pass
+
+
 def run_replicas():
     """Two replicas of two stages, two steps of gradient accumulation on unlike lengths."""
     pipeline = Pipeline(job_config("1F1B", 2), dp_replicate=2)
@@ -222,6 +227,13 @@ def run_replicas():
     mine = [LENGTHS[:4], LENGTHS[4:]][replica]
     for seed in range(2):
         pipeline.schedule.step(**pipeline.inputs(mine, seed), return_outputs=False)
+        # Neither a step that fails nor schedules of other lengths touch what is there.
+        with patch.object(pipeline_schedule, "_run_microbatches", side_effect=FailedOnPurpose):
+            with pytest.raises(FailedOnPurpose):
+                pipeline.schedule.step(**pipeline.inputs(mine, 2), return_outputs=False)
+        for n in range(1, 40):
+            pipeline.schedule._schedule_for(n, forward_only=True)
+        assert len(pipeline.schedule._schedules) == pipeline_schedule._MAX_SCHEDULES
     expected = {}
     for lengths in (LENGTHS[:4], LENGTHS[4:]):
         for seed in range(2):

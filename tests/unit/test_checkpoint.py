@@ -352,6 +352,86 @@ def test_full_save_and_load_are_flat_and_last_save_has_the_model_only(build_fake
     assert fakes.save.call_args.args[0].keys() == {"weight", "bias"}
 
 
+@pytest.fixture
+def build_driven(build_fake):
+    """Builds managers without a dataloader, as those of an engine that others drive."""
+
+    def build(**config: Any) -> CheckpointManager:
+        manager = build_fake(**config)
+        manager.states["dataloader"] = None
+        return manager
+
+    return build
+
+
+def test_manager_without_dataloader_saves_whenever_it_is_asked(build_driven, fakes, tmp_path):
+    manager = build_driven(interval=500, keep_latest_k=0)
+    for step in (1, 7):
+        manager.save(curr_step=step)
+    assert steps_in(tmp_path) == [1, 7]
+
+
+def test_force_saves_a_step_that_is_not_due(build_fake, fakes, tmp_path):
+    manager = build_fake(interval=500, keep_latest_k=0)
+    manager.save(3)
+    manager.save(4, force=True)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(build_fake, fakes, tmp_path):
+    source = build_fake(folder="source", keep_latest_k=0)
+    for step in (1, 2):
+        source.save(step)
+        source.save(step, path=tmp_path / "source" / f"global_step_{step}")
+    manager = build_fake(folder="own")
+    manager.keep_latest_k = 1
+    manager.folder = str(tmp_path / "source")
+    assert manager.load(step=2)
+    for step in (3, 4):
+        manager.save(step)
+    manager.close()
+    assert sorted(os.listdir(tmp_path / "source")) == [
+        "global_step_1",
+        "global_step_2",
+        "step-1",
+        "step-2",
+        "step-4",
+    ]
+
+
+def test_folders_of_other_tools_and_loaded_ones_are_never_purged(build_fake, fakes, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / ".metadata").touch()
+    manager = build_fake(keep_latest_k=0)
+    manager.keep_latest_k = 1
+    manager.save(2)
+    (tmp_path / "step-2" / ".metadata").touch()
+    manager.load(path=tmp_path / "step-2")
+    manager.save(3)
+    manager.save(4)
+    manager.close()
+    assert steps_in(tmp_path) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "message"),
+    [
+        (dict(enable=False), None, "enable = false leaves no folder.*give the step folder as path"),
+        (dict(load_only=True), "somewhere", "load_only = true forbids to save"),
+    ],
+)
+def test_save_that_was_asked_for_and_cannot_be_is_an_error(
+    build_fake, tmp_path, config, path, message
+):
+    with pytest.raises(ValueError, match=message):
+        build_fake(**config).save(1, path=path and str(tmp_path / path), force=True)
+
+
+def test_step_and_path_exclude_each_other(build_fake):
+    with pytest.raises(ValueError, match="step 3 and path 'x'; give one"):
+        build_fake().load(step=3, path="x")
+
+
 def test_disabled_manager_does_nothing(build_fake):
     manager = build_fake(enable=False)
     manager.save(curr_step=1, last_step=True)
@@ -505,6 +585,92 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
     assert_same(saved, other.everything())
     other.train(3)
     assert_same(run.everything(), other.everything())
+
+
+def test_retention_leaves_folders_given_by_path_alone_in_later_processes_too(tmp_path):
+    def run_of(step):
+        run = Run(tmp_path, keep_latest_k=0)
+        run.manager.keep_latest_k = 1
+        run.counter.step = step
+        return run
+
+    run = run_of(0)
+    run.manager.save(1)
+    run.manager.save(2, path=str(tmp_path / "checkpoint" / "step-2"))
+    run.train_and_save(3)
+    assert steps_in(tmp_path / "checkpoint") == [2, 3]
+    run_of(3).train_and_save(4)
+    assert steps_in(tmp_path / "checkpoint") == [2, 4]
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("enable", [True, False])
+def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, enable):
+    """Without a look at the run's own folder, which holds other weights."""
+    run = Run(tmp_path, seed=5)
+    run.train_and_save(9)
+    run = Run(tmp_path, async_mode=async_mode, enable=enable, interval=500)
+    run.train(2)
+    path = str(tmp_path / "elsewhere" / "global_step_2")
+    run.manager.save(2, path=path)
+    saved = run.everything()
+    run.train()
+    run.manager.close()
+
+    other = Run(tmp_path, seed=1, enable=enable)
+    assert other.manager.load(path=path)
+    assert_same(saved, other.everything())
+    assert not (tmp_path / "checkpoint" / "step-2").exists()
+
+
+def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    other = Run(tmp_path, seed=1)
+    other.train(2)
+    before = other.everything()
+    assert other.manager.load(path=str(tmp_path / "checkpoint" / "step-1"), model_only=True)
+    after = other.everything()
+    weights = run.model.state_dict()
+    assert_same({name: after[name] for name in weights}, weights)
+    assert_same(
+        {k: v for k, v in after.items() if k not in weights},
+        {k: v for k, v in before.items() if k not in weights},
+    )
+
+
+def test_path_that_is_no_checkpoint_says_so(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    with pytest.raises(FileNotFoundError, match="which is no folder"):
+        run.manager.load(path=str(tmp_path / "step-1"))
+    with pytest.raises(ValueError, match=r"load\(path=...\) must be.*checkpoints in it: step-1"):
+        run.manager.load(path=str(tmp_path / "checkpoint"))
+    truncate(tmp_path / "checkpoint" / "step-1" / "__0_0.distcp")
+    with pytest.raises(ValueError, match="step-1 is damaged"):
+        run.manager.load(path=str(tmp_path / "checkpoint" / "step-1"))
+
+
+def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
+    class Versioned(Counter):
+        weights_version = 7
+
+        def state_dict(self):
+            return super().state_dict() | {"weights_version": self.weights_version}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.weights_version = state_dict.get("weights_version", "unknown")
+
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    for expected in ("unknown", 9):
+        other = Run(tmp_path, seed=1)
+        versioned = other.manager.states["train_state"] = Versioned()
+        assert other.manager.load()
+        assert (versioned.step, versioned.weights_version) == (1, expected)
+        versioned.weights_version = 9
+        other.manager.save(1)
 
 
 def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):

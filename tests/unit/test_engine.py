@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW, TrainingEngine
@@ -121,6 +122,32 @@ def test_own_loss_function_gets_logits_labels_and_the_batch(tmp_path):
     assert seen["logits"] == (2, 32, VOCAB)
 
 
+def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(tmp_path):
+    engine = make_engine(tmp_path)
+    batch, labels = random_batch(2, 32)
+    plain = engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=8)
+    expected = gradients(engine)
+    engine.optimizers.zero_grad()
+    batch |= {"labels": labels, "advantages": torch.ones(labels.shape)}
+
+    def minus_advantages(outputs, labels, batch):
+        return -(outputs.logprobs * batch["advantages"]).sum()
+
+    step = dict(input_dict=batch, labels=labels, global_valid_tokens=8, head=TokenLogProbs())
+    losses = [engine.forward_backward_step(**step, loss_fn=fn) for fn in (None, minus_advantages)]
+    assert torch.stack(losses).tolist() == pytest.approx([plain.item()] * 2, rel=1e-6)
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, 2 * expected[name], rtol=1e-4, atol=1e-6)
+    (outputs,) = engine.forward_step(batch, head=TokenLogProbs(chunk_tokens=7))
+    assert -outputs.logprobs.sum().item() / 8 == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_scoring_with_a_head_needs_labels(tmp_path):
+    engine = make_engine(tmp_path)
+    with pytest.raises(ValueError, match=r"batch's 'labels' \[B, T\], got \['input'\]"):
+        engine.forward_step(random_batch(1, 8)[0], head=TokenLogProbs())
+
+
 def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
     engine = make_engine(tmp_path)
     batch, labels = random_batch(1, 8)
@@ -173,6 +200,119 @@ def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
     poison(engine)
     with pytest.raises(FloatingPointError, match="lower optimizer.lr"):
         engine.optim_step()
+
+
+def backward(engine, seed: int = 0) -> None:
+    batch, labels = random_batch(2, 32, seed)
+    engine.forward_backward_step(
+        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
+    )
+
+
+def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
+    engine = make_engine(tmp_path, "--optimizer.lr=1e-3", "--optimizer.weight_decay=0")
+    before = copy.deepcopy(dict(engine.model_parts[0].named_parameters()))
+    assert engine.lr == pytest.approx(1e-3 / 5)
+    backward(engine)
+    assert engine.optim_step(lr=0.0).lr == 0.0
+    for name, p in engine.model_parts[0].named_parameters():
+        assert torch.equal(p, before[name])
+    assert engine.lr == pytest.approx(2e-3 / 5)
+
+
+def test_max_norm_of_one_step_replaces_that_of_the_config(tmp_path):
+    engine = make_engine(tmp_path)
+    seen = []
+    engine.optimizers.register_step_pre_hook(
+        lambda *_: seen.append(torch.stack([g.norm() for g in gradients(engine).values()]).norm())
+    )
+    for max_norm in (0.25, float("inf")):
+        backward(engine)
+        result = engine.optim_step(max_norm=max_norm)
+        # Clipping adds 1e-6 to the norm that it divides by.
+        expected = min(max_norm, result.grad_norm.item())
+        assert seen.pop().item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before(tmp_path):
+    engine = make_engine(tmp_path, "--training.max_norm=1e9")
+    batch, labels = random_batch(2, 32)
+    norms = []
+    for divide_by, later in ((num_valid(labels), None), (1, torch.tensor(num_valid(labels)))):
+        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=divide_by)
+        norms.append(engine.optim_step(lr=0.0, denominator=later).grad_norm.item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert engine.optim_step(denominator=0).grad_norm.item() == 0
+    with pytest.raises(ValueError, match="denominator must add up to a finite number"):
+        engine.optim_step(denominator=float("nan"))
+
+
+def test_arguments_of_optim_step_are_refused_where_weights_are_updated_in_backward(tmp_path):
+    engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
+    with pytest.raises(ValueError, match=r"optim_step\(lr=...\) comes too late"):
+        engine.optim_step(lr=1e-3)
+
+
+def test_modes_hold_at_once_and_end_with_their_block(tmp_path):
+    engine = make_engine(tmp_path)
+    (model,) = engine.model_parts
+    model.norm.eval()  # a client's choice for one module
+    with engine.eval_mode():
+        assert not any(module.training for module in model.modules())
+        with engine.train_mode():
+            assert all(module.training for module in model.modules())
+        assert not any(module.training for module in model.modules())
+    assert model.training and not model.norm.training
+    engine.eval_mode()
+    assert not model.training
+
+
+def test_lists_may_be_empty(tmp_path):
+    engine = make_engine(tmp_path)
+    assert engine.forward_step([]) == []
+    assert engine.forward_backward_step(input_dict=[], labels=[], global_valid_tokens=1) == 0
+    assert engine.optim_step().grad_norm == 0
+
+
+def test_engine_closes_itself_at_the_end_of_its_block(tmp_path, monkeypatch):
+    with make_engine(tmp_path) as engine:
+        closed = []
+        monkeypatch.setattr(engine.checkpointer, "close", lambda: closed.append(True))
+    assert closed
+
+
+def test_skipped_step_forgets_how_many_tokens_each_expert_got(tmp_path):
+    engine = make_engine(tmp_path, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small")
+    backward(engine)
+    (model,) = engine.model_parts
+    counters = [layer.moe.tokens_per_expert for layer in model.layers.values()]
+    assert all(counter.sum() > 0 for counter in counters)
+    poison(engine)
+    assert engine.optim_step().skipped
+    assert all(counter.sum() == 0 for counter in counters)
+
+
+def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):
+    short = make_engine(tmp_path / "a", "--training.seq_len=16")
+    long = make_engine(tmp_path / "b", "--training.seq_len=64")
+    batch, labels = random_batch(1, 40)
+    packed = {"input": batch["input"][:, :16], "positions": torch.arange(20, 36)[None]}
+    for inputs in (batch, packed):
+        ours, theirs = short.forward_step(inputs)[0], long.forward_step(inputs)[0]
+        assert torch.equal(ours, theirs)
+    assert short.model_args.max_seq_len == 16
+    short.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
+
+
+def test_training_loop_of_ones_own_may_average_but_train_counts_over_all_ranks(tmp_path):
+    trainer = Trainer(
+        make_config(
+            tmp_path, "--training.dataset=python_docs", "--training.gradient_reduction=mean"
+        )
+    )
+    with pytest.raises(ValueError, match="set it to 'sum'"):
+        trainer.train()
+    trainer.close()
 
 
 def test_second_trainer_is_not_affected_by_first_trainers_seq_len(tmp_path):

@@ -84,9 +84,13 @@ FORBIDDEN = {
     "distributed": ["models", "components", "engine", "trainer", "hf_datasets", "rl"],
     "components": ["engine", "trainer", "train", "rl"],
     "models": ["engine", "trainer", "train", "config.manager", "rl"],
+    "generation": ["components", "engine", "trainer", "train", "config.manager", "rl"],
     "hf_datasets": ["engine", "trainer", "train", "models", "distributed", "rl"],
     "engine.py": ["trainer", "train", "hf_datasets", "models", "rl"],
     "trainer.py": ["train", "models", "rl"],
+    "rl/losses": ["engine", "trainer", "models", "distributed"],
+    "rl/batcher.py": ["engine", "trainer", "models", "distributed"],
+    "rl/tasks.py": ["engine", "trainer", "models", "distributed"],
 }
 
 

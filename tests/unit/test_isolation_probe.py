@@ -142,11 +142,13 @@ class Mixing(nn.Module):
         return self.layers["0"](self.embedding(tokens))
 
 
-def probe_of(layer):
+def probe_of(layer, **options):
     model = Mixing(layer)
     packing = PackingPolicy("flex", "position_block_causal", 0, True, True)
     forward = torch.no_grad()(lambda batch: model(batch["input"]))
-    return IsolationProbe(forward, [model], packing, 16, seed=1, device=torch.device("cpu"))
+    return IsolationProbe(
+        forward, [model], packing, 16, seed=1, device=torch.device("cpu"), **options
+    )
 
 
 BATCH = {
@@ -192,6 +194,49 @@ def test_leak_into_another_row_is_found():
 
     with pytest.raises(RuntimeError, match=r"row \d, token \d \(document \d, its token \d\)"):
         probe_of(Rows()).check(0, BATCH)
+
+
+class Seeing(nn.Module):
+    """Adds a share of the whole batch's mean to every token."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+
+    def forward(self, x):
+        return x + self.share * x.mean()
+
+
+def test_with_experts_rounding_is_no_leak_and_more_than_rounding_is():
+    torch.manual_seed(0)
+    probe_of(Seeing(1e-5), has_experts=True).check(0, BATCH)
+    with pytest.raises(RuntimeError, match=r"layers\.0"):
+        probe_of(Seeing(1e-5)).check(0, BATCH)
+    with pytest.raises(RuntimeError, match=r"layers\.0"):
+        probe_of(Seeing(1.0), has_experts=True).check(0, BATCH)
+
+
+def test_with_experts_nan_in_one_of_the_two_is_a_leak():
+    class NanAtSecond(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * torch.nan if self.calls % 2 == 0 else x
+
+    with pytest.raises(RuntimeError, match=r"layers\.0"):
+        probe_of(NanAtSecond(), has_experts=True).check(0, BATCH)
+
+
+def test_model_with_experts_passes_until_a_layer_ignores_the_mask(tmp_path):
+    flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe_small", STEPS, PROBE]
+    trainer = make_trainer(tmp_path, "varlen", *short_documents(tmp_path), *flags)
+    batch = next(iter(trainer.dataloader))[0]
+    trainer.isolation_probe.check(1, batch)
+    ignore_mask(trainer, "1")
+    with pytest.raises(RuntimeError, match=r"layers\.1 is the first layer"):
+        trainer.isolation_probe.check(1, batch)
+    trainer.close()
 
 
 def test_nan_everywhere_is_no_leak():

@@ -2,14 +2,16 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts.generate._kv_cache import kv_cache
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import Compile
+from torchtitan.distributed.context_parallel import ShardedMask
+from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.models.llama4 import (
     Llama4StateDictAdapter,
     Transformer,
@@ -201,6 +203,15 @@ def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
         torch.testing.assert_close(sdpa(tokens[:, :4]), expected)
     with pytest.raises(ValueError, match="'sdpa'.*chunks of 4 tokens.*rows of 8.*'flex'"):
         sdpa(tokens)
+
+
+def test_sdpa_refuses_padded_rows_and_rows_of_which_a_rank_holds_less_than_a_chunk():
+    sdpa = tiny_model(attn_type="sdpa")
+    over_two_ranks = ShardedMask(None, SimpleNamespace(cp=2), "alltoall")
+    with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
+        sdpa(torch.arange(3)[None], over_two_ranks)
+    with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
+        sdpa(torch.arange(6)[None], torch.ones(1, 6))
 
 
 def test_sdpa_with_rows_beyond_a_chunk_is_a_config_error():

@@ -212,3 +212,19 @@ def test_one_state_restores_every_scheduler():
 def test_no_optimizer_is_an_assertion_error():
     with pytest.raises(AssertionError):
         build_lr_schedulers(container(), LRScheduler(), training_steps=10)
+
+
+def test_schedule_goes_to_the_step_it_is_told():
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        container(optimizer), LRScheduler(warmup_steps=4), training_steps=10
+    )
+    expected = factors(10, warmup_steps=4)
+    for n in (7, 2, 0):
+        schedulers.set_step(n)
+        assert schedulers.last_epoch == n
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[n])
+        assert schedulers.schedulers[0].get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    schedulers.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[1])

@@ -132,3 +132,14 @@ def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(deg
         ValueError, match="training.enable_cpu_offload .*data_parallel_shard_degree"
     ):
         parallelize_decoder(tiny_model(), dims(**degrees), config)
+
+
+def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.mixed_precision_param = "float32"
+    monkeypatch.setattr("torchtitan.models.parallelize.get_device_type", lambda: "cuda")
+    with pytest.raises(
+        ValueError, match="'allgather'.*got training.mixed_precision_param = 'float32'"
+    ):
+        parallelize_decoder(tiny_model(), dims(cp=2), config)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +59,10 @@ from torchtitan.components.checkpoint_folder import (
     contents_of,
     find_damage,
     from_rank_zero,
+    is_kept,
+    is_of_this_package,
     list_steps,
+    mark_kept,
     mark_unfinished,
 )
 from torchtitan.components.checkpoint_hf import load_from_hf, save_to_hf
@@ -88,6 +92,9 @@ __all__ = [
     "Terminate",
     "purge_thread",
 ]
+
+# Entries of the train state that older checkpoints, and the reference's, have not.
+_KEYS_SINCE_FIRST_VERSION = {"weights_version"}
 
 _WEIGHTS_ONLY = (
     "the optimizer, step and data position start from zero. To continue from an earlier full "
@@ -136,10 +143,16 @@ class ModelWrapper(Stateful):
             for name, tensor in get_model_state_dict(part).items()
         }
 
+    def release(self) -> None:
+        """Let go of the tensors until they are asked for, so that their memory can be freed."""
+        self.cache_state_dict = None
+
     def refresh(self) -> None:
-        self.cache_state_dict = self._get_state_dict()
+        self.cache_state_dict: dict[str, Any] | None = self._get_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
+        if self.cache_state_dict is None:
+            self.refresh()
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,6 +169,22 @@ class _Source(NamedTuple):
     model_only: bool
     from_hf: bool = False
     from_quantized: bool = False
+
+
+class _KnownKeys(Stateful):
+    """A component without the entries that a checkpoint of an older version has not."""
+
+    def __init__(self, component: Stateful, keys: Iterable[str]) -> None:
+        self.component = component
+        self.keys = set(keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            key: value for key, value in self.component.state_dict().items() if key in self.keys
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.component.load_state_dict(state_dict)
 
 
 class _AllPositions(Stateful):
@@ -179,6 +208,9 @@ class CheckpointManager:
     `states` is updated in place with the model, optimizer, schedulers and dataloader. Entries
     need not be `Stateful`. `folder`, `interval`, `keep_latest_k`, `load_only` and `sd_adapter`
     may be set at run time. `model_description` is how error messages call the model.
+
+    Without a dataloader the manager is driven by its caller: each `save` is due.
+    With `enable = false` only the folders that calls name by `path` are written and read.
     """
 
     def __init__(
@@ -216,11 +248,9 @@ class CheckpointManager:
             }
         )
         self.async_mode = AsyncMode(checkpoint_config.async_mode.lower())
-        self.enable_staging = self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-        if not self.enable:
-            return
+        self.enable_staging = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
 
-        self.folder = os.path.join(base_folder, checkpoint_config.folder)
+        self.folder = self._configured_folder = os.path.join(base_folder, checkpoint_config.folder)
         self.sd_adapter = sd_adapter
         self.model_description = " + ".join(type(part).__name__ for part in model_parts)
         self.initial_load_path = checkpoint_config.initial_load_path
@@ -237,14 +267,17 @@ class CheckpointManager:
 
         self.staging_future: Future | None = None
         self._saving_to: str | None = None  # the folder an asynchronous save is writing
-        # Saves in the background must not share a group with the training's own collectives.
-        is_async = self.async_mode != AsyncMode.DISABLED
-        self.pg = dist.new_group(backend="gloo") if is_async and dist.is_initialized() else None
+        self.pg: dist.ProcessGroup | None = None  # of asynchronous saves
 
         self.keep_latest_k = checkpoint_config.keep_latest_k
-        if self.keep_latest_k > 0:
-            self._start_purge_thread()
-        logger.info(f"Checkpointing is on, in {self.folder}")
+        self._written: set[str] = set()  # by this manager, in a folder of its own choice
+        self._given: set[str] = set()  # by path, to be saved to or loaded from
+        if self.initial_load_path:
+            self._given.add(_resolved(self.initial_load_path))
+        if self.enable:
+            if self.keep_latest_k > 0:
+                self._start_purge_thread()
+            logger.info(f"Checkpointing is on, in {self.folder}")
 
     def __del__(self) -> None:
         # Daemon threads are frozen while the interpreter ends; joining one would never return.
@@ -256,7 +289,7 @@ class CheckpointManager:
 
         Raises RuntimeError if that save failed.
         """
-        if not getattr(self, "enable", False):
+        if not hasattr(self, "save_future"):  # the constructor has refused its arguments
             return
         try:
             if self._async_wait():
@@ -268,30 +301,57 @@ class CheckpointManager:
             if self.stager is not None:
                 self.stager.close()
                 self.stager = None
+            self._leave_group()
+
+    def _leave_group(self) -> None:
+        group, self.pg = self.pg, None
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # it went with an earlier default group
+                dist.destroy_process_group(group)
 
     # Saving
 
     @torch.no_grad()
-    def save(self, curr_step: int, last_step: bool = False) -> None:
+    def save(
+        self,
+        curr_step: int,
+        last_step: bool = False,
+        *,
+        path: str | None = None,
+        force: bool = False,
+    ) -> None:
         """Save if this step is due. Collective.
 
         Due are the last step, every `interval` steps, and step 1 when
-        `enable_first_step_checkpoint`. Raises RuntimeError if this save, or an asynchronous one
-        before it, fails; older checkpoints are then untouched.
+        `enable_first_step_checkpoint`; without a dataloader, every step.
+        force: the step is due.
+        path: the step folder to write in place of `<folder>/step-<curr_step>`; the step is due
+            then. Retention, of this run and later ones, leaves the folder alone.
+
+        Raises ValueError where a save was asked for by path or force that the config forbids,
+        RuntimeError if this save, or an asynchronous one before it, fails; older checkpoints are
+        then untouched.
         """
-        if not self._should_save(curr_step, last_step):
+        if path is not None or force:
+            self._check_may_save(path)
+        elif not self._should_save(curr_step, last_step):
             return
         self._async_wait()
         start = time.monotonic()
         self._refresh_model()
+        folder = self._create_checkpoint_id(curr_step) if path is None else os.fspath(path)
+        if path is None:
+            self._written.add(_resolved(folder))
+        else:
+            self._given.add(_resolved(folder))
+            from_rank_zero(lambda: mark_kept(folder))
         if last_step:
-            self._save_last_step(curr_step)
+            self._save_last_step(folder)
         elif self.async_mode == AsyncMode.DISABLED:
             states = self._flattened_model_states_sd()
-            path = self._create_checkpoint_id(curr_step)
-            self.dcp_save(states, path, AsyncMode.DISABLED, enable_garbage_collection=True)
+            self.dcp_save(states, folder, AsyncMode.DISABLED, enable_garbage_collection=True)
         else:
-            self._save_async(curr_step)
+            self._save_async(folder)
         logger.info(f"Training waited {time.monotonic() - start:.2f} s for step {curr_step}'s save")
         self._purge_stale_checkpoints()
 
@@ -313,7 +373,7 @@ class CheckpointManager:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
         with one_error(f"The checkpoint {checkpoint_id} could not be written"):
             if to_hf:
-                save_to_hf(state_dict, self._require_adapter(), checkpoint_id)
+                save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
                 return None
             writer = HashingWriter(checkpoint_id)
             if async_mode == AsyncMode.DISABLED:
@@ -340,10 +400,24 @@ class CheckpointManager:
     def _should_save(self, curr_step: int, last_step: bool) -> bool:
         if not self.enable or self.load_only:
             return False
+        if self.states[DATALOADER] is None:
+            return True
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
 
-    def _save_last_step(self, curr_step: int) -> None:
+    def _check_may_save(self, path: str | None) -> None:
+        if self.load_only:
+            raise ValueError(
+                "checkpoint.load_only = true forbids to save; set it to false, or "
+                "checkpointer.load_only = False for the time of this save"
+            )
+        if path is None and not self.enable:
+            raise ValueError(
+                "checkpoint.enable = false leaves no folder to save in; give the step folder as "
+                "path, or set checkpoint.enable = true"
+            )
+
+    def _save_last_step(self, path: str) -> None:
         """Synchronous whatever the mode: the process is about to end."""
         states = self._flattened_model_states_sd()
         if self.last_save_model_only:
@@ -351,7 +425,6 @@ class CheckpointManager:
                 name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in self.states[MODEL].state_dict().items()
             }
-        path = self._create_checkpoint_id(curr_step)
         self.dcp_save(
             states,
             path,
@@ -360,11 +433,13 @@ class CheckpointManager:
             to_hf=self.last_save_in_hf,
         )
 
-    def _save_async(self, curr_step: int) -> None:
+    def _save_async(self, path: str) -> None:
         GarbageCollection.collect("before saving a checkpoint")
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             self._make_stager()
-        path = self._create_checkpoint_id(curr_step)
+        if self.pg is None and dist.is_initialized():
+            # Saves in the background must not share a group with the training's own collectives.
+            self.pg = dist.new_group(backend="gloo")
         states = self._flattened_model_states_sd()
         result = self.dcp_save(states, path, self.async_mode, enable_garbage_collection=True)
         self._saving_to = path
@@ -401,11 +476,11 @@ class CheckpointManager:
         """Have all but the newest `keep_latest_k` finished step folders removed.
 
         A folder that is being written neither counts nor goes; an interrupted one goes once a
-        newer step is finished.
+        newer step is finished. Folders that are not ours to remove neither count nor go.
         """
-        if not (self.keep_latest_k > 0 and _rank() == 0):
+        if not (self.enable and self.keep_latest_k > 0 and _rank() == 0):
             return
-        folders = list_steps(self.folder)
+        folders = [folder for folder in list_steps(self.folder) if self._may_purge(folder)]
         finished = [f for f in folders if f.contents != Contents.UNFINISHED]
         if not finished:
             return
@@ -422,6 +497,20 @@ class CheckpointManager:
             mark_unfinished(folder.path)  # half removed, it must not look whole
             self.purge_queue.put(folder.path)
 
+    def _may_purge(self, folder: StepFolder) -> bool:
+        """Whether `folder` is a checkpoint of this run, and nobody gave it by path.
+
+        In the configured folder earlier processes of the run have written, too. In one that was
+        set at run time, only what this manager wrote is its own.
+        """
+        path = _resolved(folder.path)
+        if path in self._given or is_kept(path):
+            return False
+        if path in self._written:
+            return True
+        is_configured = _resolved(self.folder) == _resolved(self._configured_folder)
+        return is_configured and is_of_this_package(path)
+
     def _start_purge_thread(self) -> None:
         self.purge_queue: queue.Queue = queue.Queue()
         self.purge_thread = threading.Thread(
@@ -432,24 +521,33 @@ class CheckpointManager:
     # Loading
 
     @torch.no_grad()
-    def load(self, step: int = -1) -> bool:
+    def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
 
         step: the step to load, from this run's own folder; -1 is the newest one that is whole,
-        or without any the initial checkpoint, if one is configured.
+            or without any the initial checkpoint, if one is configured.
+        path: the step folder to load, DCP or Hugging Face files; nothing else is looked at then,
+            neither this run's folder nor the initial checkpoint.
+        model_only: leave optimizer, schedule, step and data position as they are.
+
         Raises FileNotFoundError or ValueError when what was asked for is not there, is damaged,
         or belongs to another model.
         """
-        if not self.enable:
+        if path is not None and step != -1:
+            raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
+        if path is None and not self.enable:
             return False
         self._async_wait()
-        source = self._own_source(step) or self._initial_source()
+        if path is not None:
+            source = self._source_at(os.fspath(path))
+        else:
+            source = self._own_source(step) or self._initial_source()
         if source is None:
             return False
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
         self._refresh_model()
-        states = self._states_to_load(source.model_only)
+        states = self._states_to_load(source.model_only or model_only)
         if not source.from_hf:
             states = self._fit_to_checkpoint(states, source)
         self.dcp_load(
@@ -472,7 +570,7 @@ class CheckpointManager:
     ) -> None:
         """Read `checkpoint_id` into `state_dict` and the model."""
         if from_hf:
-            adapter = self._require_adapter()
+            adapter = self.require_adapter()
             loaded = load_from_hf(
                 state_dict, adapter, checkpoint_id, from_quantized, self.model_description
             )
@@ -533,12 +631,25 @@ class CheckpointManager:
             )
         return None
 
+    def _source_at(self, path: str) -> _Source:
+        self._given.add(_resolved(path))
+        from_rank_zero(lambda: _check_is_folder(path))
+        contents = from_rank_zero(lambda: contents_of(path))
+        if contents == Contents.UNKNOWN:
+            from_rank_zero(lambda: _check_holds_dcp(path, "load(path=...)"))
+        self._check_undamaged(path)
+        from_hf = contents == Contents.HF
+        if from_hf:
+            logger.warning(f"{path} holds weights only, in Hugging Face format: {_WEIGHTS_ONLY}")
+        from_quantized = from_hf and self.initial_load_in_hf_quantized
+        return _Source(path, from_hf, from_hf, from_quantized)
+
     def _initial_source(self) -> _Source | None:
         """Where a run without checkpoints of its own starts from, if that is configured."""
         path = self.initial_load_path
         key = "checkpoint.initial_load_path"
         if not path and self.initial_load_in_hf:
-            path, key = self._require_adapter().hf_assets_path, "model.hf_assets_path"
+            path, key = self.require_adapter().hf_assets_path, "model.hf_assets_path"
             if not path:
                 raise ValueError(
                     "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
@@ -549,7 +660,7 @@ class CheckpointManager:
         if not from_rank_zero(lambda: os.path.isdir(path)):
             raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
         if not self.initial_load_in_hf:
-            from_rank_zero(lambda: _check_holds_dcp(path))
+            from_rank_zero(lambda: _check_holds_dcp(path, key))
         self._check_undamaged(path)
         return _Source(
             path,
@@ -597,6 +708,12 @@ class CheckpointManager:
                 positions = _AllPositions(others[DATALOADER], saved_positions)
                 states = states | {DATALOADER: positions}
                 own_keys[DATALOADER] = set()
+        if TRAIN_STATE in others:
+            known = keys_of(TRAIN_STATE, saved)
+            newer = {f"{TRAIN_STATE}.{key}" for key in _KEYS_SINCE_FIRST_VERSION - known}
+            if own_keys[TRAIN_STATE] & newer:
+                states = states | {TRAIN_STATE: _KnownKeys(others[TRAIN_STATE], known)}
+                own_keys[TRAIN_STATE] -= newer
         for name, keys in own_keys.items():
             check_no_key_missing(name, keys - saved.keys(), source.path)
         return states
@@ -619,6 +736,10 @@ class CheckpointManager:
         return self._flattened_model_states_sd(kept)
 
     # Shared
+
+    def release_model(self) -> None:
+        """Hold no parameter's memory; each save and load takes hold of it anew."""
+        self.states[MODEL].release()
 
     def _refresh_model(self) -> None:
         """After an evaluation FSDP may hold gathered weights, and a client may have moved them;
@@ -650,7 +771,8 @@ class CheckpointManager:
         """The newest finished step in this run's folder; -1 if there is none. Collective."""
         return from_rank_zero(self._find_load_step) if self.enable else -1
 
-    def _require_adapter(self) -> "BaseStateDictAdapter":
+    def require_adapter(self) -> "BaseStateDictAdapter":
+        """The model's adapter; ValueError if it has none."""
         if self.sd_adapter is None:
             raise ValueError(
                 f"Checkpoints of {self.model_description} cannot be read or written in Hugging "
@@ -687,19 +809,31 @@ def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None
         )
 
 
-def _check_holds_dcp(path: str) -> None:
+def _check_is_folder(path: str) -> None:
+    if not os.path.isdir(path):
+        raise FileNotFoundError(
+            f"load(path=...) must be the folder of one checkpoint, got {path!r}, which is no "
+            "folder; correct the path"
+        )
+
+
+def _check_holds_dcp(path: str, key: str) -> None:
     contents = contents_of(path)
     if contents == Contents.HF:
         raise ValueError(
-            f"checkpoint.initial_load_path {path!r} holds Hugging Face weights; set "
+            f"{key} {path!r} holds Hugging Face weights; set "
             "checkpoint.initial_load_in_hf = true to read them"
         )
     if contents == Contents.UNKNOWN:
         steps = ", ".join(os.path.basename(folder.path) for folder in list_steps(path))
         raise ValueError(
-            f"checkpoint.initial_load_path must be a checkpoint, which has a file .metadata, got "
+            f"{key} must be a checkpoint, which has a file .metadata, got "
             f"{path!r}; {f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
         )
+
+
+def _resolved(path: str) -> str:
+    return os.path.realpath(path)
 
 
 def _rank() -> int:

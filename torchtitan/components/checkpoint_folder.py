@@ -3,7 +3,8 @@
 A folder is written in this order, so that a process killed anywhere leaves one that is seen to
 be unfinished:
 
-1. the marker `.incomplete` is created (by rank 0, before any other file),
+1. the marker `.incomplete` is created (by rank 0, before any other file), then, if a caller named
+   the folder, `.keep`, which stays,
 2. every rank writes its files and hashes them,
 3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
 4. the marker is removed.
@@ -34,6 +35,7 @@ from torch.futures import Future
 from torchtitan.tools.logging import logger
 
 UNFINISHED_MARKER = ".incomplete"
+KEPT_MARKER = ".keep"
 HASHES_FILE = ".sha256sums"
 DCP_METADATA = ".metadata"
 HF_INDEX = "model.safetensors.index.json"
@@ -88,6 +90,21 @@ def list_steps(folder: str) -> list[StepFolder]:
 def mark_unfinished(folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
     _write_synced(os.path.join(folder, UNFINISHED_MARKER), "")
+
+
+def mark_kept(folder: str) -> None:
+    """Have retention leave `folder` alone, in later processes too: a caller named it."""
+    mark_unfinished(folder)
+    _write_synced(os.path.join(folder, KEPT_MARKER), "")
+
+
+def is_kept(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, KEPT_MARKER))
+
+
+def is_of_this_package(folder: str) -> bool:
+    """Whether this package wrote `folder`: others' hold neither marker nor hashes."""
+    return any(os.path.isfile(os.path.join(folder, n)) for n in (UNFINISHED_MARKER, HASHES_FILE))
 
 
 def start_writing(folder: str) -> None:

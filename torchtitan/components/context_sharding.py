@@ -16,9 +16,10 @@ from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import (
-    ShardedMask,
     TokenShards,
+    positions_of_rank,
     prepare_context_parallel_input,
+    shards_of,
 )
 from torchtitan.models.documents import (
     PADDING,
@@ -54,13 +55,14 @@ class ContextSharding:
         """Lengthen rows at their end until they divide over the ranks.
 
         Nothing sees the added tokens, and they count in no loss.
-        Raises ValueError if the batch brings attention masks, which cannot be lengthened.
+        Raises ValueError if the batch brings a kernel's attention masks, which cannot be
+        lengthened; a padding mask [B, T] can.
         """
         n_rows, seq_len = batch["input"].shape
         n_more = -seq_len % sequence_multiple(self.load_balancer, self.mesh.size())
         if not n_more:
             return batch, labels
-        if batch.get("attention_masks") is not None:
+        if not isinstance(batch.get("attention_masks"), Tensor | None):
             raise ValueError(
                 f"rows of {seq_len} tokens with attention_masks of their own don't divide over "
                 f"{self.mesh.size()} context-parallel ranks; pad both to a multiple of "
@@ -98,15 +100,12 @@ class ContextSharding:
             self.load_balancer,
             self.rotate_method,
         )
-        shards = shards_of(extra_kwargs["attention_masks"])
+        masks = extra_kwargs["attention_masks"]
+        shards = shards_of(masks)
+        extra_kwargs["positions"] = positions_of_rank(
+            masks, extra_kwargs.get("positions"), inputs.shape[1]
+        )
         return inputs, labels, _shard(extra_inputs, shards, n_rows, seq_len), extra_kwargs
-
-
-def shards_of(attention_masks: ShardedMask | dict[str, ShardedMask]) -> TokenShards:
-    """Return how the rows that a mask is for are spread over ranks."""
-    if isinstance(attention_masks, dict):
-        attention_masks = next(iter(attention_masks.values()))
-    return attention_masks.shards
 
 
 def shard_batch(batch: Batch, shards: TokenShards) -> Batch:

@@ -3,8 +3,13 @@
 One token is exchanged for another one, and the batch goes through the model both ways. A token's
 numbers depend on other tokens through attention alone; so logits of other rows, of other documents
 and of earlier tokens have to stay as they are, to the last bit, on every device and in every dtype.
-(Not so where one scale serves a whole tensor, as in dynamic float8, or where tokens compete for
-experts: there a token's rounding depends on the others.)
+(Not so where one scale serves a whole tensor, as in dynamic float8: there a token's rounding
+depends on the others.)
+
+A mixture of experts is the exception that is allowed for. How many tokens an expert gets decides
+which kernel multiplies them, and with it the rounding of each one's result: numbers then count as
+moved only beyond a tolerance. A token whose choice between two experts is a tie within rounding may
+change its expert and be reported; another step, which exchanges another token, tells.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -24,6 +29,11 @@ from torchtitan.tools.logging import logger, warn_once
 
 Batch = dict[str, Any]
 
+# Of models with experts, relative to the largest number of the same token. One fp32 matrix product
+# differs by up to 7e-7 between groups of different sizes (CPU); seeing another token changes far more.
+_TOLERANCE_WITH_EXPERTS = {torch.float32: 1e-4, torch.float64: 1e-4}
+_TOLERANCE_OF_HALF_PRECISION = 5e-2
+
 
 class IsolationProbe:
     """Exchanges a token of a batch and looks which logits move.
@@ -37,6 +47,7 @@ class IsolationProbe:
     seed: with the step, decides which token is exchanged.
     device: the model's.
     pipeline_group: the ranks that hold the parts of one model, if not this rank alone.
+    has_experts: whether any part of the model is a mixture of experts.
     """
 
     def __init__(
@@ -48,6 +59,7 @@ class IsolationProbe:
         seed: int,
         device: torch.device,
         pipeline_group: torch.distributed.ProcessGroup | None = None,
+        has_experts: bool = False,
     ):
         self.forward = forward
         self.models = models
@@ -56,6 +68,7 @@ class IsolationProbe:
         self.seed = seed
         self.device = device
         self.pipeline_group = pipeline_group
+        self.has_experts = has_experts
         if not packing.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
@@ -82,7 +95,7 @@ class IsolationProbe:
         before, after = self._run(batch), self._run(exchanged)
         moved = torch.zeros_like(must_stay)
         if before is not None and after is not None:
-            moved = _moved(before, after) & must_stay
+            moved = self._moved(before, after) & must_stay
         if not self._on_any_rank(bool(moved.any())):
             return
         layer = self._first_layer_that_leaks(batch, exchanged, must_stay)
@@ -129,6 +142,14 @@ class IsolationProbe:
 
     # ---- what moved ----
 
+    def _moved(self, before: Tensor, after: Tensor) -> Tensor:
+        """bool [B, T] on the CPU: where [B, T, n] differs; nan is equal to nan."""
+        tolerance = 0.0
+        if self.has_experts:
+            tolerance = _TOLERANCE_WITH_EXPERTS.get(before.dtype, _TOLERANCE_OF_HALF_PRECISION)
+        rows = zip(before, after, strict=True)  # one by one: logits are large
+        return torch.stack([_differs(a, b, tolerance) for a, b in rows]).cpu()
+
     def _run(self, batch: Batch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
@@ -146,7 +167,9 @@ class IsolationProbe:
     ) -> str | None:
         """The name of the first block whose output moves where it must not."""
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        leaks = (name for name in before if (_moved(before[name], after[name]) & must_stay).any())
+        leaks = (
+            name for name in before if (self._moved(before[name], after[name]) & must_stay).any()
+        )
         layer = next(leaks, None)
         if self.pipeline_group is None:
             return layer
@@ -228,11 +251,17 @@ def _seen_from(place: tuple[int, int] | None, starts: Tensor) -> Tensor:
     return seen
 
 
-def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """bool [B, T] on the CPU: where [B, T, n] differs; nan is equal to nan."""
-    rows = zip(before, after, strict=True)  # one by one: logits are large
-    differs = [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
-    return torch.stack(differs).cpu()
+def _differs(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """bool [T]: where a and b [T, n] differ by more than this share of the token's largest number.
+
+    Numbers that are equal or nan in both are the same, infinite ones included.
+    """
+    different = (a != b) & ~(a.isnan() & b.isnan())
+    if tolerance:
+        largest = a.abs().amax(dim=-1, keepdim=True)
+        # Not "larger than": what is nan in one of them alone has to count.
+        different &= ~((a - b).abs() <= tolerance * largest)
+    return different.any(dim=-1)
 
 
 def _layer_number(name: str) -> int:

@@ -2,16 +2,18 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.tools.logging import logger
 
-__all__ = ["LRSchedulersContainer", "build_lr_schedulers"]
+__all__ = ["LRSchedulersContainer", "build_lr_schedulers", "set_lrs"]
 
 
 class LRSchedulersContainer:
@@ -36,6 +38,20 @@ class LRSchedulersContainer:
         for scheduler in self.schedulers:
             scheduler.step()
 
+    @property
+    def last_epoch(self) -> int:
+        """How many steps the schedule has counted."""
+        return self.schedulers[0].last_epoch
+
+    def set_step(self, n: int) -> None:
+        """Go to where the schedule is after `n` steps, ahead or back; the next step is n + 1."""
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = n
+            factors = [factor(n) for factor in scheduler.lr_lambdas]
+            lrs = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            set_lrs(scheduler.optimizer, lrs)
+            scheduler._last_lr = lrs
+
     def state_dict(self) -> dict[str, Any]:
         return self.schedulers[0].state_dict()
 
@@ -43,6 +59,15 @@ class LRSchedulersContainer:
         for scheduler in self.schedulers:
             # A scheduler keeps the objects it is given.
             scheduler.load_state_dict(copy.deepcopy(state_dict))
+
+
+def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
+    """Give each parameter group its learning rate."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers read it where it is
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def build_lr_schedulers(

@@ -109,12 +109,16 @@ class PackingPolicy:
         extra_inputs: the batch's other entries, without those that only say where documents
             begin; with positions that restart in each document if the model keeps documents
             apart and the batch brings none.
-        extra_kwargs: the attention masks of a model that wants some, unless the batch has them.
+        extra_kwargs: the attention masks of a model that wants some, unless the batch has them;
+            a padding mask [B, T] among its entries becomes the kernel's.
         """
         inputs = batch["input"]
         extra_inputs = {key: value for key, value in batch.items() if key != "input"}
         extra_kwargs: Batch = {}
-        if self.attn_type != "sdpa" and "attention_masks" not in batch:
+        if isinstance(extra_inputs.get("attention_masks"), Tensor):
+            padding_mask = extra_inputs.pop("attention_masks")
+            extra_kwargs["attention_masks"] = model.get_padding_masks(padding_mask)
+        elif self.attn_type != "sdpa" and "attention_masks" not in batch:
             for_masks = dict(extra_inputs)
             if self.separates_documents:
                 # Read once: the mask gets them as the one source that it has to ask.
@@ -151,9 +155,8 @@ def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], 
     if n_rows >= num_rows:
         return [batch], [labels]
     for key, value in batch.items():
-        if key == "attention_masks" or (
-            isinstance(value, Tensor) and not _has_rows(value, num_rows)
-        ):
+        is_kernels_mask = key == "attention_masks" and not isinstance(value, Tensor)
+        if is_kernels_mask or (isinstance(value, Tensor) and not _has_rows(value, num_rows)):
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             raise ValueError(
                 f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and "

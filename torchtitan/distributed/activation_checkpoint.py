@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 # Only matrices of these shapes are always computed again: (in_features, out_features).
@@ -50,7 +51,7 @@ def apply_ac(
     """
     # Of the compiled variants of a wrapped block, dynamo should take the first that fits, not the
     # one used last: forward and recompute may use different ones, and must not change places.
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    host.change("lru cache", False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
     if ac_config.mode == "memory_budget":
         _set_memory_budget(ac_config, model_compile_enabled, base_folder)
@@ -83,9 +84,11 @@ def _set_memory_budget(
     if ac_config.visualize_memory_budget_pareto:
         folder = os.path.join(base_folder, "memory_budget_pareto")
         os.makedirs(folder, exist_ok=True)
-        torch._functorch.config.memory_budget_pareto_dir = folder
-        torch._functorch.config.visualize_memory_budget_pareto = True
-    torch._functorch.config.activation_memory_budget = ac_config.memory_budget
+        host.change_attribute(torch._functorch.config, "memory_budget_pareto_dir", folder)
+        host.change_attribute(torch._functorch.config, "visualize_memory_budget_pareto", True)
+    host.change_attribute(
+        torch._functorch.config, "activation_memory_budget", ac_config.memory_budget
+    )
     logger.info("activation memory budget: %s", ac_config.memory_budget)
 
 

@@ -13,12 +13,13 @@ attention as a `ShardedMask`, which says of which tokens the rank's own ones are
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
@@ -26,8 +27,11 @@ from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 __all__ = [
     "TokenShards",
     "ShardedMask",
+    "apply_cp_to_attention_module",
     "cp_shard",
+    "positions_of_rank",
     "prepare_context_parallel_input",
+    "shards_of",
 ]
 
 # Selective checkpointing and the compiler know collectives by these operators.
@@ -277,7 +281,7 @@ def cp_shard(
     attention_masks: Any = None,
     load_balancer_type: str | None = "headtail",
     input_seq_dim: int = 1,
-    rotate_method: str = "allgather",
+    rotate_method: str | None = "allgather",
 ) -> tuple[tuple[Tensor, ...], Any]:
     """Return this rank's part of each input, and the mask (or dict of masks) for it.
 
@@ -285,12 +289,21 @@ def cp_shard(
     attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
     load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
         parts.
+    rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
     No communication. Raises ValueError if T does not divide, or if `rotate_method` is
     "allgather" and a mask does not say where its documents begin.
     """
     masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
     n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
+    if any(isinstance(mask, Tensor) for mask in masks.values()):
+        raise ValueError(
+            "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
+            "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
+        )
     starts = {name: _starts_of(mask, n_rows, seq_len) for name, mask in masks.items()}
+    if rotate_method is None:
+        says_where = all(first is not None for first, _ in starts.values())
+        rotate_method = "allgather" if says_where else "alltoall"
     # With several masks, the one that is wider decides what is balanced.
     known = [s for s, _ in starts.values() if s is not None] if attention_masks is not None else []
     widest = min(known, key=lambda s: int(s.sum()) * n_rows // len(s)) if known else None
@@ -320,20 +333,19 @@ def prepare_context_parallel_input(
     cp_mesh: DeviceMesh,
     device: torch.device,
     load_balancer_type: str | None = "headtail",
-    rotate_method: str = "allgather",
+    rotate_method: str | None = None,
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Return this rank's tokens, labels and the keyword arguments of the model's forward.
 
     inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
     neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
-    and gets both for the rank's own tokens, [.., T/cp]; without positions, 0..T-1.
+    and gets those for the rank's own tokens. device: accepted for compatibility. rotate_method: as
+    in `cp_shard`.
+    Without positions none are added: the model has them from the mask (`positions_of_rank`), and
+    a caller with positions of its own passes them to the model as they are.
     Changes and returns `extra_kwargs`. Raises like `cp_shard`.
     """
-    positions = extra_kwargs.get("positions")
-    if positions is None:
-        positions = torch.arange(inputs.shape[1], dtype=torch.int32, device=device)
-    positions = positions.expand(inputs.shape)
-    whole = (inputs, positions) if labels is None else (inputs, positions, labels)
+    whole = (inputs,) if labels is None else (inputs, labels)
     parts, masks = cp_shard(
         cp_mesh,
         whole,
@@ -341,9 +353,51 @@ def prepare_context_parallel_input(
         load_balancer_type,
         rotate_method=rotate_method,
     )
-    extra_kwargs["positions"] = parts[1]
     extra_kwargs["attention_masks"] = masks
-    return parts[0], parts[2] if labels is not None else None, extra_kwargs
+    if extra_kwargs.get("positions") is not None:
+        extra_kwargs["positions"] = positions_of_rank(
+            masks, extra_kwargs["positions"], parts[0].shape[1]
+        )
+    return parts[0], parts[1] if labels is not None else None, extra_kwargs
+
+
+def shards_of(attention_masks: Any) -> TokenShards | None:
+    """Return how the rows that a mask (or a dict of masks) is for are spread; None if they aren't."""
+    if isinstance(attention_masks, dict) and attention_masks:
+        attention_masks = next(iter(attention_masks.values()))
+    return attention_masks.shards if isinstance(attention_masks, ShardedMask) else None
+
+
+def positions_of_rank(
+    attention_masks: Any, positions: Tensor | None, num_tokens: int
+) -> Tensor | None:
+    """Return the positions of this rank's `num_tokens` tokens; as they are if rows are not spread.
+
+    positions: [1 or B, T] of whole rows or [1 or B, T/cp] of the rank's tokens; None is 0..T-1.
+    """
+    shards = shards_of(attention_masks)
+    if shards is None:
+        return positions
+    seq_len = shards.cp * num_tokens
+    if positions is None:
+        positions = torch.arange(seq_len, device=shards.mesh.device_type)[None]
+    return shards.shard(positions) if positions.shape[1] == seq_len else positions
+
+
+def apply_cp_to_attention_module(
+    attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
+) -> None:
+    """Not needed here, and refused: attention learns from its mask that tokens are spread.
+
+    Raises NotImplementedError, or ValueError for an unknown `attention_type`.
+    """
+    if attention_type not in ("sdpa", "flex", "varlen"):
+        raise ValueError(f"attention_type must be sdpa, flex or varlen, got {attention_type!r}")
+    raise NotImplementedError(
+        "attention modules need no change for context parallelism here; drop this call, and give "
+        "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "
+        "labels, extra_kwargs, cp_mesh, device, load_balancer) returns"
+    )
 
 
 # ---- collectives with gradients ----

@@ -22,6 +22,11 @@ def whole_tensor(x: Tensor) -> Tensor:
     return x.full_tensor() if is_dtensor(x) else x
 
 
+def local_tensor(x: Tensor) -> Tensor:
+    """This rank's part of `x` if it is a DTensor, sharing its memory; else `x`."""
+    return x.to_local() if is_dtensor(x) else x
+
+
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
     """This rank's part of a parameter, a plain tensor to compute with; None and others as they are.
 

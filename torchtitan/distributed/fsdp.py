@@ -1,6 +1,6 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
-All three SUM gradients over ranks. The loss is a sum over tokens divided by the number of valid
+All three SUM gradients over ranks; `scale_gradients` makes that a mean. The loss is a sum over tokens divided by the number of valid
 tokens in the global batch, so the sum over ranks is the gradient of the global mean, however
 unevenly the valid tokens are spread.
 
@@ -8,6 +8,7 @@ The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict o
 and `output`, each but `layers` possibly None on a pipeline stage.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -25,7 +26,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 _BUCKET_BYTES = 100 * 2**20
@@ -166,6 +168,35 @@ def reshard_model(model: nn.Module) -> None:
             module.reshard()
 
 
+def recover_model(model: nn.Module) -> None:
+    """Make the model fit for its next forward after one, or a backward, that failed half-way.
+
+    FSDP would go on with the weights it had gathered then. No-op without FSDP.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _drop_unreduced_gradients(module)
+    else:
+        logger.warning(
+            "torch %s cannot put FSDP back after a failed forward or backward: build a new engine, "
+            "or install torch >= 2.13",
+            torch.__version__,
+        )
+
+
+def _drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Gradients of gathered parameters, which the next backward would reduce with its own."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            parameter = getattr(fsdp_param, "_unsharded_param", None)
+            if parameter is not None:
+                parameter.grad = None
+
+
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
     """Replicate the model in place on a 1-D mesh; gradients are summed over it in backward.
 
@@ -175,12 +206,20 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     from torch.distributed._composable.replicate import replicate
 
     if enable_compile:
-        torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+        host.change_attribute(torch._dynamo.config, "optimize_ddp", "ddp_optimizer")
     # Buffers stay each rank's own: what some count, experts' tokens, is summed over ranks later.
     replicate(model, process_group=dp_mesh.get_group(), bucket_cap_mb=100, broadcast_buffers=False)
     # DDP's mean cannot become a sum in its communication hook: there, gradients of earlier
     # microbatches, reduced before, are already added in. Scaling what enters backward can.
-    model.register_forward_hook(partial(_scale_gradient_of_output, float(dp_mesh.size())))
+    scale_gradients(model, float(dp_mesh.size()))
+
+
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply all gradients of the model by `factor`, however it is spread over ranks.
+
+    Those of its output are multiplied, where backward begins; of a pipeline, give the last stage.
+    """
+    model.register_forward_hook(partial(_scale_gradient_of_output, factor))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -189,19 +228,20 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     For modules that DDP cannot follow, as a pipeline's stages: their forwards and backwards of
     several microbatches alternate.
     """
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
-        bucket = buckets.setdefault((grad.dtype, grad.device), [])
-        bucket.append(grad)
-        if sum(other.nbytes for other in bucket) >= _BUCKET_BYTES:
-            _sum_bucket(bucket, mesh)
-            bucket.clear()
+        grad = local_tensor(parameter.grad)
+        key = grad.dtype, grad.device
+        buckets[key].append(grad)
+        num_bytes[key] += grad.nbytes
+        if num_bytes[key] >= _BUCKET_BYTES:
+            _sum_bucket(buckets.pop(key), mesh)
+            del num_bytes[key]
     for bucket in buckets.values():
-        if bucket:
-            _sum_bucket(bucket, mesh)
+        _sum_bucket(bucket, mesh)
 
 
 def _sum_bucket(grads: list[Tensor], mesh: DeviceMesh) -> None:

@@ -34,7 +34,8 @@ class ParallelDims:
     """Degrees of parallelism of a world of `world_size` ranks; meshes are built when asked for.
 
     dp_shard = -1 takes the ranks that the other degrees leave. Expert parallelism (ep, etp)
-    reuses ranks of fsdp and tp, so it is no factor of the world size.
+    reuses ranks of fsdp and tp, so it is no factor of the world size. always_fsdp: let FSDP hold
+    the parameters even where there is nothing to shard.
 
     Raises AssertionError (this is what clients of the interface catch) for degrees below 1,
     degrees that don't multiply to the world size, and etp that is neither tp nor 1.
@@ -48,6 +49,7 @@ class ParallelDims:
     ep: int
     etp: int
     world_size: int
+    always_fsdp: bool = False
 
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     _global_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
@@ -249,7 +251,7 @@ class ParallelDims:
         """Whether FSDP holds the parameters: to shard them, or to sum over ranks what DDP cannot,
         which knows plain parameters of one mesh only (not split matrices, not dealt experts)."""
         replicates_split = self.dp_replicate_enabled and self.tp_enabled
-        return self.fsdp_enabled or replicates_split or self.ep_enabled
+        return self.always_fsdp or self.fsdp_enabled or replicates_split or self.ep_enabled
 
     @property
     def tp_enabled(self) -> bool:

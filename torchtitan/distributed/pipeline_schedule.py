@@ -12,7 +12,7 @@ B rows, T tokens of a microbatch's input.
 import csv
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
 
@@ -40,6 +41,10 @@ InputShape = tuple[int, int]
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+_MAX_SCHEDULES = 16  # kept for numbers of microbatches that come again
 
 
 # ---- what passes between stages ----
@@ -68,6 +73,7 @@ class VariableShapeStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self.hidden_states = hidden_states
         self._input_shapes: list[InputShape] = []
+        self._contexts: Sequence[ContextFactory] = ()
         self._received: dict[int, Tensor] = {}  # microbatch -> hidden states
         self._received_gradients: dict[int, Tensor] = {}
         # Torch 2.14 can be told to use a communicator per direction.
@@ -79,7 +85,13 @@ class VariableShapeStage(PipelineStage):
             # Only its length is read: how many gradients go back.
             self._stage_meta.inputs = (None,)
 
-    def begin_step(self, input_shapes: list[InputShape], has_backward: bool) -> None:
+    def begin_step(
+        self,
+        input_shapes: list[InputShape],
+        has_backward: bool,
+        contexts: Sequence[ContextFactory] | None = None,
+    ) -> None:
+        """contexts: one per microbatch, entered around its forward and its backward."""
         if self.hidden_states is None:
             raise ValueError(
                 f"pipeline stage {self.stage_index} does not know what it receives: its model has "
@@ -88,6 +100,7 @@ class VariableShapeStage(PipelineStage):
         self.has_backward = has_backward
         self.chunks = len(input_shapes)
         self._input_shapes = input_shapes
+        self._contexts = contexts or [nullcontext] * len(input_shapes)
         self.end_step()
 
     def end_step(self) -> None:
@@ -118,7 +131,8 @@ class VariableShapeStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with self._contexts[fwd_chunk_id]():
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             self._check_output(output, fwd_chunk_id)
         if self.is_last and not self.has_backward:
@@ -126,7 +140,9 @@ class VariableShapeStage(PipelineStage):
         else:
             # No gradient flows to keywords, and masks are not even tensors.
             stage_output, inputs = self.fwd_cache[fwd_chunk_id]
-            self.fwd_cache[fwd_chunk_id] = stage_output, inputs[:1]
+            # What a head returns is a tuple in the tuple; torch looks at the tensors of one.
+            tensors = tuple(x for x in tree_leaves(stage_output) if isinstance(x, Tensor))
+            self.fwd_cache[fwd_chunk_id] = tensors, inputs[:1]
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -162,8 +178,13 @@ class VariableShapeStage(PipelineStage):
         gradient = self.bwd_cache.pop(bwd_chunk_id)[0]
         return [self._p2p(dist.isend, gradient, self.stage_index - 1, self._backward_group)]
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._contexts[bwd_chunk_id]():
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._contexts[bwd_chunk_id]():
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         # Torch's separate pass for weights sets gradients as they come, transposed say, where
         # autograd lays them out like the parameter. Fused optimizers go by memory, not strides.
         for parameter in self.submod.parameters():
@@ -270,6 +291,8 @@ class PipelineSchedule:
         loss_fn: used in this call in place of the schedule's own.
         input_shapes: (B, T) of every microbatch, on all ranks or on none; without, the rank of
             the first stage tells the others, which wait for it.
+        context_mbs: for every microbatch a callable whose context managers its forward and
+            backward run in, on each stage.
 
         Or with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, which is
         split into `n_microbatches`; the outputs come back in one piece.
@@ -305,6 +328,7 @@ class PipelineSchedule:
         return_outputs: bool = True,
         loss_fn: LossFunction | None = None,
         input_shapes: list[InputShape] | None = None,
+        context_mbs: Sequence[ContextFactory] | None = None,
         **kwargs: Any,
     ) -> list[Any] | Any | None:
         is_split = not (arg_mbs is None and kwarg_mbs is None and target_mbs is None)
@@ -329,6 +353,7 @@ class PipelineSchedule:
             return_outputs,
             loss_fn or self.loss_fn,
             input_shapes,
+            context_mbs,
         )
         return outputs if is_split or outputs is None else torch.cat(outputs)
 
@@ -342,9 +367,14 @@ class PipelineSchedule:
         return_outputs: bool,
         loss_fn: LossFunction | None,
         input_shapes: list[InputShape] | None,
+        context_mbs: Sequence[ContextFactory] | None,
     ) -> list[Any] | None:
         n = _common_length(
-            arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, input_shapes=input_shapes
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            input_shapes=input_shapes,
+            context_mbs=context_mbs,
         )
         if self.has_first_stage and arg_mbs is None:
             raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
@@ -358,7 +388,7 @@ class PipelineSchedule:
         schedule._loss_fn = self._compute_loss if computes_loss else None
         self._loss_fn_of_step = loss_fn
         for stage in self.stages:
-            stage.begin_step(input_shapes, has_backward=not forward_only)
+            stage.begin_step(input_shapes, not forward_only, context_mbs)
         try:
             with self._summed_over_replicas(forward_only):
                 _run_microbatches(
@@ -421,8 +451,14 @@ class PipelineSchedule:
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        yield
-        sum_gradients(parameters, self.replicas)
+        try:
+            yield
+            sum_gradients(parameters, self.replicas)
+        except BaseException:
+            # What a failed step left is of no use; what came before is.
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                parameter.grad = gradient
+            raise
         for parameter, gradient in zip(parameters, earlier, strict=True):
             if gradient is not None:
                 parameter.grad += gradient
@@ -430,9 +466,11 @@ class PipelineSchedule:
     # ---- torch's schedules ----
 
     def _schedule_for(self, n: int, forward_only: bool) -> Any:
-        """Torch's schedule for so many microbatches, made at first use."""
+        """Torch's schedule for so many microbatches; those used last are kept."""
         key = n, forward_only
-        if key not in self._schedules:
+        if key in self._schedules:
+            self._schedules[key] = self._schedules.pop(key)  # to the end: it is the newest now
+        else:
             is_single = issubclass(self.schedule_class, PipelineScheduleSingle)
             make = self._make_single_stage_schedule if is_single else self._make_schedule
             schedule = make(n, forward_only)
@@ -442,6 +480,8 @@ class PipelineSchedule:
             # Torch 2.14 would join outputs, which may differ in length.
             schedule._merge_outputs = list
             self._schedules[key] = schedule
+            if len(self._schedules) > _MAX_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
         return self._schedules[key]
 
     def _make_single_stage_schedule(self, n: int, forward_only: bool) -> Any:

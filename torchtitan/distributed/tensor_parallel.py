@@ -16,7 +16,7 @@ every rank holds whole is always summed over ranks. A value that each rank compu
 everything (an auxiliary loss, say) has to be divided by the number of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
+from torchtitan.tools import host
+from torchtitan.tools.linear import Linear, linear
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
     """
     if getattr(module, "reads_local_parameters", False):
         return
-    if type(module) is nn.Linear:
+    if type(module) in (nn.Linear, Linear):
         module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
     elif type(module) is nn.RMSNorm:
         module.__class__ = LocalRMSNorm
@@ -144,7 +146,7 @@ class LocalRMSNorm(nn.RMSNorm):
 
 class LocalLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local_parameter(self.weight), local_parameter(self.bias))
+        return linear(x, local_parameter(self.weight), local_parameter(self.bias))
 
 
 class SummandLinear(nn.Linear):
@@ -152,7 +154,7 @@ class SummandLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=True)
-        return F.linear(x, local_parameter(self.weight), bias)
+        return linear(x, local_parameter(self.weight), bias)
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -174,13 +176,18 @@ class VocabularyOutput(nn.Linear):
 
     keeps_shards: logits [B, T, V] are a DTensor, each rank with its vocabulary entries.
         Otherwise each rank gets a plain tensor of all.
+
+    A head is called as head(h, this rank's weight, its bias, group=...) in place of all that.
     """
 
     keeps_shards: bool = True
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         mesh = self.weight.device_mesh
-        logits = F.linear(h, local_parameter(self.weight), local_parameter(self.bias))
+        if head is not None:
+            weight, bias = local_parameter(self.weight), local_parameter(self.bias)
+            return head(h, weight, bias, group=mesh.get_group())
+        logits = linear(h, local_parameter(self.weight), local_parameter(self.bias))
         if self.keeps_shards:
             return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
         ranks = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
@@ -206,7 +213,7 @@ def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
         )
     import torch._inductor.config
 
-    torch._inductor.config._micro_pipeline_tp = True
+    host.change_attribute(torch._inductor.config, "_micro_pipeline_tp", True)
     logger.warning(
         "parallelism.enable_async_tensor_parallel is passed on to the compiler, which finds nothing "
         "to overlap in the collectives of these %d ranks: results and speed stay as they are",

@@ -19,6 +19,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+class LocalShard(NamedTuple):
+    """The block of a tensor of `shape` that begins at `offsets`, one of each per dim."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def local_shard(tensor: Tensor) -> LocalShard | None:
+    """What this rank holds of a DTensor, or all of a plain one; None if it holds nothing."""
+    if not is_dtensor(tensor):
+        return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    local = tensor.to_local()
+    if not local.numel():
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    return LocalShard(local, tuple(chunk.offsets), tuple(tensor.shape))
+
+
 class StackLayout(NamedTuple):
     """How a DTensor [E, R, C] lies on the ranks; `rows` are the E that this rank holds."""
 
@@ -96,6 +115,26 @@ def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
         _along_rows(joined, lambda local, part=part: local.chunk(n_parts, dim=1)[part], joined)
         for part in range(n_parts)
     ]
+
+
+def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
+    """The same block where `join_rows` of so many [E, R, C] has it, of which this is one."""
+    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
+    offsets = entry, part * n_rows + row, column
+    return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
+
+
+def transposed_shard(shard: LocalShard) -> LocalShard:
+    """The same block where `swap_rows_and_columns` has it."""
+    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
+    swapped = shard.tensor.transpose(1, 2)
+    return LocalShard(swapped, (entry, column, row), (n_entries, n_columns, n_rows))
+
+
+def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
+    """The block's parts of the entries along dim 0, by their numbers."""
+    views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
+    return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
 
 def swap_rows_and_columns(tensor: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import contextlib
 import functools
 import math
 import os
-import platform
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.job_config import Comm, Debug
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.tools import host
+from torchtitan.tools.linear import cpu_multiplies_bf16
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
 
@@ -38,6 +40,8 @@ def init_distributed(
 ) -> int:
     """Join the default process group, or reuse the one that exists; returns the world size.
 
+    A group that an engine makes here is destroyed when the last engine of this process is closed.
+
     Outside torchrun (no RANK, no WORLD_SIZE) this process becomes a group of one, and needs no
     environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators.
     Communication traces of a hang go below `base_folder`.
@@ -48,25 +52,59 @@ def init_distributed(
     if comm_config.mode != "default" and not dist.is_initialized():
         world_size = _simulated_world_size(comm_config.mode)
         init_fake_mode(world_size, comm_config.mode)
+        _destroy_group_at_end()
         return world_size
     _configure_flight_recorder(comm_config, base_folder)
     if dist.is_initialized():
         _check_existing_group(enable_cpu_backend)
-        logger.warning(
-            "the process group exists already and is reused: our settings for it (backend, "
-            "comm.init_timeout_seconds, ranks) don't take effect"
-        )
+        if not group_is_ours():
+            warn_once(
+                logger,
+                "the process group exists already and is reused: our settings for it (backend, "
+                "comm.init_timeout_seconds, ranks) don't take effect",
+            )
         return dist.get_world_size()
+    timeout = timedelta(seconds=comm_config.init_timeout_seconds)
     dist.init_process_group(
         backend=_default_backend(enable_cpu_backend),
-        timeout=timedelta(seconds=comm_config.init_timeout_seconds),
+        timeout=timeout,
         _ranks=ranks or [],
-        **_rendezvous(),
+        **_rendezvous(timeout),
     )
+    _destroy_group_at_end()
     return dist.get_world_size()
 
 
-def _rendezvous() -> dict:
+_our_group: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+def group_is_ours() -> bool:
+    """Whether the default process group was made by `init_distributed`, not by the host."""
+    return _our_group is not None and _our_group() is dist.group.WORLD is not None
+
+
+def _destroy_group_at_end() -> None:
+    global _our_group
+    _our_group = weakref.ref(dist.group.WORLD)
+    host.at_last_move_out(_destroy_our_group)
+
+
+def _destroy_our_group() -> None:
+    if not group_is_ours():
+        return
+    dist.destroy_process_group()
+    # DTensor remembers results by meshes that look alike; the next engine's would find this one's
+    # groups behind them.
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+def _rendezvous(timeout: timedelta) -> dict[str, Any]:
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if "RANK" in missing and "WORLD_SIZE" in missing:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -76,7 +114,20 @@ def _rendezvous() -> dict:
             f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
             f"WORLD_SIZE to run as one process"
         )
-    return {}
+    where = tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
+    if where not in _meeting_places:
+        _meeting_places[where] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
+    (store, rank, world_size), n_groups = _meeting_places[where]
+    _meeting_places[where][1] += 1
+    store.set_timeout(timeout)
+    group_store = dist.PrefixStore(f"torchtitan_{n_groups}", store)
+    return {"store": group_store, "rank": rank, "world_size": world_size}
+
+
+# Where ranks meet -> [(store, rank, world size), groups made there]. One store for all groups of
+# this process, one after the other: ranks that meet anew while another still leaves the last group
+# would find its keys, or a server that is going away.
+_meeting_places: dict[tuple[str, ...], list[Any]] = {}
 
 
 def _default_backend(enable_cpu_backend: bool) -> str:
@@ -121,7 +172,7 @@ def _set_environment(name: str, value: str, launcher_default: str | None = None)
     old = os.environ.get(name)
     if old not in (None, value, launcher_default):
         logger.warning("environment variable %s changes from %r to %r", name, old, value)
-    os.environ[name] = value
+    host.change_environment(name, value)
 
 
 def _simulated_world_size(mode: str) -> int:
@@ -151,6 +202,8 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     """Give every group in use this timeout from here on. All ranks must call it.
 
+    A default group that the host made keeps its own.
+
     The first step compiles and connects, so it runs under a longer timeout; a barrier keeps a
     rank that is still in it from being timed by the shorter one.
     """
@@ -164,6 +217,8 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     groups = [mesh.get_group() for mesh in meshes] + [c10d._get_default_group()]
     for group in groups:
+        if group is dist.group.WORLD and not group_is_ours():
+            continue
         if dist.get_backend(group) != "fake":
             c10d._set_pg_timeout(timeout, group)
 
@@ -184,16 +239,14 @@ def set_determinism(
     others the same. `debug.deterministic` restricts torch to deterministic kernels.
     """
     if debug_config.deterministic:
-        _use_deterministic_kernels(debug_config.deterministic_warn_only)
+        use_deterministic_kernels(debug_config.deterministic_warn_only)
     if parallel_dims.world_size == 1:
         if debug_config.seed is None:
             return _generator_seed().item()
         _seed_this_rank(debug_config.seed)
         return debug_config.seed
 
-    base_seed = debug_config.seed
-    if base_seed is None:
-        base_seed = _broadcast_seed(device)
+    base_seed = agree_on_seed(parallel_dims, device, debug_config)
     seed = (base_seed + _seed_offset(parallel_dims, distinct_seed_mesh_dims)) % 2**64
     logger.info("seed %d on global rank %d", seed, c10d.get_rank())
     _seed_this_rank(seed)
@@ -204,21 +257,50 @@ def set_determinism(
         if world_mesh.device_type != "cpu":
             from torch.distributed.tensor import _random
 
+            before = _random._rng_tracker
             _random.manual_seed(seed, world_mesh)
+            host.change(
+                "DTensor's generator",
+                _random._rng_tracker,
+                write=lambda tracker: setattr(_random, "_rng_tracker", tracker),
+                before=before,
+            )
     return base_seed
 
 
-def _use_deterministic_kernels(warn_only: bool) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
+def agree_on_seed(parallel_dims: ParallelDims, device: torch.device, debug_config: Debug) -> int:
+    """Return the base seed of `set_determinism`, and seed nothing."""
+    if debug_config.seed is not None:
+        return debug_config.seed
+    if parallel_dims.world_size == 1:
+        return _generator_seed().item()
+    return _broadcast_seed(device)
+
+
+def use_deterministic_kernels(warn_only: bool) -> None:
+    """Restrict torch to deterministic kernels, until the last engine is closed."""
+    host.change(
+        "deterministic algorithms",
+        (True, warn_only),
+        read=lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        write=lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    )
+    host.change_attribute(torch.backends.cudnn, "deterministic", True)
+    host.change_attribute(torch.backends.cudnn, "benchmark", False)
     # cuBLAS picks its workspace by stream unless told; see torch's reproducibility notes.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    host.change_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Autotuning may choose another kernel in each run. A process that has not loaded the
     # attention module has compiled no kernel with it.
     attention = sys.modules.get("torchtitan.models.attention")
     if attention is not None:
-        attention.FlexAttentionWrapper._compiled_flex_attn = _flex_attention_without_autotuning
+        host.change_attribute(
+            attention.FlexAttentionWrapper,
+            "_compiled_flex_attn",
+            _flex_attention_without_autotuning,
+        )
 
 
 def _flex_attention_without_autotuning(*args: Any, **kwargs: Any) -> Any:
@@ -257,7 +339,7 @@ def _seed_offset(parallel_dims: ParallelDims, distinct_seed_mesh_dims: list[str]
 def _seed_this_rank(seed: int) -> None:
     torch.manual_seed(seed)
     # For child processes: this interpreter's hashes were fixed when it started.
-    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
+    host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
 
 
 # ---- contexts a step runs in ----
@@ -287,11 +369,11 @@ def maybe_enable_amp(
     itself. Tensor and pipeline parallelism without FSDP run in full precision.
     """
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
-    if dtype == torch.bfloat16 and device_type == "cpu" and not _cpu_multiplies_bf16():
+    if dtype == torch.bfloat16 and device_type == "cpu" and not cpu_multiplies_bf16():
         warn_once(
             logger,
             "training.mixed_precision_param = 'bfloat16' on a CPU without bf16 matmul "
-            "instructions: correct, but about 4 times slower than float32; set "
+            "instructions: correct, but slower than float32, in which it multiplies; set "
             'training.mixed_precision_param = "float32" for speed',
         )
     if parallel_dims.uses_fsdp or dtype == torch.float32:
@@ -305,12 +387,6 @@ def maybe_enable_amp(
         )
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype=dtype)
-
-
-def _cpu_multiplies_bf16() -> bool:
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def create_context_parallel_ctx(

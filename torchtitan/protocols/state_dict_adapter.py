@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+    from torchtitan.distributed.tensor_views import LocalShard
     from torchtitan.protocols.model import BaseModelArgs
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -45,6 +46,32 @@ class BaseStateDictAdapter(ABC):
         self, path: str, from_quantized: bool = False
     ) -> "HuggingFaceStorageReader":
         """A DCP reader of the safetensors files in `path`."""
+
+    def groups_of(self, names: "Iterable[str]") -> list[list[str]]:
+        """Divide our names into groups that `to_hf` can translate each by itself.
+
+        Here those of one module stay together; names that have no HF name may be left out.
+        """
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        return list(groups.values())
+
+    def keeps_dtype(self, name: str) -> bool:
+        """True for parameters of ours whose dtype an export doesn't change: those of routers, for
+        a rounded score may choose another expert."""
+        return ".router." in name
+
+    def hf_aliases(self) -> dict[str, str]:
+        """HF name -> the other HF name of the same tensor, which `to_hf` leaves out."""
+        return {}
+
+    def shards_to_hf(self, name: str, shard: "LocalShard") -> "Iterable[tuple[str, LocalShard]]":
+        """HF name -> block, for one block of our tensor; views, and no communication."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot translate shards by themselves; stream whole tensors "
+            "(sharded=False), or give it a method shards_to_hf"
+        )
 
     def spelled_like(self, hf_names: "Collection[str]") -> "BaseStateDictAdapter":
         """Return an adapter that asks for the names in `hf_names`, where tools name differently."""

@@ -20,6 +20,7 @@ from torchtitan.components.quantization.utils import (
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Float8Linear as Float8LinearOptions
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
@@ -87,7 +88,7 @@ class Float8LinearConverter(QuantizationConverter):
             import torch._inductor.config
 
             # Without the casts that eager mode makes, fused scaling kernels round differently.
-            torch._inductor.config.emulate_precision_casts = True
+            host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
         return replace(config_cls.from_recipe_name(options.recipe_name), emulate=options.emulate)
 
     def _build_filter(self, options: Float8LinearOptions) -> Callable[[nn.Module, str], bool]:

@@ -1,0 +1,193 @@
+"""Ranks that bring unequally many microbatches, or none: the step is that of one process."""
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    SEQ_LEN,
+    VOCAB,
+    Layout,
+    batch_flags,
+    build_engine,
+    whole,
+)
+from torchtitan.components.fillers import token_counters
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.utils import dist_sum
+from torchtitan.testing.gloo import run_ranks
+
+LENGTHS = (7, SEQ_LEN, 16, 5)
+# Per call the microbatches of each data-parallel rank; further ranks have none.
+CALLS = (([0, 1, 2], [3]), ([], [1, 0]), ([], []))
+
+DENSE = ("llama3", "documents, varlen")
+EXPERTS = ("qwen3 MoE", "documents, varlen")
+FULL_AC = ("--activation_checkpoint.mode=full",)
+MEAN = ("--training.gradient_reduction=mean",)
+CASES = {
+    2: [
+        (Layout("FSDP 2", dp_shard=2), DENSE),
+        (Layout("DDP 2", dp_replicate=2, extra=MEAN), ("llama3", "whole rows")),
+        (Layout("DDP 2", dp_replicate=2), EXPERTS),
+        (Layout("FSDP 2, EP 2, full AC", dp_shard=2, ep=2, extra=FULL_AC + MEAN), EXPERTS),
+    ],
+    4: [
+        (Layout("HSDP 2x2", dp_replicate=2, dp_shard=2, extra=MEAN), DENSE),
+        (Layout("FSDP 2, TP 2", dp_shard=2, tp=2, extra=MEAN), DENSE),
+        (Layout("FSDP 2, CP 2", dp_shard=2, cp=2), DENSE),
+        (Layout("FSDP 2, PP 2", dp_shard=2, pp=2, extra=MEAN), DENSE),
+        (Layout("DDP 2, PP 2", dp_replicate=2, pp=2, extra=MEAN), DENSE),
+        (Layout("FSDP 2, PP 2, EP 2, full AC", dp_shard=2, pp=2, ep=2, extra=FULL_AC), EXPERTS),
+    ],
+}
+
+
+def microbatch(index: int):
+    """Rows [1 or 2, LENGTHS[index]] of two documents each, the same wherever they are run."""
+    generator = torch.Generator().manual_seed(index)
+    rows, length = 1 + index % 2, LENGTHS[index]
+    tokens = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, ::3] = IGNORE_INDEX
+    positions = torch.arange(length).repeat(rows, 1)
+    positions[:, length // 2 :] -= length // 2
+    return {"input": tokens, "positions": positions}, labels
+
+
+def measure(layout: Layout, case: tuple[str, str], dump_folder: str) -> dict:
+    family, batch = case
+    flags = [*layout.overrides(), *batch_flags(family, batch)]
+    with build_engine(family, flags, dump_folder) as engine:
+        return _measure(engine, layout)
+
+
+def _measure(engine, layout: Layout) -> dict:
+    losses, scores = [], {}
+    for call in CALLS:
+        if engine.dp_size == 1:
+            mine = [index for indices in call for index in indices]
+        else:
+            mine = call[engine.dp_rank] if engine.dp_rank < len(call) else []
+        pairs = [microbatch(index) for index in mine]
+        loss = engine.forward_backward_step(
+            input_dict=[batch for batch, _ in pairs],
+            labels=[labels for _, labels in pairs],
+            global_valid_tokens=50,
+        )
+        losses.append(dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss")))
+        # In between, as a policy's log-probs are: gradients must not notice.
+        outputs = engine.forward_step(
+            [batch for batch, _ in pairs], output_fn=lambda logits, batch: logits.norm(dim=-1)
+        )
+        if outputs is not None:
+            assert len(outputs) == len(mine)
+            scores.update(zip(mine, outputs, strict=True))
+    named = [item for part in engine.model_parts for item in part.named_parameters()]
+    gradients = {
+        name.replace("_checkpoint_wrapped_module.", ""): whole(p.grad)
+        for name, p in named
+        if p.grad is not None
+    }
+    return {
+        "losses": losses,
+        "scores": scores,
+        "gradients": gradients,
+        "dp_size": engine.dp_size,
+        "counts": [_summed(counter, engine) for counter in token_counters(engine.model_parts)],
+        "grad_norm": engine.optim_step(denominator=10.0).grad_norm.item(),
+    }
+
+
+def _summed(counter: torch.Tensor, engine) -> torch.Tensor:
+    counter = whole(counter)
+    mesh = engine.parallel_dims.get_optional_mesh("loss")
+    if mesh is not None:
+        torch.distributed.all_reduce(counter, group=mesh.get_group())
+    return counter
+
+
+def measure_cases(cases: list, dump_folder: str) -> list[dict]:
+    return [measure(layout, case, dump_folder) for layout, case in cases]
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_unequal_lists_give_the_step_of_one_process(world_size, tmp_path):
+    cases = CASES[world_size]
+    alone = {
+        case: measure(Layout("1 process"), case, str(tmp_path))
+        for case in {case for _, case in cases}
+    }
+    ranks = run_ranks(measure_cases, world_size, cases, str(tmp_path), timeout_seconds=300)
+    for (layout, case), runs in zip(cases, zip(*ranks, strict=True), strict=True):
+        expected = alone[case]
+        gradients, scores = {}, {}
+        for run in runs:
+            gradients |= run["gradients"]
+            scores |= run["scores"]
+            assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5), layout.name
+            # Of gradients divided by 10 per data-parallel rank, whichever way they were reduced.
+            grad_norm = expected["grad_norm"] / run["dp_size"]
+            assert run["grad_norm"] == pytest.approx(grad_norm, rel=1e-5), layout.name
+        counts = runs[0]["counts"] if layout.pp == 1 else runs[0]["counts"] + runs[-1]["counts"]
+        assert len(counts) == len(expected["counts"]), layout.name
+        for ours, theirs in zip(counts, expected["counts"], strict=True):
+            if "full AC" in layout.name:  # recomputation counts every token again
+                ours = ours / 2
+            # Scores of two experts may be equal up to rounding.
+            assert (ours - theirs).abs().sum() <= 2, layout.name
+        assert scores.keys() == expected["scores"].keys(), layout.name
+        for index, score in scores.items():
+            torch.testing.assert_close(
+                score, expected["scores"][index], rtol=1e-4, atol=1e-4, msg=layout.name
+            )
+        assert gradients.keys() == expected["gradients"].keys(), layout.name
+        for name, gradient in gradients.items():
+            if layout.extra[-1:] == MEAN:
+                gradient = gradient * runs[0]["dp_size"]
+            difference = (gradient - expected["gradients"][name]).abs().max()
+            scale = expected["gradients"][name].abs().max()
+            assert difference <= 2e-5 * scale, f"{layout.name}: {name}"
+
+
+class FailedOnPurpose(Exception):
+    pass
+
+
+def fail(*_):
+    raise FailedOnPurpose
+
+
+def step_after_failures(fails: bool, dump_folder: str) -> tuple[float, float]:
+    """Loss and gradient norm with weights that were changed after the failures."""
+    layout = Layout("FSDP 2", dp_shard=2)
+    flags = [*layout.overrides(), *batch_flags(*DENSE)]
+    with build_engine("llama3", flags, dump_folder) as engine:
+        (model,) = engine.model_parts
+        batch, labels = microbatch(0)
+        step = dict(input_dict=batch, labels=labels, global_valid_tokens=10)
+        if fails:
+            attention = model.layers["2"].attention
+            for place in (
+                attention.register_forward_pre_hook,
+                model.register_forward_hook,
+                attention.register_full_backward_hook,
+            ):
+                handle = place(fail)
+                with pytest.raises(FailedOnPurpose):
+                    engine.forward_backward_step(**step)
+                handle.remove()
+            engine.optimizers.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        loss = engine.forward_backward_step(**step).item()
+        return loss, engine.optim_step().grad_norm.item()
+
+
+def with_and_without_failures(dump_folder: str) -> list[tuple[float, float]]:
+    return [step_after_failures(fails, dump_folder) for fails in (False, True)]
+
+
+def test_engine_goes_on_after_failures_in_forward_and_backward(tmp_path):
+    for without, with_failures in run_ranks(with_and_without_failures, 2, str(tmp_path)):
+        assert with_failures == without

@@ -1,0 +1,244 @@
+"""An engine's state on gloo ranks: saved and loaded anywhere, put away, exported."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    ONE_PROCESS,
+    SEQ_LEN,
+    batch_flags,
+    global_batch,
+    register_tiny,
+    run_step,
+)
+from torchtitan.components.weight_stream import digest_of
+from torchtitan.config import ConfigManager
+from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
+from torchtitan.engine import TrainingEngine
+from torchtitan.protocols import train_spec
+from torchtitan.testing.gloo import run_ranks
+
+TIED = "qwen3, tied"
+LAYOUT = {layout.name: layout for layout in (ONE_PROCESS, *LAYOUTS, *MOE_LAYOUTS)}
+FSDP = LAYOUT["FSDP 2"]
+
+
+def build(case, layout, dump_folder, *flags):
+    """An engine that checkpoints into `dump_folder`; tied models have uneven shards, too."""
+    family = "qwen3" if case == TIED else case
+    name = register_tiny(family)
+    if case == TIED:
+        spec = train_spec.get_train_spec(name)
+        args = dataclasses.replace(
+            spec.model_args["tiny"], enable_weight_tying=True, hidden_dim=127
+        )
+        name = "tiny_tied"
+        if name not in train_spec._extra_train_specs:
+            train_spec.register_train_spec(
+                name, dataclasses.replace(spec, model_args={"tiny": args})
+            )
+    return TrainingEngine(
+        ConfigManager().parse_args(
+            [
+                f"--model.name={name}",
+                "--model.flavor=tiny",
+                f"--job.dump_folder={dump_folder}",
+                f"--training.seq_len={SEQ_LEN}",
+                "--training.mixed_precision_param=float32",
+                "--lr_scheduler.warmup_steps=2",
+                "--debug.seed=7",
+                "--checkpoint.enable",
+                *layout.overrides(),
+                *batch_flags(family, "whole rows"),
+                *flags,
+            ]
+        )
+    )
+
+
+def evaluate(engine):
+    """Leaves the last FSDP unit gathered, as long as nobody frees it."""
+    batch, _ = global_batch(0, with_positions=False)
+    return engine.forward_step({"input": batch["input"][:2]}, output_fn=lambda x, _: x.sum())
+
+
+def train(engine, *steps):
+    """The losses of some steps, and a digest of all parameters after them."""
+    losses = []
+    for step in steps:
+        losses.append(run_step(engine, FSDP, step))
+        engine.optim_step()
+    return losses, everything(engine)
+
+
+def everything(engine):
+    """A digest of this rank's parameters and optimizer state."""
+    state = engine.model_parts[0].state_dict() | engine.optimizers.state_dict()
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    local = {key: t.to_local() if is_dtensor(t) else t for key, t in tensors.items()}
+    return digest_of(local.items()), engine.lr_schedulers.schedulers[0].last_epoch
+
+
+def parameters(engine):
+    return dict(engine.model_parts[0].named_parameters())
+
+
+# ---- two ranks ----
+
+
+def save_and_load(case, folder):
+    """Saves after an evaluation, and what comes back; True for what has to be."""
+    own = build(case, FSDP, folder)  # what a later engine must not pick up
+    train(own, 5)
+    own.checkpointer.save(500)
+    found = {}
+    flags = ["--checkpoint.async_mode=async"] if case == TIED else []
+    engine = build(case, FSDP, folder, *flags)
+    train(engine, 0, 1)
+    evaluate(engine)
+    path = f"{folder}/anywhere/global_step_2"
+    engine.save(path)
+    saved = everything(engine)
+    after = train(engine, 2)
+    engine.close()
+    other = build(case, FSDP, folder, "--checkpoint.initial_load_path=/nowhere")
+    found["loaded"] = other.load(path) and everything(other) == saved
+    found["version"] = other.weights_version == 2
+    found["continues"] = train(other, 2) == after
+    found["exported"] = export_after_evaluation(other)
+    other.save()
+    third = build(case, FSDP, folder)
+    found["own folder"] = third.checkpointer.load(step=3) and everything(third) == after[1]
+    return found
+
+
+def export_after_evaluation(engine):
+    """A state dict costs no communication and is the parameters' own memory."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    evaluate(engine)
+    with CommDebugMode() as communication:
+        state = engine.model_parts[0].state_dict()
+        shards = dict(engine.iter_hf_weights(sharded=True))
+    memory = {p.to_local().data_ptr() for p in parameters(engine).values()}
+    return (
+        communication.get_total_counts() == 0
+        and all(is_dtensor(t) and t.to_local().data_ptr() in memory for t in state.values())
+        and {shard.tensor.data_ptr() for shard in shards.values()} <= memory
+    )
+
+
+def put_away_and_back(case, folder):
+    """Every tensor in new memory, twice, between forward-backward and optimizer step."""
+    plain = build(case, FSDP, folder)
+    expected = train(plain, 0, 1, 2)
+    engine = build(case, FSDP, folder)
+    found = {}
+    train(engine, 0)
+    run_step(engine, FSDP, 1)
+    before = parameters(engine)
+    evaluate(engine)
+    old = {name: p.to_local().data_ptr() for name, p in before.items()}
+    kept = []  # else the new memory may be the old
+
+    def relocate(tensor):
+        kept.append(tensor.to_local() if is_dtensor(tensor) else tensor)
+        return tensor.clone()
+
+    for _ in range(2):
+        engine._offloader.replace({"model", "optimizer", "grad"}, relocate)
+    after = parameters(engine)
+    (model,) = engine.model_parts
+    found["same objects"] = before.keys() == after.keys() and all(
+        after[name] is parameter for name, parameter in before.items()
+    )
+    found["in the optimizer"] = {id(p) for g in engine.optimizers.param_groups for p in g["params"]}
+    found["in the optimizer"] = found["in the optimizer"] == {id(p) for p in after.values()}
+    found["moved"] = all(after[name].to_local().data_ptr() != ptr for name, ptr in old.items())
+    found["tied"] = (model.output.weight is model.tok_embeddings.weight) == (case == TIED)
+    engine.optim_step()
+    found["same steps"] = train(engine, 2)[1] == expected[1]
+    engine.to("cpu")
+    found["nothing to move"] = train(engine, 3) == train(plain, 3)
+    return found
+
+
+def on_two_ranks(folder):
+    return {
+        (case, name): finding
+        for case in (TIED, "qwen3")
+        for check in (save_and_load, put_away_and_back)
+        for name, finding in check(case, f"{folder}/{case}/{check.__name__}").items()
+    }
+
+
+def test_state_is_saved_loaded_exported_and_put_away_on_two_ranks(tmp_path):
+    for found in run_ranks(on_two_ranks, 2, str(tmp_path), timeout_seconds=300):
+        assert [what for what, finding in found.items() if not finding] == []
+
+
+# ---- weights in every layout ----
+
+EXPORTS = [
+    ("FSDP 2, TP 2", "llama3"),
+    ("TP 2, PP 2, Interleaved1F1B", "llama3"),
+    ("HSDP 2x2", TIED),
+    ("FSDP 4, EP 2", "qwen3 MoE"),
+    ("FSDP 2, PP 2, EP 2", "deepseek_v3"),
+    ("FSDP 2, TP 2, EP 2, ETP 2", "llama4"),
+    ("HSDP 2x2, EP 2", "gpt_oss"),
+]
+
+
+def export(cases, folder):
+    """Of each case: names in order, digest, and this rank's own pieces."""
+    results = []
+    for layout, case in cases:
+        engine = build(case, LAYOUT[layout], folder)
+        stream = engine.iter_hf_weights(dtype=torch.bfloat16)
+        received = [(name, whole_tensor(tensor).clone()) for name, tensor in stream]
+        assert digest_of(received) == stream.digest
+        pieces = list(engine.iter_hf_weights(sharded=True, dtype=torch.bfloat16))
+        pieces = [(n, p._replace(tensor=p.tensor.clone())) for n, p in pieces]
+        results.append(([name for name, _ in received], stream.digest, pieces))
+        engine.close()
+    return results
+
+
+def paste(ranks):
+    """name -> whole tensor, of the pieces of all ranks, which agree where they overlap."""
+    whole, filled = {}, {}
+    for pieces in ranks:
+        for name, (tensor, offsets, shape) in pieces:
+            target = whole.setdefault(name, tensor.new_zeros(shape))
+            is_filled = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            index = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+            assert torch.equal(target[index][is_filled[index]], tensor[is_filled[index]]), name
+            target[index], is_filled[index] = tensor, True
+    assert all(mask.all() for mask in filled.values())
+    return whole
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """case -> (names, digest) of one process."""
+    cases = list(dict.fromkeys(case for _, case in EXPORTS))
+    folder = str(tmp_path_factory.mktemp("alone"))
+    (results,) = run_ranks(export, 1, [(ONE_PROCESS.name, case) for case in cases], folder)
+    return {case: result[:2] for case, result in zip(cases, results, strict=True)}
+
+
+def test_weights_are_the_same_in_every_layout_whole_and_in_pieces(tmp_path, alone):
+    """The same names in the same order, and the same digest; all experts, all stages."""
+    ranks = run_ranks(export, 4, EXPORTS, str(tmp_path), timeout_seconds=300)
+    for i, (layout, case) in enumerate(EXPORTS):
+        names, digest = alone[case]
+        for rank in ranks:
+            assert rank[i][0] == names, (layout, case)
+            assert rank[i][1] == digest, (layout, case)
+        pieces = paste(rank[i][2] for rank in ranks)
+        assert digest_of(pieces.items()) == digest, (layout, case)

@@ -1,0 +1,85 @@
+"""An engine's state moves to host memory and back on one GPU."""
+
+import pytest
+import torch
+
+from tests.unit.test_engine import make_engine, num_valid, random_batch
+
+
+def step(engine, seed):
+    batch, labels = random_batch(2, 32, seed)
+    loss = engine.forward_backward_step(
+        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
+    )
+    return loss.item(), engine.optim_step().grad_norm.item()
+
+
+def wrap_for_fsdp(monkeypatch):
+    """The engine wraps for FSDP where there is more than one rank; here it is wrapped by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchtitan.distributed.fsdp import apply_fsdp
+    from torchtitan.models import parallelize
+
+    def wrap(model, parallel_dims, job_config, compile_blocks):
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("fsdp",))
+        apply_fsdp(model, mesh, torch.float32, torch.float32, pp_enabled=False)
+
+    monkeypatch.setattr(parallelize, "_apply_data_parallel", wrap)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])  # the latter is tied
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_after_a_stay_in_host_memory_are_the_same(family, sharded, tmp_path, monkeypatch):
+    if sharded:
+        wrap_for_fsdp(monkeypatch)
+    flags = f"--model.name={family}", "--debug.deterministic"
+    plain, engine = make_engine(tmp_path, *flags), make_engine(tmp_path, *flags)
+    expected = [step(plain, seed) for seed in range(3)]
+    found = [step(engine, 0)]
+    exported = engine.iter_hf_weights()
+    for _ in exported:
+        pass
+    allocated = torch.cuda.memory_allocated()
+    parameters = list(engine.model_parts[0].parameters())
+    engine.to("cpu")
+    n_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    assert allocated - torch.cuda.memory_allocated() > 2.9 * n_bytes  # weights and two moments
+    assert all(p.device.type == "cpu" for p in parameters)
+    with pytest.raises(RuntimeError, match="forward_backward_step needs model and grad on cuda"):
+        step(engine, 1)
+    engine.save(str(tmp_path / "away"))
+    away = engine.iter_hf_weights()
+    for _ in away:
+        pass
+    assert away.digest == exported.digest
+    engine.to("cuda")
+    assert all(a is b for a, b in zip(engine.model_parts[0].parameters(), parameters, strict=True))
+    found += [step(engine, seed) for seed in (1, 2)]
+    assert found == expected
+    assert engine.load(str(tmp_path / "away"))
+    assert step(engine, 1) == expected[1]
+
+
+def test_each_kind_of_state_moves_by_itself(tmp_path):
+    engine = make_engine(tmp_path)
+    step(engine, 0)
+    batch, labels = random_batch(2, 32)
+    engine.forward_backward_step(
+        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
+    )
+    (parameter, *_) = engine.model_parts[0].parameters()
+    grad = parameter.grad.clone()
+    engine.to("cpu", model=False, optimizer=False)
+    assert parameter.grad is None and parameter.is_cuda  # torch has no gradient elsewhere
+    with pytest.raises(RuntimeError, match="optim_step needs grad on cuda"):
+        engine.optim_step()
+    engine.to("cpu", grad=False, optimizer=False)
+    assert torch.equal(parameter.grad, grad.cpu())
+    engine.to("cuda", optimizer=False)
+    assert torch.equal(parameter.grad, grad)
+    engine.to("cpu", model=False, grad=False)
+    state = engine.optimizers.state[parameter]
+    assert state["exp_avg"].device.type == "cpu"
+    engine.to("cuda")
+    engine.optim_step()
