@@ -1,0 +1,40 @@
+"""Policy gradients with a clipped ratio (PPO, GRPO): sampled answers, advantages, two epochs."""
+
+import torch
+
+from torchtitan.components.logprobs import TokenLogProbs
+from torchtitan.components.loss import aggregation_weights
+from torchtitan.config import job_config as config
+from torchtitan.engine import TrainingEngine
+
+job = config.JobConfig(
+    model=config.Model(name="llama3", flavor="debugmodel"),
+    training=config.Training(mixed_precision_param="float32"),
+)
+
+
+def clipped_objective(outputs, labels, batch):
+    """A plain weighted sum over tokens: the weights hold the aggregation and the mask."""
+    ratio = (outputs.logprobs - batch["old_logprobs"]).exp()
+    clipped = ratio.clamp(0.8, 1.2)
+    gain = torch.minimum(ratio * batch["advantages"], clipped * batch["advantages"])
+    return -(gain * batch["loss_weights"]).sum()
+
+
+with TrainingEngine(job) as engine:
+    head = TokenLogProbs()
+    rollouts, microbatches = torch.randint(0, 2048, (4, 33)), []  # this rank's: prompt and answer
+    mask = (torch.arange(32) >= 12).expand(4, 32)  # label t is of the answer
+    weights = aggregation_weights(list(mask), "seq-mean-token-mean", group=engine.dp_group)
+    for tokens, weight, advantage in zip(rollouts, weights, (1.0, -1.0, 0.5, -0.5), strict=True):
+        batch = {"input": tokens[None, :-1], "labels": tokens[None, 1:]}
+        batch["loss_weights"], batch["advantages"] = weight[None], torch.full((1, 32), advantage)
+        microbatches.append(batch)
+    sampled = engine.forward_step(microbatches, head=head)
+    for batch, outputs in zip(microbatches, sampled, strict=True):
+        batch["old_logprobs"] = outputs.logprobs
+    labels = [batch["labels"] for batch in microbatches]
+    step = dict(labels=labels, global_valid_tokens=1.0, loss_fn=clipped_objective, head=head)
+    for epoch in range(2):
+        loss = engine.forward_backward_step(input_dict=microbatches, **step)
+        print(f"epoch {epoch}: loss {loss:.5f}, norm {engine.optim_step(lr=1e-4).grad_norm:.4f}")

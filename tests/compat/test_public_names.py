@@ -1,0 +1,106 @@
+"""Names of the reference that other programs import: each is there, and says so if it cannot work."""
+
+import importlib
+
+import pytest
+import torch
+
+NAMES = {
+    "torchtitan.config.job_config": (
+        "Checkpoint Compile JobConfig LRScheduler Model Optimizer Parallelism Training"
+    ),
+    "torchtitan.distributed.activation_checkpoint": "apply_ac",
+    "torchtitan.distributed.context_parallel": (
+        "apply_cp_to_attention_module cp_shard prepare_context_parallel_input"
+    ),
+    "torchtitan.distributed.deepep": "DispatchState combine_tokens dispatch_tokens sync_combine",
+    "torchtitan.distributed.dual_pipe_v": (
+        "DualPipeExpertParallel HookCoordinator SyncHook get_dual_pipe_v_flag overlap_callback "
+        "_count_moe_modules"
+    ),
+    "torchtitan.distributed.expert_parallel": (
+        "BaseExpertParallel DeepEPExpertParallel ExpertParallel ExpertTensorParallel "
+        "ReordererSequenceParallel TensorParallel"
+    ),
+    "torchtitan.distributed.parallel_dims": "ParallelDims",
+    "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context maybe_enable_amp",
+    "torchtitan.models.attention": "VarlenMetadata create_attention_mask get_causal_mask_mod",
+    "torchtitan.models.gpt_oss.infra.expert_parallel": (
+        "GptossExpertTensorParallel GptossTensorParallel"
+    ),
+    "torchtitan.models.moe.moe_deepep": "DeepEPMoE",
+    "torchtitan.protocols.model": "AttentionMasksType BaseModelArgs ModelProtocol",
+    "torchtitan.protocols.train_spec": "TrainSpec get_train_spec register_train_spec",
+    "torchtitan.train": "Trainer",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_importable(module):
+    loaded = importlib.import_module(module)
+    assert [name for name in NAMES[module].split() if not hasattr(loaded, name)] == []
+
+
+def uses_of_what_is_not_available():
+    from torchtitan.distributed import deepep, dual_pipe_v
+    from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+    from torchtitan.distributed.expert_parallel import DeepEPExpertParallel, ExpertParallel
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.moe.moe_deepep import DeepEPMoE
+
+    return {
+        "DeepEPExpertParallel": (lambda: DeepEPExpertParallel(), "use ExpertParallel"),
+        "deepep.dispatch_tokens": (lambda: deepep.dispatch_tokens(1), "'standard'"),
+        "deepep.combine_tokens": (lambda: deepep.combine_tokens(1), "'standard'"),
+        "deepep.sync_combine": (lambda: deepep.sync_combine(), "'standard'"),
+        "deepep.DispatchState": (lambda: deepep.DispatchState(), "'standard'"),
+        "DeepEPMoE": (lambda: DeepEPMoE(MoEArgs(), 8, 8), r"build MoE\("),
+        "DualPipeExpertParallel": (
+            lambda: dual_pipe_v.DualPipeExpertParallel(ExpertParallel()),
+            "use ExpertParallel",
+        ),
+        "HookCoordinator": (lambda: dual_pipe_v.HookCoordinator(), "'DualPipeV'"),
+        "SyncHook": (lambda: dual_pipe_v.SyncHook.apply(1), "'DualPipeV'"),
+        "overlap_callback": (lambda: dual_pipe_v.overlap_callback(), "'DualPipeV'"),
+        "apply_cp_to_attention_module": (
+            lambda: apply_cp_to_attention_module([], None, "flex"),
+            "prepare_context_parallel_input",
+        ),
+    }
+
+
+def test_what_is_not_available_says_what_to_use_when_it_is_used():
+    for name, (use, remedy) in uses_of_what_is_not_available().items():
+        with pytest.raises(NotImplementedError, match=remedy):
+            use()
+            pytest.fail(f"{name} was silent")
+
+
+def test_unknown_attention_for_context_parallelism_is_refused():
+    from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+
+    with pytest.raises(ValueError, match="sdpa, flex or varlen, got 'ring'"):
+        apply_cp_to_attention_module([], None, "ring")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"])
+def test_list_of_saved_ops_is_there_and_cannot_be_changed(family):
+    module = importlib.import_module(f"torchtitan.models.{family}.infra.parallelize")
+    assert torch.ops.aten.mm.default in module._op_sac_save_list
+    assert not hasattr(module._op_sac_save_list, "add")
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        module.other  # noqa: B018
+
+
+def test_no_job_overlaps_experts_with_another_microbatch():
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed.dual_pipe_v import _count_moe_modules, get_dual_pipe_v_flag
+    from torchtitan.models.qwen3 import get_train_spec
+
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_schedule = "DualPipeV"
+    assert get_dual_pipe_v_flag(config, None) is False
+    spec = get_train_spec()
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args["debugmodel_moe_small"])
+    assert _count_moe_modules(model) == 4

@@ -1,0 +1,200 @@
+"""A tiny job in any layout, documents to feed it, and a plain loop to compare it with.
+
+B rows, T tokens per row, V vocabulary entries.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.job_config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Debug,
+    Job,
+    JobConfig,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
+from torchtitan.distributed.utils import dist_sum
+from torchtitan.engine import TrainingEngine
+
+FAMILY = "qwen3"
+VOCAB, SEQ_LEN = 64, 64
+LR, MAX_NORM = 1e-2, 0.5
+# Without it AdamW makes steps of full size from gradients that are rounding errors.
+EPS = 1e-3
+
+Batch = dict[str, Any]
+
+
+def add_tiny_flavors() -> None:
+    """Add `tiny`, `tiny_tied` and `tiny_moe` to the flavors of this process."""
+    from torchtitan.models.qwen3 import qwen3_args
+
+    sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=VOCAB)
+    dense = dataclasses.replace(qwen3_args["debugmodel"], hidden_dim=64, **sizes)
+    qwen3_args["tiny"] = dataclasses.replace(dense, enable_weight_tying=False)
+    qwen3_args["tiny_tied"] = dense
+    moe = qwen3_args["debugmodel_moe_small"]
+    qwen3_args["tiny_moe"] = dataclasses.replace(moe, moe_inter_dim=16, **sizes)
+
+
+def tiny_job(
+    folder: str,
+    flavor: str = "tiny",
+    attn_type: str | None = "varlen",
+    attn_mask_type: str | None = "position_block_causal",
+    *,
+    parallelism: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    lr_scheduler: dict[str, Any] | None = None,
+    seed: int | None = 0,
+) -> JobConfig:
+    """A job in fp32 of a flavor of `add_tiny_flavors`, with a constant learning rate; keywords of
+    sections go on top."""
+    return JobConfig(
+        job=Job(dump_folder=folder),
+        model=Model(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type),
+        optimizer=Optimizer(**(dict(lr=LR, eps=EPS, weight_decay=0.0) | (optimizer or {}))),
+        lr_scheduler=LRScheduler(
+            **(dict(warmup_steps=0, min_lr_factor=1.0) | (lr_scheduler or {}))
+        ),
+        training=Training(
+            **(
+                dict(seq_len=SEQ_LEN, mixed_precision_param="float32", max_norm=MAX_NORM)
+                | (training or {})
+            )
+        ),
+        parallelism=Parallelism(**(parallelism or {})),
+        checkpoint=Checkpoint(**(checkpoint or {})),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        debug=Debug(seed=seed),
+    )
+
+
+def layout_of(name: str, world_size: int) -> dict[str, int]:
+    """Degrees for `world_size` ranks: "fsdp", "ddp", or two ranks of "tp", "pp", "cp", "ep" and
+    FSDP over the rest. One rank is always itself."""
+    if name == "ddp":
+        return {"data_parallel_replicate_degree": world_size, "data_parallel_shard_degree": 1}
+    if name == "fsdp" or world_size == 1:
+        return {"data_parallel_shard_degree": world_size}
+    axis = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}[name]
+    ranks_left = world_size if name == "ep" else world_size // 2
+    return {f"{axis}_parallel_degree": 2, "data_parallel_shard_degree": ranks_left}
+
+
+# ---- documents ----
+
+
+def make_documents(
+    seed: int, lengths: Sequence[int] = (5, 17, 9, 30, 2, 23, 11, 8)
+) -> list[Tensor]:
+    """Documents of random tokens, each [length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def pack(documents: Sequence[Tensor]) -> tuple[Batch, Tensor]:
+    """One row [1, T] of documents, told apart by positions, and its labels; a document's last
+    token has none."""
+    tokens = torch.cat(list(documents))
+    positions = torch.cat([torch.arange(len(d)) for d in documents])
+    ignored = torch.tensor([IGNORE_INDEX])
+    labels = torch.cat([torch.cat((d[1:], ignored)) for d in documents])
+    return {"input": tokens[None], "positions": positions[None]}, labels[None]
+
+
+def num_valid(documents: Sequence[Tensor]) -> int:
+    return sum(len(d) - 1 for d in documents)
+
+
+def run_step(
+    engine: TrainingEngine, documents: Sequence[Tensor], num_microbatches: int = 2, **options: Any
+) -> tuple[float, float]:
+    """One optimizer step on documents, dealt to ranks and microbatches; (loss, gradient norm).
+
+    options: of `forward_backward_step`.
+    """
+    own = documents[engine.dp_rank :: engine.dp_size]
+    parts = [own[i::num_microbatches] for i in range(num_microbatches)]
+    packed = [pack(part) for part in parts if part]
+    loss = engine.forward_backward_step(
+        input_dict=[batch for batch, _ in packed],
+        labels=[labels for _, labels in packed],
+        global_valid_tokens=num_valid(documents),
+        **options,
+    )
+    loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+    return loss, float(engine.optim_step().grad_norm)
+
+
+# ---- what to compare with ----
+
+
+def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Every parameter of the model, whole, by name. Collective over all ranks."""
+    own = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for part in engine.model_parts
+        for name, p in part.named_parameters(remove_duplicate=False)
+    }
+    if not engine.parallel_dims.pp_enabled:
+        return own
+    everybodys: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybodys, own)
+    return {name: tensor for one in everybodys for name, tensor in one.items()}
+
+
+class PlainLoop:
+    """The engine's model without the engine: torch's causal attention on one document at a time,
+    and torch's AdamW. Starts from the engine's weights."""
+
+    def __init__(self, engine: TrainingEngine):
+        args = dataclasses.replace(
+            engine.model_args,
+            attn_type="sdpa",
+            attn_mask_type="causal",
+            max_seq_len=max(engine.model_args.max_seq_len, 256),
+        )
+        self.model: nn.Module = engine.train_spec.model_cls(args)
+        with torch.no_grad():
+            self.model.init_weights()  # for the RoPE table
+        self.model.load_state_dict(whole_weights(engine), strict=False)
+        optimizer = engine.job_config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.max_norm = engine.job_config.training.max_norm
+
+    def logprobs(self, document: Tensor) -> Tensor:
+        """[T - 1], of each token but the first."""
+        logits = self.model(document[None, :-1])
+        return -F.cross_entropy(logits[0].float(), document[1:], reduction="none")
+
+    def run_step(self, documents: Sequence[Tensor]) -> tuple[float, float]:
+        """(loss, gradient norm) of one optimizer step."""
+        total = 0.0
+        for document in documents:
+            loss = -self.logprobs(document).sum() / num_valid(documents)
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm.item()
