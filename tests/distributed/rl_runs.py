@@ -1,0 +1,54 @@
+"""Whole RL runs on this process or on gloo ranks, for tests."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.unit.rl.toy import toy_config
+from torchtitan.rl.controller import Controller
+
+
+def weights_hash(controller: Controller) -> str:
+    """Of all weights of all pipeline stages; collective."""
+    parts: dict[str, str] = {}
+    for part in controller.trainer.engine.model_parts:
+        for name, p in part.named_parameters():
+            whole = p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+            data = whole.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            parts[name] = hashlib.sha256(data).hexdigest()
+    if torch.distributed.is_initialized():
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, parts)
+        parts = {name: digest for part in every for name, digest in part.items()}
+    return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()
+
+
+def run_on_this_rank(
+    dump_folder: Path, overrides: list[str], kill_after: int | None = None
+) -> dict[str, Any]:
+    """Train to the end, or kill this process after a step; returns what every step logged."""
+    controller = Controller(toy_config(dump_folder, *overrides))
+    steps: list[dict[str, float]] = []
+    train_step = controller.train_step
+
+    def recorded_step() -> dict[str, float]:
+        steps.append({"step": controller.step + 1, **train_step()})
+        if controller.step == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return steps[-1]
+
+    controller.train_step = recorded_step
+    controller.train()
+    digest = weights_hash(controller)
+    controller.close()
+    return {"steps": steps, "digest": digest}
+
+
+def numbers(run: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, reward) of each step."""
+    return [(step["loss"], step["grad_norm"], step["rl/reward"]) for step in run["steps"]]

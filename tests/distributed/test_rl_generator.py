@@ -1,0 +1,134 @@
+"""Generators on several ranks: what is drawn does not depend on the layout."""
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    ONE_PROCESS,
+    SEQ_LEN,
+    Layout,
+    batch_flags,
+    build_engine,
+    run_step,
+    whole,
+)
+from tests.unit.rl.test_weight_sync import tiny, weights_of
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.generator import CopyGenerator, LocalGenerator
+from torchtitan.rl.rescore import rescore
+from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
+from torchtitan.testing.gloo import run_ranks
+
+INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
+DENSE_LAYOUTS = [
+    Layout("FSDP 2", dp_shard=2),
+    Layout("DDP 2", dp_replicate=2),
+    Layout("TP 2", tp=2),
+    Layout("PP 2", pp=2),
+    Layout("CP 2", cp=2),
+]
+MOE_LAYOUTS = [
+    Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
+    Layout("PP 2, Interleaved1F1B", pp=2, extra=INTERLEAVED),
+]
+# Five rows, so that two ranks don't get equally many; of different lengths.
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11], [12, 13, 14, 15]]
+SAMPLING = SamplingConfig(temperature=0.8, max_tokens=12, seed=3)
+
+
+def stop_tokens(completions: list[Completion]) -> tuple[int, ...]:
+    """Tokens that end three of the rows early, at different places."""
+    return completions[0].token_ids[1], completions[3].token_ids[4], completions[4].token_ids[7]
+
+
+def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int, ...]):
+    """(completions, with stop tokens, of a copy, how far log-probs are from the trainer's, whether
+    all stayed as it was, loss after)"""
+    flags = [*layout.overrides(), *batch_flags(family, "whole rows")]
+    engine = build_engine(family, flags, folder)
+    run_step(engine, layout, 0)
+    named = [item for part in engine.model_parts for item in part.named_parameters()]
+    gradients = [parameter.grad.clone() for _, parameter in named if parameter.grad is not None]
+
+    generator = LocalGenerator(engine)
+    free = generator.generate(PROMPTS, SAMPLING)
+    stopped = None
+    if stops:
+        sampling = SamplingConfig(temperature=0.8, max_tokens=12, seed=3, stop_token_ids=stops)
+        stopped = generator.generate(PROMPTS, sampling)
+    copy = CopyGenerator.of_engine(engine)
+    WeightSync(engine, copy).update()
+    of_copy = copy.generate(PROMPTS, SAMPLING)
+    samples = [
+        TrainingSample.of_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
+        for prompt, c in zip(PROMPTS, free, strict=True)
+    ]
+    batch = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2).batch(samples)
+    rescored, off = rescore(engine, batch, SAMPLING.temperature)
+    _, still_off = rescore(engine, rescored, SAMPLING.temperature)
+
+    now = [item for part in engine.model_parts for item in part.named_parameters()]
+    stayed = all(a is b for (_, a), (_, b) in zip(named, now, strict=True))
+    after = [parameter.grad for _, parameter in named if parameter.grad is not None]
+    stayed &= all(
+        torch.equal(whole(a), whole(b)) for a, b in zip(gradients, after, strict=True)
+    ) and all(part.training for part in engine.model_parts)
+    engine.optim_step()
+    loss = run_step(engine, layout, 1)
+    engine.close()
+    return free, stopped, of_copy, (off, still_off), stayed, loss
+
+
+def generate_in_layouts(layouts: list[Layout], family: str, folder: str, stops: tuple[int, ...]):
+    return [generate_on_rank(layout, family, folder, stops) for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"), [("llama3", DENSE_LAYOUTS), ("deepseek_v3", MOE_LAYOUTS)]
+)
+def test_completions_are_those_of_one_process_in_every_layout(family, layouts, tmp_path):
+    free, *_ = generate_on_rank(ONE_PROCESS, family, str(tmp_path), ())
+    stops = stop_tokens(free)
+    expected = generate_on_rank(ONE_PROCESS, family, str(tmp_path), stops)
+    assert {c.finish_reason for c in expected[1]} == {"stop", "length"}
+    ranks = run_ranks(
+        generate_in_layouts, 2, layouts, family, str(tmp_path), stops, timeout_seconds=300
+    )
+    for layout, *of_ranks in zip(layouts, *ranks, strict=True):
+        for free, stopped, of_copy, (off, still_off), stayed, loss in of_ranks:
+            assert off <= 5e-6 and still_off == 0, layout.name
+            assert_alike(free, expected[0], layout.name)
+            assert_alike(stopped, expected[1], layout.name)
+            assert_alike(of_copy, expected[2], layout.name)
+            assert stayed, layout.name
+            assert loss == pytest.approx(expected[5], rel=1e-5), layout.name
+        assert of_ranks[0][:2] == of_ranks[1][:2], layout.name
+
+
+def assert_alike(found: list[Completion], expected: list[Completion], where: str) -> None:
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected], where
+    for ours, theirs in zip(found, expected, strict=True):
+        difference = torch.tensor(ours.token_logprobs) - torch.tensor(theirs.token_logprobs)
+        # fp32, sums in another order
+        assert difference.abs().max() <= 5e-6, where
+
+
+# ---- weights for a generator's own copy ----
+
+
+def _send_or_receive(family):
+    rank = torch.distributed.get_rank()
+    model = tiny(family, 1 + rank)
+    if rank == 0:
+        send_weights(weights_of(model, version=7), group=None, source=0)
+        return {name: t.double().sum().item() for name, t in model.state_dict().items()}, 7
+    generator = CopyGenerator(model)
+    generator.update_weights(ReceivedWeights(None, 0, torch.device("cpu")))
+    state = generator.model.state_dict()
+    return {name: t.double().sum().item() for name, t in state.items()}, generator.policy_version
+
+
+def test_weights_sent_to_another_rank_arrive_with_version_and_digest():
+    sent, received = run_ranks(_send_or_receive, 2, "deepseek_v3")
+    assert sent == received

@@ -1,0 +1,76 @@
+"""RL on 2 gloo ranks takes the steps of one process, and goes on after a kill bit for bit."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.rl_runs import numbers, run_on_this_rank
+from tests.unit.rl.toy import toy_config
+from torchtitan.rl.controller import Controller
+from torchtitan.testing.gloo import RankFailure, run_ranks
+
+LAYOUTS = {
+    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
+    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
+    "TP": ["--parallelism.tensor_parallel_degree=2"],
+    "TP, gathered logits": [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.disable_loss_parallel",
+    ],
+    "PP": ["--parallelism.pipeline_parallel_degree=2"],
+}
+STEPS = ["--training.steps=5", "--rl.loss.entropy_coef=0.01", "--optimizer.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    (run,) = run_ranks(run_on_this_rank, 1, tmp_path_factory.mktemp("one"), STEPS)
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
+    runs = run_ranks(run_on_this_rank, 2, tmp_path, [*STEPS, *LAYOUTS[layout]])
+    assert numbers(runs[0]) == numbers(runs[1]), "every rank reports the numbers of all"
+    assert runs[0]["digest"] == runs[1]["digest"]
+    for step, expected in zip(runs[0]["steps"], one_process["steps"], strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert step["rl/reward"] == expected["rl/reward"], "the same completions were drawn"
+        for name in ("policy_loss", "entropy", "ratio_mean", "logprob_diff_max"):
+            assert step[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], abs=2e-5)
+
+
+RESUMED = ["--training.steps=20", "--checkpoint.enable", "--checkpoint.interval=10"]
+RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
+
+
+@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
+    overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
+    unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 13)
+    resumed = run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides)[0]
+
+    assert [step["step"] for step in resumed["steps"]] == list(range(11, 21))
+    assert numbers(resumed) == numbers(unbroken)[10:]
+    assert resumed["digest"] == unbroken["digest"]
+
+
+def fail_on_rank_one(dump_folder):
+    controller = Controller(toy_config(dump_folder))
+    controller.setup()
+    if dist.get_rank() == 1:
+        controller.task.grade = lambda prompt, text: 1 / 0
+    try:
+        controller.train_step()
+    except Exception as error:
+        return repr(error)
+    return "no error"
+
+
+def test_reward_function_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
+    first, second = run_ranks(fail_on_rank_one, 2, tmp_path)
+    assert "rank 1 could not draw or grade its episodes: ZeroDivisionError" in first
+    assert "ZeroDivisionError" in second and "rank" not in second

@@ -1,0 +1,84 @@
+"""`PolicyTrainer` gives every layout the gradients, log-probs and numbers of one process."""
+
+import math
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import gradients, toy_config, toy_samples
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.types import OptimParams
+from torchtitan.testing.gloo import run_ranks
+
+LAYOUTS = {
+    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
+    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
+    "TP": ["--parallelism.tensor_parallel_degree=2"],
+    "PP": ["--parallelism.pipeline_parallel_degree=2"],
+}
+# Fewer samples than data-parallel ranks, an odd number, and several microbatches; split calls.
+CALLS = {"one": [1], "odd": [3], "many": [9], "split": [4, 5]}
+MODES = ["token-mean", "seq-mean-token-mean"]
+
+
+def run_on_this_rank(dump_folder, overrides):
+    config = toy_config(dump_folder, "--rl.loss.entropy_coef=0.01", *overrides)
+    trainer = PolicyTrainer(config)
+    no_update = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
+    found = {}
+    for mode in MODES:
+        batcher = Batcher(
+            dp_size=trainer.engine.dp_size, seq_len=24, rows=2, agg_mode=mode, deferred=True
+        )
+        for name, counts in CALLS.items():
+            samples = toy_samples(sum(counts))
+            outputs = []
+            for n in counts:
+                batch, samples = batcher.batch(samples[:n]), samples[n:]
+                outputs.append(trainer.forward_backward(batch, return_logprobs=True))
+            found[mode, name] = {
+                "gradients": gradients(trainer),
+                "loss": [output.loss for output in outputs],
+                "metrics": outputs[-1].metrics,
+                "logprobs": torch.cat([x for output in outputs for x in output.logprobs]),
+                "grad_norm": trainer.optim_step(no_update).grad_norm,
+            }
+    trainer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    (run,) = run_ranks(run_on_this_rank, 1, tmp_path_factory.mktemp("one"), [])
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
+    runs = run_ranks(run_on_this_rank, 2, tmp_path, LAYOUTS[layout])
+    for key, expected in one_process.items():
+        for run in runs:
+            found = run[key]
+            # Parameters of other stages are other ranks'.
+            for name, gradient in found["gradients"].items():
+                torch.testing.assert_close(
+                    gradient, expected["gradients"][name], rtol=1e-4, atol=2e-6
+                )
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+            assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            torch.testing.assert_close(
+                found["logprobs"], expected["logprobs"], rtol=1e-5, atol=2e-6
+            )
+    if layout == "PP":
+        key = MODES[0], "one"
+        names = set(runs[0][key]["gradients"]) | set(runs[1][key]["gradients"])
+        assert names == set(one_process[key]["gradients"])
+
+
+def test_split_calls_are_the_step_of_one_call(one_process):
+    for mode in MODES:
+        assert one_process[mode, "split"]["grad_norm"] == pytest.approx(
+            one_process[mode, "many"]["grad_norm"], rel=1e-5
+        )

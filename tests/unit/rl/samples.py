@@ -1,0 +1,86 @@
+"""Random samples, and a policy small enough to write its loss down as a formula."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.rl.losses import PolicyLoss, finalize_metrics
+from torchtitan.rl.types import TrainingBatch, TrainingSample
+
+VOCAB, LONGEST = 7, 12
+
+
+class TinyPolicy(nn.Module):
+    """Logits from a token and its position alone: whatever lies beside it in a row is no matter."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        options = {"generator": torch.Generator().manual_seed(0), "dtype": dtype}
+        self.of_token = nn.Parameter(torch.randn(VOCAB, VOCAB, **options))
+        self.of_position = nn.Parameter(torch.randn(LONGEST, VOCAB, **options))
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probs of the labels, entropy), both of the shape of `tokens`."""
+        logits = self.of_token[tokens] + self.of_position[positions.clamp(min=0)]
+        all_logprobs = logits.log_softmax(-1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0], entropy
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """All of it as one vector; afterwards there is none."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        if loss.requires_grad:
+            loss.backward()
+        return torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                for p in self.parameters()
+            ]
+        )
+
+
+def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
+    """Samples of 2 to LONGEST tokens in groups of three; the fourth is masked as a whole."""
+    rng = random.Random(seed)
+    samples = []
+    for i in range(n):
+        length = rng.randint(1, LONGEST)
+        tokens = [rng.randrange(VOCAB) for _ in range(length + 1)]
+        n_prompt = rng.randint(1, length)
+        sample = TrainingSample.of_sequence(
+            tokens[:n_prompt],
+            tokens[n_prompt:],
+            [-2 * rng.random() for _ in range(length + 1 - n_prompt)],
+            advantage=rng.uniform(-1, 1),
+            ref_logprobs=[-2 * rng.random() for _ in range(length + 1 - n_prompt)],
+            group_id=i // 3,
+            policy_version=i,
+        )
+        if i == 3:
+            sample.loss_mask.zero_()
+        samples.append(sample)
+    return samples
+
+
+def loss_of_batch(
+    policy: TinyPolicy, loss: PolicyLoss, batch: TrainingBatch
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of all microbatches of all ranks, and the metrics as a trainer reduces them."""
+    total, reduced = 0.0, dict.fromkeys(loss.metric_names, 0.0)
+    for microbatch in (m for of_ranks in batch.microbatches for m in of_ranks):
+        entries = microbatch.engine_batch()
+        logprobs, entropy = policy(entries["input"], entries["positions"], entries["labels"])
+        output = loss(logprobs, entropy, entries)
+        total = total + output.loss
+        for name, value in output.metrics.items():
+            both = reduced[name], value.item()
+            reduced[name] = max(both) if name.endswith("_max") else sum(both)
+    denominator = batch.denominator or 1
+    return total / denominator, finalize_metrics(reduced, batch.num_global_valid_tokens)
+
+
+def tokens_of(samples: Sequence[TrainingSample]) -> int:
+    return sum(int(sample.loss_mask.sum()) for sample in samples)

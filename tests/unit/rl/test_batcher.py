@@ -1,0 +1,257 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.rl.samples import (
+    LONGEST,
+    TinyPolicy,
+    loss_of_batch,
+    random_samples,
+    tokens_of,
+)
+from torchtitan.components.loss import IGNORE_INDEX, LOSS_AGGREGATIONS
+from torchtitan.models.documents import document_ids_from_positions
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.losses import CrossEntropyLoss, GRPOLoss, GSPOLoss
+from torchtitan.rl.types import TrainingSample
+
+NORM = 5.0
+LOSS = GRPOLoss(kl_coef=0.1, entropy_coef=0.02)
+# Loss weights are fp32 and the same bits in every split; sums are in float64 here.
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def make_batcher(mode="token-mean", **settings):
+    return Batcher(**{"seq_len": 2 * LONGEST, "agg_mode": mode, "norm": NORM} | settings)
+
+
+def all_at_once(samples, mode, loss=LOSS):
+    policy = TinyPolicy()
+    total, metrics = loss_of_batch(policy, loss, make_batcher(mode, rows=1000).batch(samples))
+    return total, policy.gradient(total), metrics
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_loss_of_a_batch_is_the_formula_of_its_aggregation(mode):
+    samples, policy = random_samples(7), TinyPolicy()
+    sums, counts = [], []
+    for sample in samples:
+        logprobs, _ = policy(sample.token_ids, torch.arange(len(sample)), sample.labels)
+        sums.append(-(logprobs * sample.loss_mask).sum().item())
+        counts.append(sample.loss_mask.sum().item())
+    in_loss = [i for i, n in enumerate(counts) if n]
+    groups = {samples[i].group_id for i in in_loss}
+
+    def of_group(values, group):
+        return sum(v for v, sample in zip(values, samples, strict=True) if sample.group_id == group)
+
+    expected = {
+        "token-mean": sum(sums) / sum(counts),
+        "token-sum": sum(sums),
+        "seq-mean-token-sum": sum(sums) / len(in_loss),
+        "seq-mean-token-mean": sum(sums[i] / counts[i] for i in in_loss) / len(in_loss),
+        "seq-mean-token-sum-norm": sum(sums) / len(in_loss) / NORM,
+        "prompt-mean": sum(of_group(sums, g) / of_group(counts, g) for g in groups) / len(groups),
+    }
+    total, _, _ = all_at_once(samples, mode, CrossEntropyLoss())
+    assert total.item() == pytest.approx(expected[mode], rel=1e-6)  # weights are fp32
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("loss", [LOSS, GSPOLoss(ratio_clip_low=0.3, ratio_clip_high=0.4)])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_loss_gradient_and_metrics_are_the_same_for_any_split(mode, loss, data):
+    samples = random_samples(data.draw(st.integers(1, 9), "samples"), seed=1)
+    total, gradient, metrics = all_at_once(samples, mode, loss)
+    batcher = make_batcher(
+        mode,
+        dp_size=data.draw(st.integers(1, 4), "ranks"),
+        rows=data.draw(st.integers(1, 5), "rows"),
+        packing=data.draw(st.booleans(), "packing"),
+        pad_multiple=data.draw(st.sampled_from([1, 8]), "pad_multiple"),
+    )
+    batch = batcher.batch(data.draw(st.permutations(samples), "order"))
+    policy = TinyPolicy()
+    split_total, split_metrics = loss_of_batch(policy, loss, batch)
+    torch.testing.assert_close(split_total, total, **CLOSE)
+    torch.testing.assert_close(policy.gradient(split_total), gradient, **CLOSE)
+    assert split_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-13)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_same_order_of_microbatches_gives_the_same_bits_on_one_rank_and_on_two(mode):
+    samples, gradients = random_samples(8), []
+    for settings_of_split in ({"dp_size": 1, "rows": 1}, {"dp_size": 2, "rows": 1}, {"rows": 8}):
+        policy = TinyPolicy(torch.float32)
+        for parameter in policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for of_ranks in make_batcher(mode, **settings_of_split).batch(samples).microbatches:
+            for cell in of_ranks:
+                logprobs, entropy = policy(cell.token_ids, cell.positions, cell.labels)
+                LOSS(logprobs, entropy, cell.engine_batch()).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    # In one microbatch fp32 sums are rounded in another order.
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_twice_the_batch_changes_no_mean_and_doubles_the_sum(mode):
+    samples = random_samples(6)
+    # The copies are other completions of other prompts.
+    copies = [dataclasses.replace(s, group_id=s.group_id + 100) for s in samples]
+    _, once, _ = all_at_once(samples, mode)
+    _, twice, _ = all_at_once(samples + copies, mode)
+    torch.testing.assert_close(twice, once * (2 if mode == "token-sum" else 1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_two_deferred_calls_add_up_to_one(mode):
+    samples, policy = random_samples(9), TinyPolicy()
+    batcher = make_batcher(mode, deferred=True)
+    gradient, denominator = 0, 0.0
+    for part in (samples[:6], samples[6:]):
+        batch = batcher.batch(part)
+        total, _ = loss_of_batch(policy, LOSS, dataclasses.replace(batch, denominator=None))
+        gradient += policy.gradient(total)
+        denominator += batch.denominator
+    _, expected, _ = all_at_once(samples, mode)
+    torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_step_without_tokens_in_the_loss_has_gradient_zero(mode):
+    samples = random_samples(4)
+    for sample in samples:
+        sample.loss_mask.zero_()
+    total, gradient, metrics = all_at_once(samples, mode)
+    assert total.item() == 0 and not gradient.any()
+    assert not any(metrics.values())
+
+
+def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
+    samples = random_samples(6)
+    token = int(samples[1].loss_mask.nonzero()[0])
+    without = samples[1].loss_mask.clone()
+    without[token] = 0
+    expected = all_at_once(
+        [dataclasses.replace(s, loss_mask=without) if s is samples[1] else s for s in samples],
+        "token-mean",
+    )
+    for name, value in (
+        ("logprobs", -torch.inf),
+        ("logprobs", torch.nan),
+        ("ref_logprobs", torch.nan),
+    ):
+        values = getattr(samples[1], name).clone()
+        values[token] = value
+        broken = list(samples)
+        broken[1] = dataclasses.replace(samples[1], **{name: values})
+        batch = make_batcher().batch(broken)
+        assert batch.num_dropped_tokens == 1
+        assert batch.num_global_valid_tokens == tokens_of(samples) - 1
+        _, gradient, metrics = all_at_once(broken, "token-mean")
+        torch.testing.assert_close(gradient, expected[1], **CLOSE)
+        assert metrics == pytest.approx(expected[2])
+
+
+# ---- rows and ranks ----
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("n_samples", [0, 1, 2, 5, 16])
+def test_all_ranks_get_equally_many_microbatches_of_one_shape(packing, n_samples):
+    batcher = make_batcher(dp_size=3, rows=2, packing=packing)
+    samples = random_samples(n_samples)
+    batch = batcher.batch(samples)
+    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
+    assert all(len(of_ranks) == 3 for of_ranks in batch.microbatches)
+    assert len({cell.token_ids.shape for cell in cells}) == 1
+    assert len(cells[0].token_ids) <= 2
+    assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
+    assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
+
+
+def test_packed_rows_hold_whole_samples_whose_positions_restart():
+    samples = random_samples(8)
+    batch = make_batcher(packing=True, rows=4).batch(samples)
+    assert sum(len(cell[0].token_ids) for cell in batch.microbatches) < len(samples)
+    for (cell,) in batch.microbatches:
+        # What the model reads off the positions is how the samples lie.
+        assert torch.equal(document_ids_from_positions(cell.positions).long(), cell.sequence_ids)
+        for index, tokens in cell.per_sample(cell.token_ids).items():
+            assert torch.equal(tokens, samples[index].token_ids)
+        for index, labels in cell.per_sample(cell.labels).items():
+            sample = samples[index]
+            expected = sample.labels.masked_fill(sample.loss_mask == 0, IGNORE_INDEX)
+            assert torch.equal(labels, expected)
+        in_padding = cell.sequence_ids == -1
+        assert (cell.labels[in_padding] == IGNORE_INDEX).all()
+        assert not cell.loss_weights[in_padding].any()
+
+
+def test_rows_are_as_long_as_the_longest_sample_rounded_up():
+    (of_ranks,) = make_batcher(pad_multiple=8).batch(sequences_of(3, 9)).microbatches
+    assert of_ranks[0].token_ids.shape == (2, 16)
+
+
+def test_rows_follow_a_budget_of_tokens():
+    batch = make_batcher(max_tokens=30).batch(sequences_of(10, 10, 10, 10))
+    assert [cell.token_ids.shape for (cell,) in batch.microbatches] == [(2, 10), (2, 10)]
+
+
+def test_oversize_samples_are_left_out_counted_and_reported(caplog):
+    samples = sequences_of(5, 30, 6)
+    with caplog.at_level("WARNING"):
+        batch = make_batcher().batch(samples)
+    assert "1 of 3 samples do not fit rl.batch.seq_len = 24" in caplog.text
+    assert (batch.oversize, batch.num_samples) == ((1,), 3)
+    assert batch.num_global_sequences == 2
+    assert batch.num_global_valid_tokens == 11
+
+
+def test_batch_knows_its_oldest_policy_version():
+    assert make_batcher().batch(random_samples(5)[2:]).min_policy_version == 2
+    assert make_batcher().batch([]).min_policy_version is None
+
+
+def test_samples_keep_weights_of_their_own():
+    weights = torch.tensor([0.0, 3.0])
+    samples = [dataclasses.replace(s, weights=weights) for s in sequences_of(2, 2)]
+    ((cell,),) = make_batcher("token-mean").batch(samples).microbatches
+    assert cell.loss_weights.tolist() == [[0.0, 3.0], [0.0, 3.0]]
+
+
+def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
+    for name in ("weights", "ref_logprobs"):
+        first, second = sequences_of(2, 2)
+        samples = [dataclasses.replace(first, **{name: torch.ones(2)}), second]
+        with pytest.raises(ValueError, match=f"all samples of a batch have {name} or none"):
+            make_batcher().batch(samples)
+
+
+def test_aggregation_without_its_constant_is_refused():
+    with pytest.raises(ValueError, match="norm, which must be above 0"):
+        make_batcher("seq-mean-token-sum-norm", norm=None).batch(random_samples(2))
+
+
+def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing():
+    config = JobConfig()
+    config.training.seq_len, config.training.local_batch_size = 64, 3
+    config.rl.loss.agg_mode = "prompt-mean"
+    expected = Batcher(dp_size=2, seq_len=64, rows=3, agg_mode="prompt-mean")
+    assert Batcher.from_config(config, 2) == expected
+    config.rl.batch.seq_len, config.rl.batch.local_batch_size = 32, 5
+    assert (Batcher.from_config(config, 2).seq_len, Batcher.from_config(config, 2).rows) == (32, 5)
+
+
+def sequences_of(*lengths):
+    """Samples of so many slots, all of which count."""
+    return [
+        TrainingSample.of_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
+    ]

@@ -1,0 +1,157 @@
+import pytest
+import torch
+
+from tests.unit.rl.toy import gradients, toy_config
+from torchtitan.rl.client import (
+    AdamParams,
+    Datum,
+    LocalTrainingClient,
+    ModelInput,
+    SamplingParams,
+)
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with LocalTrainingClient(toy_config(tmp_path_factory.mktemp("run"))) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(client):
+    yield
+    client._trainer.engine.optimizers.zero_grad()
+    client._trainer._num_accumulated = 0
+
+
+def datum(tokens, **inputs):
+    given = {name: torch.tensor(values) for name, values in inputs.items()}
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]), {"target_tokens": torch.tensor(tokens[1:]), **given}
+    )
+
+
+DATA = [
+    datum([1, 2, 3, 4], weights=[0.0, 1.0, 2.0]),
+    datum([5, 6], weights=[1.0]),
+    datum([7, 8, 9], weights=[0.5, 0.0]),
+]
+
+
+def test_cross_entropy_is_the_weighted_sum_over_tokens(client):
+    found = client.forward_backward(DATA, "cross_entropy").result()
+    expected = -sum(
+        (output["logprobs"] * datum.loss_fn_inputs["weights"]).sum().item()
+        for output, datum in zip(found.loss_fn_outputs, DATA, strict=True)
+    )
+    assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    forward = client.forward(DATA).result()
+    for ours, again in zip(found.loss_fn_outputs, forward.loss_fn_outputs, strict=True):
+        assert torch.equal(ours["logprobs"], again["logprobs"])
+        assert ours["logprobs"].all(), "of every target, also where its weight is 0"
+
+
+def test_custom_loss_has_the_gradients_of_the_builtin_one(client):
+    client.forward_backward(DATA, "cross_entropy").result()
+    expected = gradients(client._trainer)
+    client._trainer.engine.optimizers.zero_grad()
+
+    def weighted(data, logprobs):
+        terms = [
+            (values * item.loss_fn_inputs["weights"]).sum()
+            for item, values in zip(data, logprobs, strict=True)
+        ]
+        return -torch.stack(terms).sum(), {"terms": len(terms)}
+
+    found = client.forward_backward_custom(DATA, weighted).result()
+    torch.testing.assert_close(gradients(client._trainer), expected, **CLOSE)
+    assert found.metrics["terms"] == 3
+
+
+def test_ppo_clips_where_its_thresholds_say(client):
+    tokens = [1, 2, 3]
+    logprobs = client.forward([datum(tokens)]).result().loss_fn_outputs[0]["logprobs"]
+
+    def loss(ratio, advantage, **config):
+        behaviour = (logprobs - torch.tensor(ratio).log()).tolist()
+        data = [datum(tokens, logprobs=behaviour, advantages=[advantage] * 2)]
+        return client.forward_backward(data, "ppo", config).result().metrics["loss:sum"]
+
+    assert loss(1.5, 1.0) == pytest.approx(-2 * 1.2, rel=1e-4)
+    assert loss(1.5, 1.0, clip_high_threshold=2.0) == pytest.approx(-2 * 1.5, rel=1e-4)
+    assert loss(0.5, -1.0) == pytest.approx(2 * 0.8, rel=1e-4)
+
+
+def test_calls_are_carried_out_in_order_and_errors_come_out_of_futures(client):
+    futures = [
+        client.forward_backward(DATA, "cross_entropy"),
+        client.optim_step(AdamParams(learning_rate=1e-3)),
+        client.save_weights_and_get_sampling_client(),
+    ]
+    *_, sampler = [future.result() for future in futures]
+    assert futures[1].result().metrics["lr"] == 1e-3
+
+    response = sampler.sample(
+        ModelInput.from_ints([1, 2, 3]), 5, SamplingParams(max_tokens=4, seed=1)
+    ).result()
+    assert len(response.sequences) == 5
+    sequence = response.sequences[0]
+    scored = sampler.compute_logprobs(ModelInput.from_ints([1, 2, 3, *sequence.tokens])).result()
+    assert scored[0] is None
+    assert scored[3:] == pytest.approx(sequence.logprobs, abs=5e-6)
+
+    client.forward_backward(DATA, "cross_entropy")
+    client.optim_step(AdamParams()).result()
+    with pytest.raises(ValueError, match="ask for a new one"):
+        sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result()
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+def test_loaded_state_is_the_saved_one(client):
+    saved = client.save_state("before").result()
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+
+    def step():
+        client.forward_backward(DATA, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=1e-2)).result()
+        return client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+
+    after = step()
+    assert not torch.equal(after, before)
+    client.load_state_with_optimizer(saved.path).result()
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
+    assert torch.equal(step(), after), "the optimizer's moments are back, too"
+
+    client.forward_backward(DATA, "cross_entropy")
+    client.load_state(saved.path).result()
+    assert not any(optimizer.state for optimizer in client._trainer.engine.optimizers)
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.forward_backward(DATA, "dpo"), "loss_fn must be one of cross_entropy"),
+        (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config takes"),
+        (
+            lambda c: c.forward([Datum(ModelInput.from_ints([1]), {})]).result(),
+            "needs target_tokens",
+        ),
+        (lambda c: c.forward([datum(list(range(30)))]).result(), "a row of 24 tokens, got 29"),
+    ],
+)
+def test_mistakes_are_named(client, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(client)
+
+
+def test_example_learns_in_a_few_steps():
+    from examples.rl.copy_with_client import learn
+
+    shares = list(learn(steps=15))
+    assert max(shares[:3]) < 0.1
+    assert max(shares[-3:]) > 0.1

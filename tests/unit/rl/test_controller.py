@@ -1,0 +1,124 @@
+import json
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import toy_config, toy_samples
+from torchtitan.config.checks import ConfigError
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.types import Episode
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a short run with everything on."""
+    folder = tmp_path_factory.mktemp("run")
+    controller = Controller(
+        toy_config(
+            folder,
+            "--training.steps=4",
+            "--metrics.enable_jsonl",
+            "--metrics.enable_tensorboard",
+            "--rl.eval_every=2",
+            "--rl.eval_samples=8",
+            "--rl.generator.rescore",
+        )
+    )
+    controller.train()
+    controller.close()
+    controller.close()
+    return folder
+
+
+def test_every_step_is_logged_with_reward_loss_and_times(finished):
+    rows = [row for row in rows_of(finished / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    expected = {"rl/reward", "rl/exact", "grad_norm", "lr", "loss/policy_loss", "time/step(s)"}
+    assert expected <= rows[0].keys()
+    assert [row["rl/policy_version"] for row in rows] == [1, 2, 3, 4]
+    assert list(finished.glob("tb/*/events*"))
+
+
+def test_rescored_logprobs_are_bitwise_those_of_the_trainer(finished):
+    rows = [row for row in rows_of(finished / "metrics.jsonl") if "loss" in row]
+    assert [row["loss/logprob_diff_max"] for row in rows] == [0.0] * 4
+
+
+def test_evaluation_covers_greedy_and_sampled(finished):
+    rows = [row for row in rows_of(finished / "metrics.jsonl") if "eval/greedy_exact" in row]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert all("eval/sampled_reward" in row for row in rows)
+
+
+def test_episodes_are_written_with_what_led_to_their_advantage(finished):
+    episodes = rows_of(finished / "episodes.jsonl")
+    assert len(episodes) == 4 * 16
+    groups: dict[tuple, list[dict]] = {}
+    for episode in episodes:
+        groups.setdefault((episode["step"], episode["group_id"]), []).append(episode)
+    assert {len(group) for group in groups.values()} == {4}
+    for group in groups.values():
+        mean = sum(episode["reward"] for episode in group) / 4
+        for episode in group:
+            assert episode["advantage"] == pytest.approx(episode["reward"] - mean)
+
+
+def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--training.steps=5", "--rl.async_steps=2"))
+    controller.setup()
+    lags = [controller.train_step()["rl/lag"] for _ in range(5)]
+    assert lags == [0, 1, 2, 2, 2]
+
+    old = Episode(0, "", (1,), "", "", (1,), (0.0,), policy_version=2)
+    with pytest.raises(RuntimeError, match="3 weight updates old"):
+        controller._lag([old])
+    controller.close()
+
+
+def test_pending_episodes_survive_a_checkpoint(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.async_steps=2"))
+    controller.setup()
+    controller.train_step()
+    state = controller.state_dict()
+    assert json.loads(state["state"])["rollouts"]["next_step"] == 4
+    pending = [controller.rollouts.take(step) for step in (2, 3)]
+
+    controller.load_state_dict(state)
+    assert [controller.rollouts.take(step) for step in (2, 3)] == pending
+    controller.close()
+
+
+def test_steps_with_one_seed_are_the_same_and_with_another_are_not(tmp_path):
+    def first_step(*overrides):
+        controller = Controller(toy_config(tmp_path, *overrides))
+        controller.setup()
+        metrics = controller.train_step()
+        controller.close()
+        return metrics["loss"], metrics["grad_norm"]
+
+    assert first_step() == first_step()
+    assert first_step() != first_step("--rl.seed=1")
+
+
+def test_reference_is_the_policy_that_training_began_with(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2"))
+    controller.setup()
+    samples = toy_samples(3)
+    batch = controller.batcher.batch(samples)
+    before = controller.trainer.forward(batch)
+
+    kl = [controller.train_step()["loss/kl_ref"] for _ in range(3)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9) and kl[2] > 1e-4
+    assert not torch.equal(controller.trainer.forward(batch)[0], before[0])
+    for found, expected in zip(controller.reference.logprobs(batch), before, strict=True):
+        assert torch.equal(found, expected)
+    controller.close()
+
+
+def test_config_mistakes_are_named_before_anything_is_built(tmp_path):
+    with pytest.raises(ConfigError, match="rl.num_samples_per_prompt = 1"):
+        Controller(toy_config(tmp_path, "--rl.num_samples_per_prompt=1"))

@@ -1,0 +1,185 @@
+"""Continuing many prompts at once: what is drawn, its log-probs, and where it ends."""
+
+import pytest
+import torch
+
+from tests.unit.test_generation import FAMILIES, tiny_model
+from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.generation.sampling import draw
+from torchtitan.rl.decoding import LocalDecoder, continue_prompts
+from torchtitan.rl.types import SamplingConfig
+
+V = 50
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22]]
+
+
+def uniform_numbers(n_rows: int, n_new: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(n_rows, n_new, dtype=torch.float64, generator=generator)
+
+
+def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options):
+    """(token ids, log-probs, kept masses) of each row."""
+    sampling = SamplingConfig(**{"max_tokens": 8} | options)
+    rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
+    if uniform is None:
+        uniform = uniform_numbers(len(rows), sampling.max_tokens)
+    drawn, lengths = continue_prompts(
+        LocalDecoder(model), prompts, rows, uniform, sampling, max_rows
+    )
+    columns = [row[:n].unbind(-1) for row, n in zip(drawn, lengths, strict=True)]
+    return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt, new, temperature=1.0):
+    """[new, V], from a forward of the whole text."""
+    tokens = torch.tensor([prompt + new])
+    masks = None
+    if model.model_args.attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None)
+    logits = model(tokens, masks)[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_whole_forward_for_prompts_of_any_length(family):
+    model_cls, args = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    for (new, logprobs, _), prompt in zip(
+        completions(model, PROMPTS, temperature=0.7, max_tokens=12), PROMPTS, strict=True
+    ):
+        expected = reference_logprobs(model, prompt, new, 0.7)
+        picked = expected.gather(1, torch.tensor(new)[:, None])[:, 0]
+        # fp32, sums in another order; a token out of place moves log-probs by 1e-2 and more.
+        assert (logprobs - picked).abs().max() <= 5e-6
+
+
+def test_greedy_is_the_likeliest_token_each_time():
+    model = tiny_model()
+    found = completions(model, PROMPTS, temperature=0)
+    for (new, logprobs, mass), prompt in zip(found, PROMPTS, strict=True):
+        expected = reference_logprobs(model, prompt, new)
+        assert new == expected.argmax(dim=-1).tolist()
+        assert not logprobs.any()  # nothing else could have been drawn
+        torch.testing.assert_close(mass.float(), expected.max(dim=-1).values.exp())
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5])
+def test_what_a_row_gets_depends_on_no_other_row(max_rows):
+    model = tiny_model()
+    together = completions(model, PROMPTS, n_samples=3)
+    apart = completions(model, PROMPTS, n_samples=3, max_rows=max_rows)
+    for (new, logprobs, _), (alone, logprobs_alone, _) in zip(together, apart, strict=True):
+        assert new == alone
+        torch.testing.assert_close(logprobs, logprobs_alone, atol=5e-6, rtol=0)
+    assert len({tuple(new) for new, _, _ in together}) > 4
+
+
+@pytest.mark.parametrize("max_rows", [0, 5])
+def test_rows_end_with_the_first_stop_token_and_the_others_go_on(max_rows):
+    model = tiny_model()
+    free = completions(model, PROMPTS, n_samples=8, max_tokens=20)
+    stops = (free[0][0][1], free[3][0][4], 7)
+    found = completions(
+        model, PROMPTS, n_samples=8, max_tokens=20, stop_token_ids=stops, max_rows=max_rows
+    )
+    ends = set()
+    for (new, logprobs, _), (without, without_logprobs, _) in zip(found, free, strict=True):
+        end = min((i + 1 for i, token in enumerate(without) if token in stops), default=20)
+        assert new == without[:end]
+        torch.testing.assert_close(logprobs, without_logprobs[:end], atol=5e-6, rtol=0)
+        ends.add(end)
+    assert len(ends) > 4  # some end early enough for their rows to be dropped
+
+
+def test_truncated_logprobs_are_renormalised_and_the_kept_mass_is_told():
+    model = tiny_model()
+    options = {"temperature": 1.3, "top_k": 5, "top_p": 0.8}
+    for (new, logprobs, mass), prompt in zip(
+        completions(model, PROMPTS, **options), PROMPTS, strict=True
+    ):
+        full = reference_logprobs(model, prompt, new, 1.3)
+        for i, token in enumerate(new):
+            probs = full[i].exp()
+            likeliest = probs.topk(5).indices.tolist()
+            enough, total = [], 0.0
+            for candidate in likeliest:
+                if total >= 0.8 * float(probs[likeliest].sum()):
+                    break
+                enough.append(candidate)
+                total += float(probs[candidate])
+            assert token in enough
+            assert float(mass[i]) == pytest.approx(total, abs=1e-6)
+            renormalised = float(probs[token]) / total
+            assert float(logprobs[i].exp()) == pytest.approx(renormalised, abs=1e-6)
+
+
+def test_model_is_left_as_it_was_found():
+    model = tiny_model()
+    model.train()
+    model.layers["1"].eval()
+    modes = [module.training for module in model.modules()]
+    state, rng = dict(model.state_dict()), torch.get_rng_state()
+    model(torch.tensor([PROMPTS[0]])).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    completions(model, PROMPTS)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), rng)
+    assert list(model.state_dict()) == list(state)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.requires_grad and torch.equal(parameter.grad, gradient)
+    assert not model.output._forward_pre_hooks
+
+
+# ---- the cache, with rows of different lengths ----
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths_may_be_dropped_and_repeated():
+    model = tiny_model()
+    tokens = torch.randint(0, V, (3, 12), generator=torch.Generator().manual_seed(3))
+    expected = model(tokens).log_softmax(-1)
+    with kv_cache(model, max_length=12) as forward:
+        forward(tokens[:, :5], [5, 2, 3])
+        forward.keep_rows([2, 0, 0])
+        assert forward.lengths == [3, 5, 5]
+        rows = torch.stack([tokens[2, 3:6], tokens[0, 5:8], tokens[0, 5:8]])
+        found = forward(rows).log_softmax(-1)
+        last = forward(tokens[[2, 0, 0], [6, 8, 8]][:, None], last_only=True).log_softmax(-1)
+    for i, (row, start) in enumerate([(2, 3), (0, 5), (0, 5)]):
+        torch.testing.assert_close(found[i], expected[row, start : start + 3], atol=5e-6, rtol=0)
+        torch.testing.assert_close(last[i, 0], expected[row, start + 3], atol=5e-6, rtol=0)
+
+
+# ---- drawing ----
+
+
+def test_draws_follow_the_distribution_and_top_k_and_top_p_cut_it():
+    logits = torch.tensor([[0.5, 0.0001, 0.2, 0.2999]]).log().expand(20_000, 4)
+    numbers = uniform_numbers(20_000, 1).squeeze(1)
+    for options, expected in [
+        ({}, [0.5, 0.0001, 0.2, 0.2999]),
+        ({"top_k": 2}, [0.6251, 0, 0, 0.3749]),
+        ({"top_p": 0.75}, [0.6251, 0, 0, 0.3749]),
+        ({"top_p": 0.81}, [0.5001, 0, 0.2, 0.2999]),
+        ({"top_k": 3, "top_p": 0.4}, [1.0, 0, 0, 0]),
+        ({"temperature": 0.5}, [0.658, 0, 0.1053, 0.2367]),
+        ({"temperature": 0}, [1.0, 0, 0, 0]),
+        ({"top_k": 100}, [0.5, 0.0001, 0.2, 0.2999]),
+    ]:
+        drawn = draw(logits, numbers, **options)
+        shares = drawn.tokens.bincount(minlength=4) / 20_000
+        # Four standard deviations of a share: 4 * sqrt(0.25 / 20,000).
+        torch.testing.assert_close(shares, torch.tensor(expected), atol=0.0142, rtol=0)
+        told = torch.tensor(expected)[drawn.tokens]
+        torch.testing.assert_close(drawn.logprobs.exp(), told, atol=2e-4, rtol=0)
+
+
+def test_numbers_at_the_edges_draw_tokens_that_have_a_chance():
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).repeat(2, 1)
+    drawn = draw(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert drawn.tokens.tolist() == [1, 2]

@@ -1,0 +1,318 @@
+"""Generators on one process: the trainer's own modules, and a copy of them."""
+
+import dataclasses
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from tests.unit.test_engine import make_config, random_batch
+from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl import job_config as rl_job_config
+from torchtitan.rl.generator import CopyGenerator, LocalGenerator, build_generator
+from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.vllm_generator import VLLMGenerator
+from torchtitan.rl.weight_sync import (
+    NoWeightsError,
+    StaleWeightsError,
+    WeightMismatchError,
+    WeightSync,
+    build_weight_sync,
+)
+
+PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1]]
+SAMPLING = SamplingConfig(max_tokens=6, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return TrainingEngine(make_config(tmp_path_factory.mktemp("engine")))
+
+
+def with_seed(seed):
+    return dataclasses.replace(SAMPLING, seed=seed)
+
+
+def test_completions_come_prompt_by_prompt_with_their_logprobs(engine):
+    generator = LocalGenerator(engine, seed=1)
+    found = generator.generate(PROMPTS, SAMPLING, num_samples=4)
+    assert len(found) == 12
+    assert len({c.token_ids for c in found[:4]}) == 4
+    model = engine.model_parts[0]
+    for i, completion in enumerate(found):
+        tokens = torch.tensor([PROMPTS[i // 4] + list(completion.token_ids)])
+        with torch.no_grad():
+            logits = model(tokens)[0, -7:-1]
+        expected = (logits / 0.9).log_softmax(-1).gather(1, tokens[0, -6:, None])[:, 0]
+        difference = torch.tensor(completion.token_logprobs) - expected
+        assert difference.abs().max() <= 5e-6
+        assert (completion.finish_reason, completion.token_kept_mass) == ("length", None)
+
+
+def test_stop_token_is_the_completions_last_and_its_reason(engine):
+    generator = LocalGenerator(engine)
+    free = generator.generate(PROMPTS, with_seed(3))
+    stop = free[1].token_ids[2]
+    sampling = dataclasses.replace(with_seed(3), stop_token_ids=(stop,))
+    stopped = generator.generate(PROMPTS, sampling)[1]
+    assert stopped.token_ids == free[1].token_ids[:3]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_logprobs) == 3
+
+
+def test_generator_goes_on_from_its_saved_state_and_a_seed_needs_none(engine):
+    generator = LocalGenerator(engine, seed=7)
+    generator.generate(PROMPTS, SAMPLING)
+    saved = generator.state_dict()
+    second = generator.generate(PROMPTS, SAMPLING)
+    resumed = LocalGenerator(engine, seed=0)
+    resumed.load_state_dict(saved)
+    assert resumed.generate(PROMPTS, SAMPLING) == second
+    assert generator.generate(PROMPTS, SAMPLING) != second
+    assert generator.generate(PROMPTS, with_seed(5)) == resumed.generate(PROMPTS, with_seed(5))
+
+
+def test_ranks_that_share_out_prompts_draw_what_one_would(engine):
+    generator = LocalGenerator(engine)
+    whole = generator.generate(PROMPTS, with_seed(2), 2)
+    parts = [
+        generator.generate(PROMPTS[:1], with_seed(2), 2),
+        generator.generate(PROMPTS[1:], with_seed(2), 2, first_row=2),
+    ]
+    assert [c.token_ids for part in parts for c in part] == [c.token_ids for c in whole]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "message"),
+    [
+        ([[1], []], {}, "prompt 1 has no token"),
+        ([[1, 2048]], {}, "token ids from 1 to 2048, and the model has 2048 tokens"),
+        ([[1] * 28], {}, "prompt 0 of 28 tokens with max_tokens = 6 does not fit .* of 32"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_named(engine, prompts, changes, message):
+    with pytest.raises(ValueError, match=message):
+        LocalGenerator(engine).generate(prompts, dataclasses.replace(SAMPLING, **changes))
+
+
+def test_completion_may_end_right_behind_the_rope_table(engine):
+    (completion,) = LocalGenerator(engine).generate([[1] * 27], SAMPLING)
+    assert len(completion.token_ids) == 6
+
+
+def test_no_prompts_give_no_completions(engine):
+    assert LocalGenerator(engine).generate([], SAMPLING) == []
+
+
+def test_garbage_weights_are_told(engine):
+    norm = engine.model_parts[0].norm.weight
+    with torch.no_grad():
+        saved = norm.clone()
+        norm.fill_(torch.nan)
+    try:
+        with pytest.raises(FloatingPointError, match="log-probs that are not finite"):
+            LocalGenerator(engine).generate(PROMPTS, SAMPLING)
+    finally:
+        with torch.no_grad():
+            norm.copy_(saved)
+
+
+def take_a_step(engine):
+    batch, labels = random_batch(2, 16)
+    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=20)
+    engine.optim_step()
+
+
+def test_weights_that_changed_unannounced_are_refused(engine):
+    generator = LocalGenerator(engine)
+    before = engine.weights_version
+    take_a_step(engine)
+    with pytest.raises(StaleWeightsError, match=f"was told of {before}; call update_weights"):
+        generator.generate(PROMPTS, SAMPLING)
+    assert WeightSync(engine, generator).update() == before + 1
+    assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
+
+
+def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
+    generator = CopyGenerator.of_engine(engine)
+    sync = WeightSync(engine, generator)
+    with pytest.raises(NoWeightsError):
+        generator.generate(PROMPTS, SAMPLING)
+    sync.update()
+    old = generator.generate(PROMPTS, with_seed(1))
+    assert old == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
+    take_a_step(engine)
+    assert generator.generate(PROMPTS, with_seed(1)) == old
+    sync.update()
+    new = generator.generate(PROMPTS, with_seed(1))
+    assert new != old
+    assert new == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
+
+
+def test_thread_draws_from_a_copy_the_same_while_the_trainer_takes_steps(engine):
+    generator = CopyGenerator.of_engine(engine)
+    WeightSync(engine, generator).update()
+    expected = generator.generate(PROMPTS, with_seed(1), 8)
+    with ThreadPoolExecutor(1) as thread:
+        drawing = thread.submit(
+            lambda: [generator.generate(PROMPTS, with_seed(1), 8) for _ in "12"]
+        )
+        while not drawing.done():
+            take_a_step(engine)
+    assert drawing.result() == [expected, expected]
+    assert torch.is_grad_enabled() and engine.model_parts[0].training
+
+
+def test_building_a_copy_and_updating_it_draws_no_random_numbers(engine):
+    state = torch.get_rng_state()
+    WeightSync(engine, CopyGenerator.of_engine(engine)).update()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_copy_in_bf16_has_bf16_parameters(engine):
+    generator = CopyGenerator.of_engine(engine, dtype=torch.bfloat16)
+    WeightSync(engine, generator).update()
+    assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
+    expected = engine.model_parts[0].norm.weight.to(torch.bfloat16)
+    assert torch.equal(generator.model.norm.weight, expected)
+    assert not any(p.requires_grad for p in generator.model.parameters())
+
+
+def test_update_that_left_another_version_behind_is_told(engine):
+    generator = CopyGenerator.of_engine(engine)
+    generator.update_weights = lambda weights, check_digest: None
+    with pytest.raises(StaleWeightsError, match="has version -1 after an update to"):
+        WeightSync(engine, generator).update()
+
+
+def test_mismatch_on_one_rank_names_it(engine):
+    generator = CopyGenerator.of_engine(engine, dtype=torch.bfloat16)
+    generator.weight_dtype = None
+    with pytest.raises(WeightMismatchError, match="rank 0: tok_embeddings.weight was sent as"):
+        WeightSync(engine, generator).update()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, LocalGenerator),
+        ({"generator.dtype": "float32"}, LocalGenerator),
+        ({"generator.dtype": "bfloat16"}, CopyGenerator),
+        ({"async_steps": 1}, CopyGenerator),
+        ({"weight_sync.mode": "broadcast"}, CopyGenerator),
+    ],
+)
+def test_config_chooses_the_generator(engine, changes, kind):
+    config = rl_config(engine, changes)
+    generator = build_generator(config, engine)
+    assert type(generator) is kind
+    assert generator.is_collective == (kind is LocalGenerator)
+    build_weight_sync(config, engine, generator).update()
+    found = generator.generate(PROMPTS, with_seed(1))
+    assert {c.policy_version for c in found} == {engine.weights_version}
+
+
+def rl_config(engine, changes):
+    config = rl_job_config.JobConfig()
+    config.rl.weight_sync.mode = "auto"
+    for key, value in changes.items():
+        section = config.rl
+        *path, name = key.split(".")
+        for part in path:
+            section = getattr(section, part)
+        setattr(section, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"async_steps": 2}, "rl.async_steps = 2 draws while the trainer changes its weights"),
+        ({"generator.dtype": "bfloat16"}, "rl.generator.dtype = 'bfloat16' is not the trainer's"),
+    ],
+)
+def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, message):
+    config = rl_config(engine, {"weight_sync.mode": "reference"} | changes)
+    with pytest.raises(ConfigError, match=message):
+        build_generator(config, engine)
+
+
+def test_wrappers_of_blocks_change_nothing(engine, tmp_path):
+    """Checkpointed and compiled blocks run as they were written: the cache grows every token."""
+    config = make_config(
+        tmp_path, "--activation_checkpoint.mode=full", "--compile.enable", "--compile.backend=eager"
+    )
+    wrapped = TrainingEngine(config)
+    weights = get_model_state_dict(engine.model_parts[0])
+    set_model_state_dict(wrapped.model_parts[0], weights)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    expected = LocalGenerator(engine).generate(PROMPTS, with_seed(1))
+    found = LocalGenerator(wrapped).generate(PROMPTS, with_seed(1))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+# ---- vLLM, of which only our half can be run here ----
+
+
+def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = rl_config(engine, {"generator.backend": "vllm"})
+    with pytest.raises(ImportError, match="needs vLLM, which is not installed; install it with"):
+        build_generator(config, engine)
+
+
+class FakeVLLM(types.ModuleType):
+    """What `VLLMGenerator` calls of vLLM; continues every prompt with 7, 8 and the stop token."""
+
+    def __init__(self):
+        super().__init__("vllm")
+        self.loaded = []
+        self.SamplingParams = types.SimpleNamespace
+
+    def LLM(self, **options):
+        self.options = options
+        return types.SimpleNamespace(
+            generate=self.generate, apply_model=self.apply_model, reset_prefix_cache=lambda: None
+        )
+
+    def apply_model(self, function):
+        model = types.SimpleNamespace(load_weights=lambda weights: self.loaded.extend(weights))
+        return [function(model)]
+
+    def generate(self, prompts, params, use_tqdm):
+        self.requests = list(zip(prompts, params, strict=True))
+        tokens = [7, 8, 9]
+        chances = [{t: types.SimpleNamespace(logprob=-0.1 * t)} for t in tokens]
+        output = types.SimpleNamespace(token_ids=tokens, logprobs=chances)
+        return [types.SimpleNamespace(outputs=[output]) for _ in prompts]
+
+
+def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch):
+    fake = FakeVLLM()
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    generator = VLLMGenerator("assets", seed=3)
+    assert fake.options["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(NoWeightsError):
+        generator.generate(PROMPTS, SAMPLING)
+    version = WeightSync(engine, generator).update()
+    names = [name for name, _ in fake.loaded]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" in names
+
+    sampling = dataclasses.replace(with_seed(5), stop_token_ids=(9,))
+    found = generator.generate(PROMPTS, sampling, 2, first_row=4)
+    assert len(found) == 6
+    assert found[0].token_ids == (7, 8, 9)
+    assert found[0].token_logprobs == pytest.approx((-0.7, -0.8, -0.9))
+    assert (found[0].finish_reason, found[0].policy_version) == ("stop", version)
+    assert [p["prompt_token_ids"] for p, _ in fake.requests] == [p for p in PROMPTS for _ in "12"]
+    assert [params.seed for _, params in fake.requests] == list(range(9, 15))
+    greedy = generator.generate(PROMPTS, dataclasses.replace(sampling, temperature=0.0))[0]
+    assert greedy.token_logprobs == (0.0,) * 3
+    assert greedy.token_kept_mass == pytest.approx((0.4966, 0.4493, 0.4066), abs=1e-4)
+    with pytest.raises(ValueError, match="no log-probs of a truncated distribution"):
+        generator.generate(PROMPTS, dataclasses.replace(sampling, top_p=0.9))

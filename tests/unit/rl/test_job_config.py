@@ -1,0 +1,122 @@
+import json
+
+import pytest
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.checks import ConfigError
+from torchtitan.rl.job_config import JobConfig, check_rl_config
+
+
+def config_with(**values) -> JobConfig:
+    """A config with keys set by their dotted names, dots written as double underscores."""
+    config = JobConfig()
+    for key, value in values.items():
+        *path, name = key.split("__")
+        section = config
+        for part in path:
+            section = getattr(section, part)
+        assert hasattr(section, name), key
+        setattr(section, name, value)
+    return config
+
+
+def test_defaults_are_on_policy_and_pass():
+    config = JobConfig()
+    check_rl_config(config)
+    rl = config.rl
+    assert (rl.sampling.temperature, rl.sampling.top_p, rl.sampling.top_k) == (1, 1, 0)
+    assert rl.async_steps == 0
+
+
+BAD_VALUES = [
+    ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
+    ({"rl__async_steps": -1}, "rl.async_steps must be at least 0"),
+    ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
+    ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
+    (
+        {"rl__advantage__name": "none", "rl__advantage__std": True},
+        "rl.advantage.std divides",
+    ),
+    ({"rl__loss__name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
+    ({"rl__loss__agg_mode": "mean"}, "rl.loss.agg_mode must be one of"),
+    ({"rl__loss__agg_mode": "seq-mean-token-sum-norm"}, "divides by the constant rl.loss.norm"),
+    ({"rl__loss__norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
+    ({"rl__loss__kl_coef": -0.1}, "rl.loss.kl_coef must be a finite number"),
+    ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be a finite number"),
+    ({"rl__loss__max_log_ratio": 0}, "rl.loss.max_log_ratio must be above 0"),
+    ({"rl__loss__kl_type": "k4"}, "rl.loss.kl_type must be one of"),
+    (
+        {"rl__loss__name": "importance_sampling", "rl__loss__ratio_clip_low": 0.2},
+        "rl.loss.ratio_clip_low is not read by",
+    ),
+    ({"rl__loss__ratio_clip_low": 0.2}, "not read by rl.loss.name = 'grpo', which reads clip_eps"),
+    ({"rl__sampling__temperature": 0.0}, "rl.sampling.temperature must be above 0"),
+    ({"rl__sampling__top_p": 0.9}, "rl.sampling.top_p must be 1.0 in training"),
+    ({"rl__sampling__top_k": 20}, "rl.sampling.top_k must be 0 in training"),
+    ({"rl__sampling__max_tokens": 2048}, "leave room for the prompt in rows of 2048 tokens"),
+    ({"rl__batch__seq_len": 4096}, "must not be above training.seq_len"),
+    ({"rl__batch__pad_multiple": 3}, "rl.batch.pad_multiple must divide the row length 2048"),
+    ({"rl__batch__max_tokens_per_microbatch": 100}, "must hold a row of 2048 tokens"),
+    (
+        {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
+        "take one of them out",
+    ),
+    ({"rl__batch__packing": True}, "got model.attn_mask_type = None"),
+    (
+        {"rl__loss__name": "gspo", "parallelism__context_parallel_degree": 2},
+        "which context parallelism splits",
+    ),
+    (
+        {"rl__generator__backend": "vllm", "rl__weight_sync__mode": "reference"},
+        "does not go with rl.generator.backend = 'vllm'",
+    ),
+    ({"rl__async_steps": 2, "rl__generator__rescore": True}, "with rl.async_steps = 2"),
+    ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "with rl.async_steps = 1"),
+    ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
+    ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),
+    ({"rl__task__name": "copy", "rl__task__length": 0}, "rl.task.length must be at least 1"),
+    ({"rl__task__name": "sort", "rl__task__num_letters": 27}, "at most 26"),
+    ({"rl__task__name": "jsonl"}, "rl.task.path must be a file"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=[str(v) for v, _ in BAD_VALUES])
+def test_bad_value_is_one_error_that_names_key_value_and_remedy(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_rl_config(config_with(**values))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json.loads", "as module:function, got 'json.loads'"),
+        ("no_such_module:f", "no_such_module"),
+        ("json:no_such_function", "no_such_function"),
+        ("json:__name__", "which is a str"),
+    ],
+)
+def test_reward_function_that_cannot_be_found_is_refused(tmp_path, name, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    values = {"rl__task__name": "jsonl", "rl__task__path": str(path)}
+    with pytest.raises(ConfigError, match=message):
+        check_rl_config(config_with(**values, rl__task__reward_fn=name))
+    values["rl__task__reward_fn"] = "operator:eq"
+    check_rl_config(config_with(**values))
+    with pytest.raises(ConfigError, match="rl.task.eval_path must be a file .* got 'missing'"):
+        check_rl_config(config_with(**values, rl__task__eval_path="missing"))
+
+
+def test_rl_sections_are_read_from_toml_and_flags(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[rl]\nnum_prompts_per_step = 4\n[rl.loss]\nname = "dapo"\n')
+    module = "--job.custom_config_module=torchtitan.rl.job_config"
+    flags = [f"--job.config_file={path}", "--rl.loss.entropy_coef=0.02"]
+    for manager, arguments in (
+        (ConfigManager(JobConfig), flags),
+        (ConfigManager(), [module, *flags]),
+    ):
+        config = manager.parse_args(arguments)
+        assert config.rl.num_prompts_per_step == 4
+        assert (config.rl.loss.name, config.rl.loss.entropy_coef) == ("dapo", 0.02)

@@ -1,0 +1,257 @@
+import math
+
+import pytest
+import torch
+
+from torchtitan.components.loss import LOSS_AGGREGATIONS
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.losses import (
+    CISPOLoss,
+    CrossEntropyLoss,
+    DAPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PolicyLoss,
+    build_loss,
+    finalize_metrics,
+    loss_from_config,
+    loss_names,
+    register_loss,
+)
+from torchtitan.rl.losses.kl import kl_divergence
+
+ALL_LOSSES = [
+    GRPOLoss(),
+    DAPOLoss(),
+    GSPOLoss(),
+    CISPOLoss(),
+    ImportanceSamplingLoss(),
+]
+
+
+def make_batch(generator_logprobs, advantages, **others):
+    """One row that is one sequence, every token with weight 1."""
+    generator_logprobs = torch.tensor([generator_logprobs], dtype=torch.float64)
+    batch = {
+        "generator_logprobs": generator_logprobs,
+        "advantages": torch.tensor([advantages], dtype=torch.float64),
+        "loss_mask": torch.ones_like(generator_logprobs),
+        "loss_weights": torch.ones_like(generator_logprobs),
+        "sequence_ids": torch.zeros(generator_logprobs.shape, dtype=torch.int64),
+    }
+    return batch | others
+
+
+def value_and_gradient(loss, logprobs, batch, entropy=None):
+    logprobs = torch.tensor([logprobs], dtype=torch.float64, requires_grad=True)
+    output = loss(logprobs, entropy, batch)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    return output.loss.item(), gradient[0].tolist()
+
+
+def of_ratios(loss, ratios, advantages):
+    """Value and gradient where the policy's probability is `ratios` times the generator's."""
+    generator = [-1.0] * len(ratios)
+    logprobs = [-1.0 + math.log(ratio) for ratio in ratios]
+    return value_and_gradient(loss, logprobs, make_batch(generator, advantages))
+
+
+@pytest.mark.parametrize("loss", ALL_LOSSES, ids=lambda loss: type(loss).__name__)
+def test_on_policy_gradient_is_minus_the_advantage_whatever_its_sign(loss):
+    # A "ratio" without the generator's log-probs was exp(mean log-prob) < 1, which is below the
+    # clip for most tokens: samples of negative advantage then had no gradient at all.
+    for advantage in (1.0, -1.0):
+        _, gradient = value_and_gradient(loss, [-1.0] * 4, make_batch([-1.0] * 4, [advantage] * 4))
+        assert gradient == pytest.approx([-advantage] * 4)
+
+
+def test_grpo_clips_a_token_only_where_it_has_moved_far_enough_in_the_wanted_direction():
+    ratios, advantages = [1.1, 1.5, 0.5, 1.5, 0.5, 0.9], [2.0, 2.0, 2.0, -2.0, -2.0, -2.0]
+    value, gradient = of_ratios(GRPOLoss(clip_eps=0.2), ratios, advantages)
+    # By hand: min(r A, clip(r, 0.8, 1.2) A) of each.
+    gains = [1.1 * 2, 1.2 * 2, 0.5 * 2, 1.5 * -2, 0.8 * -2, 0.9 * -2]
+    assert value == pytest.approx(-sum(gains))
+    # d(r A) / d logprob = r A, and 0 where the clipped one was smaller.
+    assert gradient == pytest.approx([-2.2, 0, -1.0, 3.0, 0, 1.8])
+
+
+def test_dapo_has_bounds_of_its_own_and_equals_grpo_where_they_are_equal():
+    ratios, advantages = [1.25, 1.35, 0.75, 0.85], [1.0, 1.0, -1.0, -1.0]
+    _, gradient = of_ratios(DAPOLoss(ratio_clip_low=0.2, ratio_clip_high=0.28), ratios, advantages)
+    assert gradient == pytest.approx([-1.25, 0, 0, 0.85])
+    symmetric = DAPOLoss(ratio_clip_low=0.1, ratio_clip_high=0.1)
+    grpo = GRPOLoss(clip_eps=0.1)
+    assert of_ratios(symmetric, ratios, advantages) == of_ratios(grpo, ratios, advantages)
+
+
+def test_gspo_takes_the_geometric_mean_of_each_sequence_in_a_packed_row():
+    # Two sequences of 2 and 3 tokens, a slot outside the loss, and padding.
+    log_ratios = [0.0002, 0.0004, -0.02, 9.0, 0.01, 5.0]
+    advantages = [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    batch = make_batch([-1.0] * 6, advantages)
+    batch["sequence_ids"] = torch.tensor([[0, 0, 1, 1, 1, -1]])
+    batch["loss_mask"] = torch.tensor([[1.0, 1, 1, 0, 1, 0]], dtype=torch.float64)
+    batch["loss_weights"] = batch["loss_mask"]
+    loss = GSPOLoss(ratio_clip_low=0.1, ratio_clip_high=0.1)
+    value, gradient = value_and_gradient(loss, [-1 + d for d in log_ratios], batch)
+    first, second = math.exp(0.0003), math.exp(-0.005)
+    assert value == pytest.approx(-2 * first - 2 * second)
+    assert gradient == pytest.approx([-first, -first, -second, 0, -second, 0])
+
+
+def test_gspo_gradient_is_that_of_the_sequence_ratio():
+    batch = make_batch([-1.0, -2.0, -0.5], [0.7] * 3)
+    logprobs = torch.tensor([-1.0002, -1.9999, -0.5001], dtype=torch.float64, requires_grad=True)
+    ratio = (logprobs - batch["generator_logprobs"][0]).mean().exp()
+    # Eq. 5: s A once per sequence; with weights 1 for each of 3 tokens it counts 3 times.
+    (expected,) = torch.autograd.grad(-3 * ratio * 0.7, logprobs)
+    _, gradient = value_and_gradient(GSPOLoss(), logprobs.tolist(), batch)
+    assert gradient == pytest.approx(expected.tolist())
+
+
+def test_cispo_clips_the_weight_of_a_token_and_keeps_its_gradient():
+    loss = CISPOLoss(ratio_clip_low=1.0, ratio_clip_high=0.28)
+    _, gradient = of_ratios(loss, [0.1, 1.0, 3.0], [1.0, -1.0, 2.0])
+    assert gradient == pytest.approx([-0.1, 1.0, -2 * 1.28])
+
+
+def test_importance_sampling_clips_nothing():
+    value, gradient = of_ratios(ImportanceSamplingLoss(), [0.1, 3.0], [1.0, 2.0])
+    assert value == pytest.approx(-0.1 - 6)
+    assert gradient == pytest.approx([-0.1, -6])
+
+
+def test_cross_entropy_reads_neither_advantages_nor_generator():
+    batch = make_batch([float("nan")] * 2, [0.0, 0.0])
+    assert value_and_gradient(CrossEntropyLoss(), [-1.0, -2.0], batch) == (3.0, [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("loss", ALL_LOSSES, ids=lambda loss: type(loss).__name__)
+def test_far_off_policy_tokens_give_finite_losses_and_metrics(loss):
+    batch = make_batch([-1000.0, 0.0], [-1.0, -1.0])
+    value, gradient = value_and_gradient(loss, [0.0, -1000.0], batch)
+    assert math.isfinite(value) and all(map(math.isfinite, gradient))
+    output = loss(torch.tensor([[0.0, -1000.0]]), None, batch)
+    assert all(value.isfinite() for value in output.metrics.values())
+    assert output.metrics["logprob_diff_max"] == 1000
+
+
+# ---- KL and entropy ----
+
+
+def enumerated(kl_type):
+    """Expected KL estimate over a vocabulary, its gradient, the exact KL and its gradient."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - ref)).sum()
+    # Tokens are sampled: their probabilities are no part of the gradient.
+    probabilities = logprobs.exp().detach()
+    estimate = (probabilities * kl_divergence(logprobs, ref, kl_type, 10.0)).sum()
+    gradients = [torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (estimate, exact)]
+    return estimate, exact, *gradients
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kl_type):
+    estimate, exact, _, _ = enumerated(kl_type)
+    assert estimate.item() == pytest.approx(exact.item())
+
+
+def test_gradient_of_k1_is_zero_on_average_and_of_k2_that_of_the_kl():
+    _, _, gradient, _ = enumerated("k1")
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+    _, _, gradient, expected = enumerated("k2")
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_k3_is_never_negative_and_unknown_types_are_refused():
+    ref = torch.zeros(3)
+    assert (kl_divergence(torch.tensor([-30.0, 0, 30]), ref, "k3", 10.0) >= 0).all()
+    with pytest.raises(ValueError, match="kl_type must be one of 'k1', 'k2', 'k3', got 'k4'"):
+        kl_divergence(ref, ref, "k4", 10.0)
+
+
+def test_kl_and_entropy_terms_have_the_weights_of_the_policy_loss():
+    weights = torch.tensor([[0.5, 0.0, 2.0]], dtype=torch.float64)
+    ref = torch.tensor([[-1.5, -1.0, -0.5]], dtype=torch.float64)
+    batch = make_batch([-1.0] * 3, [0.0] * 3, loss_weights=weights, ref_logprobs=ref)
+    entropy = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+    loss = GRPOLoss(kl_coef=0.1, kl_type="k2", entropy_coef=0.01)
+    value, _ = value_and_gradient(loss, [-1.0] * 3, batch, entropy)
+    kl = 0.5 * 0.5**2 / 2 + 2 * 0.5**2 / 2
+    assert value == pytest.approx(0.1 * kl - 0.01 * (0.5 * 1 + 2 * 3))
+
+
+def test_missing_inputs_are_named():
+    batch, logprobs = make_batch([-1.0], [1.0]), torch.tensor([[-1.0]])
+    with pytest.raises(ValueError, match="kl_coef = 0.1 needs ref_logprobs"):
+        GRPOLoss(kl_coef=0.1)(logprobs, None, batch)
+    with pytest.raises(ValueError, match="entropy_coef = 0.1 needs the entropy"):
+        GRPOLoss(entropy_coef=0.1)(logprobs, None, batch)
+
+
+# ---- metrics ----
+
+
+def test_metrics_are_sums_over_tokens_that_become_means():
+    ratios = [1.5, 1.0, 0.5, 1.0]
+    logprobs = torch.tensor([[math.log(ratio) for ratio in ratios]])
+    batch = make_batch([0.0] * 4, [1.0, 1.0, 1.0, 9.0])
+    batch["loss_mask"][0, 3] = batch["loss_weights"][0, 3] = 0
+    output = GRPOLoss()(logprobs, None, batch)
+    assert tuple(output.metrics) == GRPOLoss().metric_names
+    metrics = finalize_metrics({k: v.item() for k, v in output.metrics.items()}, 3)
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["ratio_clipped_frac"] == pytest.approx(1 / 3)
+    assert metrics["logprob_diff_mean"] == pytest.approx((math.log(1.5) + math.log(2)) / 3)
+    assert metrics["logprob_diff_max"] == pytest.approx(math.log(2))
+    assert metrics["policy_loss"] == pytest.approx(output.loss.item())
+    # KL(generator || policy) by k3, r - 1 - log r.
+    kl = [r - 1 - math.log(r) for r in ratios[:3]]
+    assert metrics["kl_generator"] == pytest.approx(sum(kl) / 3)
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_metric_names_are_known_without_a_batch(name):
+    loss = build_loss(name, kl_coef=0.1, entropy_coef=0.1)
+    batch = make_batch([-1.0] * 2, [1.0] * 2, ref_logprobs=torch.full((1, 2), -1.0))
+    output = loss(torch.full((1, 2), -1.0), torch.ones(1, 2), batch)
+    assert tuple(output.metrics) == loss.metric_names
+    assert not any(value.requires_grad for value in output.metrics.values())
+
+
+# ---- registry ----
+
+
+def test_default_config_gives_each_loss_its_own_defaults():
+    config = JobConfig().rl.loss
+    for name, expected in (("grpo", GRPOLoss()), ("dapo", DAPOLoss()), ("gspo", GSPOLoss())):
+        config.name = name
+        assert loss_from_config(config) == expected
+    config.name, config.ratio_clip_high = "dapo", 0.5
+    assert loss_from_config(config) == DAPOLoss(ratio_clip_high=0.5)
+
+
+def test_config_knows_the_aggregations_that_there_are():
+    config = JobConfig().rl
+    kind = type(config.loss).__annotations__["agg_mode"]
+    assert kind.__args__ == LOSS_AGGREGATIONS
+
+
+def test_setting_that_a_loss_does_not_read_is_refused():
+    with pytest.raises(ValueError, match="rl.loss.clip_eps is not read by rl.loss.name = 'dapo'"):
+        build_loss("dapo", clip_eps=0.1)
+
+
+def test_own_loss_can_be_registered_once():
+    class Reinforce(PolicyLoss):
+        def per_token(self, logprobs, batch):
+            return -logprobs * batch["advantages"], {}
+
+    register_loss("test_reinforce")(Reinforce)
+    assert isinstance(build_loss("test_reinforce"), Reinforce)
+    with pytest.raises(ValueError, match="'grpo' is registered already"):
+        register_loss("grpo")(Reinforce)

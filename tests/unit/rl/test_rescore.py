@@ -1,0 +1,85 @@
+"""Log-probs of sampled tokens by the trainer's own forward."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.unit.test_engine import make_config
+from torchtitan.components.logprobs import TokenLogProbs
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.generator import LocalGenerator
+from torchtitan.rl.rescore import rescore
+from torchtitan.rl.types import SamplingConfig, TrainingSample
+
+PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1], [4]]
+TEMPERATURE = 0.7
+PACKED = ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"]
+
+
+def batch_of(engine, packing: bool):
+    generator = LocalGenerator(engine)
+    sampling = SamplingConfig(temperature=TEMPERATURE, max_tokens=9, stop_token_ids=(1, 2, 3))
+    completions = generator.generate(PROMPTS, sampling, num_samples=3)
+    samples = [
+        TrainingSample.of_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
+        for i, c in enumerate(completions)
+    ]
+    return Batcher(seq_len=24, rows=5, packing=packing).batch(samples)
+
+
+def trained_logprobs(engine, batch) -> list[torch.Tensor]:
+    """Of every microbatch, from a forward with gradients."""
+    found = []
+
+    def loss_of(outputs, labels, engine_batch):
+        found.append(outputs.logprobs.detach())
+        return -(outputs.logprobs * engine_batch["loss_weights"]).sum()
+
+    own = batch.of_rank(0)
+    engine.forward_backward_step(
+        input_dict=[microbatch.engine_batch() for microbatch in own],
+        labels=[microbatch.labels for microbatch in own],
+        global_valid_tokens=1.0,
+        loss_fn=loss_of,
+        head=TokenLogProbs(TEMPERATURE),
+    )
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path, packing):
+    engine = TrainingEngine(make_config(tmp_path, *(PACKED if packing else [])))
+    for _ in range(3):
+        batch = batch_of(engine, packing)
+        rescored, difference = rescore(engine, batch, TEMPERATURE)
+        assert 0 < difference <= 5e-6  # what cached decoding was off, in fp32
+        for microbatch, trained in zip(
+            rescored.of_rank(0), trained_logprobs(engine, rescored), strict=True
+        ):
+            assert torch.equal(microbatch.generator_logprobs, trained)
+        again, difference = rescore(engine, rescored, TEMPERATURE)
+        assert difference == 0
+        engine.optim_step()
+
+
+def test_rescoring_changes_nothing_but_logprobs(tmp_path):
+    engine = TrainingEngine(make_config(tmp_path))
+    batch = batch_of(engine, packing=False)
+    wrong = dataclasses.replace(
+        batch,
+        microbatches=tuple(
+            tuple(dataclasses.replace(mb, generator_logprobs=mb.loss_mask * -9.0) for mb in row)
+            for row in batch.microbatches
+        ),
+    )
+    rescored, difference = rescore(engine, wrong, TEMPERATURE)
+    assert difference > 1
+    for ours, theirs in zip(rescored.of_rank(0), batch.of_rank(0), strict=True):
+        ours, theirs = (dict(vars(mb)) for mb in (ours, theirs))
+        first, second = ours.pop("generator_logprobs"), theirs.pop("generator_logprobs")
+        assert (first - second).abs().max() <= 5e-6
+        for name, value in theirs.items():
+            same = torch.equal(value, ours[name]) if torch.is_tensor(value) else value == ours[name]
+            assert same, name

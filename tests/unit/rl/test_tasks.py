@@ -1,0 +1,177 @@
+import json
+
+import pytest
+
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.tasks import (
+    CharTokenizer,
+    CopyTask,
+    JsonlTask,
+    SortTask,
+    SumDigitsTask,
+    Task,
+    build_task,
+    register_task,
+    task_names,
+)
+
+CHARACTER_TASKS = [SumDigitsTask, CopyTask, SortTask]
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def make_file_task(tmp_path, n=4, reward_fn=lambda text, answer: len(text), **options):
+    lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(n)]
+    path = write_lines(tmp_path / "prompts.jsonl", *lines)
+    return JsonlTask(path, reward_fn, CharTokenizer("0123456789+="), **options)
+
+
+def rewards(task: Task, prompt_text: str, answer: str, *texts: str):
+    prompt = task.make_prompt(prompt_text, answer)
+    return [task.grade(prompt, text).reward for text in texts]
+
+
+def test_sum_is_right_or_worth_nothing():
+    task = SumDigitsTask(num_min=2, num_max=4, value_max=99)
+    for prompt in task.sample(50):
+        numbers = [int(number) for number in prompt.text.removesuffix("=").split("+")]
+        assert 2 <= len(numbers) <= 4 and all(0 <= number <= 99 for number in numbers)
+        assert prompt.answer == str(sum(numbers))
+    assert rewards(task, "3+9=", "12", "12", "1", "012", "12=", "", "21") == [1, 0, 0, 0, 0, 0]
+
+
+def test_copy_and_sort_are_worth_the_share_of_positions_that_are_right():
+    assert rewards(CopyTask(), "cab=", "cab", "cab", "cba", "", "ca") == [1, 1 / 3, 0, 2 / 3]
+    # Going on past the answer is no way to a full reward.
+    assert rewards(CopyTask(), "cab=", "cab", "cabcab") == [0.5]
+    task = SortTask(length=5, num_letters=6)
+    for prompt in task.sample(20):
+        assert list(prompt.answer) == sorted(prompt.text[:-1])
+        assert task.grade(prompt, prompt.answer).scores == {"exact": 1.0}
+        assert set(prompt.answer) <= set("abcdef")
+
+
+@pytest.mark.parametrize("task_cls", CHARACTER_TASKS)
+def test_task_continues_from_its_state_and_evaluates_on_the_same_prompts(task_cls):
+    task, other = task_cls(seed=7), task_cls(seed=7)
+    held_out = task.held_out(5)
+    task.sample(3)
+    state = json.loads(json.dumps(task.state_dict()))
+    following = task.sample(4)
+    other.load_state_dict(state)
+    assert other.sample(4) == following
+    assert other.held_out(5) == task.held_out(5) == held_out
+    assert task_cls(seed=8).sample(10) != task_cls(seed=7).sample(10)
+
+
+@pytest.mark.parametrize("task_cls", CHARACTER_TASKS)
+def test_prompts_and_answers_are_spelled_in_the_tasks_own_tokens(task_cls):
+    task = task_cls()
+    for prompt in task.sample(10):
+        assert task.tokenizer.decode(prompt.token_ids) == prompt.text
+        assert task.tokenizer.decode(task.tokenizer.encode(prompt.answer)) == prompt.answer
+        assert max(prompt.token_ids) < task.tokenizer.get_vocab_size()
+
+
+def test_char_tokenizer_has_no_text_for_its_eos_and_a_mark_for_foreign_ids():
+    tokenizer = CharTokenizer("ab")
+    assert tokenizer.encode("ba", add_eos=True) == [2, 1, tokenizer.eos_id]
+    assert tokenizer.decode([2, 0, 31]) == "b\ufffd"
+    assert tokenizer.get_vocab_size() == 3
+    with pytest.raises(ValueError, match=r"knows the characters 'ab', got \['c'\]"):
+        tokenizer.encode("abc")
+    with pytest.raises(ValueError, match="must differ"):
+        CharTokenizer("aa")
+
+
+# ---- prompts from a file ----
+
+
+def test_each_pass_over_a_file_has_every_prompt_once_in_an_order_of_its_own(tmp_path):
+    task = make_file_task(tmp_path, n=8)
+    passes = [[prompt.text for prompt in task.sample(8)] for _ in range(3)]
+    assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_file_task_continues_from_its_state_in_the_middle_of_a_pass(tmp_path):
+    task = make_file_task(tmp_path, n=5)
+    task.sample(7)
+    state = task.state_dict()
+    following = task.sample(6)
+    other = make_file_task(tmp_path, n=5)
+    other.load_state_dict(state)
+    assert other.sample(6) == following
+
+
+def test_file_task_is_judged_by_the_users_function(tmp_path):
+    task = make_file_task(tmp_path, reward_fn=lambda text, answer: 0.5 * (text > answer))
+    grade = task.grade(task.prompt(0), "9")
+    assert (grade.reward, grade.scores) == (0.5, {"exact": 0.0})
+
+
+@pytest.mark.parametrize("returned", [None, float("nan"), "a lot"])
+def test_reward_that_is_no_number_is_refused(tmp_path, returned):
+    task = make_file_task(tmp_path, reward_fn=lambda text, answer: returned)
+    with pytest.raises(ValueError, match="must return a finite number"):
+        task.grade(task.prompt(0), "9")
+
+
+def test_file_to_evaluate_on_is_read_or_the_first_lines_serve(tmp_path):
+    assert [p.text for p in make_file_task(tmp_path).held_out(2)] == ["0+0=", "1+1="]
+    path = write_lines(tmp_path / "eval.jsonl", {"prompt": "7+1="})
+    task = make_file_task(tmp_path, eval_path=path)
+    assert [(p.text, p.answer) for p in task.held_out(9)] == [("7+1=", "")]
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "1+2+3+4="})
+    options = {"reward_fn": len, "tokenizer": CharTokenizer("0123456789+=")}
+    with caplog.at_level("WARNING"):
+        task = JsonlTask(path, max_prompt_tokens=4, **options)
+    assert "1 of 2 prompts" in caplog.text
+    assert {prompt.text for prompt in task.sample(4)} == {"1+1="}
+    with pytest.raises(ValueError, match="got none of 2"):
+        JsonlTask(path, max_prompt_tokens=3, **options)
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"question": "x"}', '{"prompt": ""}', "{prompt}"])
+def test_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match="p.jsonl, line 3"):
+        JsonlTask(str(path), len, CharTokenizer("1"))
+
+
+# ---- by name ----
+
+
+def test_tasks_are_built_from_the_config(tmp_path):
+    rl = JobConfig().rl
+    rl.seed, rl.task.name, rl.task.length, rl.task.num_letters = 5, "sort", 4, 3
+    expected = SortTask(length=4, num_letters=3, seed=5)
+    assert build_task(rl).sample(3) == expected.sample(3)
+
+    rl.task.name = "jsonl"
+    rl.task.path = write_lines(tmp_path / "p.jsonl", {"prompt": "11"}, {"prompt": "1"})
+    rl.task.reward_fn = "operator:eq"
+    task = build_task(rl, CharTokenizer("1"), max_prompt_tokens=1)
+    assert task.sample(1)[0].text == "1"
+    with pytest.raises(ValueError, match="needs the model's tokenizer, got none"):
+        build_task(rl)
+
+
+def test_own_task_can_be_registered_once():
+    def build(rl, tokenizer, max_prompt_tokens):
+        return CopyTask(seed=rl.seed)
+
+    register_task("test_own_copy", build)
+    rl = JobConfig().rl
+    rl.task.name = "test_own_copy"
+    assert isinstance(build_task(rl), CopyTask)
+    assert "test_own_copy" in task_names()
+    with pytest.raises(ValueError, match="'copy' is registered already"):
+        register_task("copy", build)

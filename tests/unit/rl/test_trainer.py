@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import gradients, toy_config, toy_samples
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.losses import CrossEntropyLoss
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.types import OptimParams
+
+# One sum in another order, fp32.
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = PolicyTrainer(
+        toy_config(tmp_path_factory.mktemp("run"), "--rl.loss.entropy_coef=0.01")
+    )
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(trainer):
+    yield
+    trainer.engine.optimizers.zero_grad()
+    trainer._denominator, trainer._num_accumulated = None, 0
+
+
+def batcher(**settings):
+    return Batcher(**{"seq_len": 24, "rows": 4, "agg_mode": "token-sum"} | settings)
+
+
+def weights_of(trainer):
+    return [p.detach().clone() for part in trainer.engine.model_parts for p in part.parameters()]
+
+
+def test_two_calls_accumulate_what_one_call_with_both_batches_gives(trainer):
+    samples = toy_samples(9)
+    whole = trainer.forward_backward(batcher().batch(samples))
+    expected = gradients(trainer)
+    trainer.engine.optimizers.zero_grad()
+
+    parts = [trainer.forward_backward(batcher().batch(part)) for part in (samples[:3], samples[3:])]
+    torch.testing.assert_close(gradients(trainer), expected, **CLOSE)
+    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_deferred_normalisation_equals_weights_that_knew_the_whole_step(trainer):
+    samples = toy_samples(9)
+    trainer.forward_backward(batcher(agg_mode="token-mean").batch(samples))
+    expected = gradients(trainer)
+    trainer.engine.optimizers.zero_grad()
+    trainer._num_accumulated = 0
+
+    deferred = batcher(agg_mode="token-mean", deferred=True)
+    for part in (samples[:3], samples[3:]):
+        trainer.forward_backward(deferred.batch(part))
+    total = trainer._own_denominator()
+    found = {name: gradient / total for name, gradient in gradients(trainer).items()}
+    torch.testing.assert_close(found, expected, **CLOSE)
+    with pytest.raises(ValueError, match="all have final weights or all leave"):
+        trainer.forward_backward(batcher().batch(samples))
+
+
+def test_metrics_do_not_depend_on_the_split_into_microbatches(trainer):
+    samples = toy_samples(9)
+    found = [
+        trainer.forward_backward(batcher(rows=rows, agg_mode="token-mean").batch(samples))
+        for rows in (1, 4, 100)
+    ]
+    for other in found[1:]:
+        assert other.metrics == pytest.approx(found[0].metrics, rel=1e-5)
+        assert other.loss == pytest.approx(found[0].loss, rel=1e-5)
+    assert {"policy_loss", "logprob_diff_max", "entropy", "ratio_mean"} <= found[0].metrics.keys()
+
+
+def test_one_episode_and_none_give_finite_numbers(trainer):
+    for samples in (toy_samples(1), []):
+        found = trainer.forward_backward(batcher(agg_mode="token-mean").batch(samples))
+        assert all(math.isfinite(value) for value in (found.loss, *found.metrics.values()))
+
+
+def test_logprobs_come_back_per_sample_and_equal_those_of_a_forward(trainer):
+    samples = toy_samples(6)
+    batch = batcher(rows=2).batch(samples)
+    found = trainer.forward_backward(batch, return_logprobs=True)
+    forward = trainer.forward(batch)
+    model = trainer.engine.model_parts[0]
+    for sample, ours, again in zip(samples, found.logprobs, forward, strict=True):
+        assert torch.equal(ours, again)
+        with torch.no_grad():
+            logits = model(sample.token_ids[None])
+        expected = logits[0].log_softmax(-1).gather(1, sample.labels[:, None]).squeeze(1)
+        torch.testing.assert_close(ours, expected * sample.loss_mask, rtol=1e-5, atol=2e-6)
+
+
+def test_oversize_sample_has_no_logprobs(trainer):
+    samples = toy_samples(2)
+    batch = batcher(seq_len=max(map(len, samples)) - 1).batch(samples)
+    assert sorted(x is None for x in trainer.forward(batch)) == [False, True]
+
+
+def test_loss_of_the_caller_takes_the_place_of_the_configs(trainer):
+    samples = toy_samples(4)
+    batch = batcher().batch(samples)
+    found = trainer.forward_backward(batch, CrossEntropyLoss())
+    logprobs = torch.cat(trainer.forward(batch))
+    assert found.loss == pytest.approx(-logprobs.sum().item(), rel=1e-5)
+
+
+def test_step_takes_the_callers_settings_once_and_zeroes(trainer):
+    before, version = weights_of(trainer), trainer.policy_version
+    groups = [g for optimizer in trainer.engine.optimizers for g in optimizer.param_groups]
+    own = [(g["betas"], g["eps"], g["weight_decay"]) for g in groups]
+    trainer.forward_backward(batcher().batch(toy_samples(3)))
+    done = trainer.optim_step(OptimParams(lr=0.5, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0))
+    assert (done.lr, done.policy_version, done.skipped) == (0.5, version + 1, False)
+    assert all(
+        p.grad is None or not p.grad.any() for p in trainer.engine.model_parts[0].parameters()
+    )
+    # Without momentum Adam moves by lr * g / (|g| + eps): less than half the clipped gradient.
+    moved = [(a - b).abs().max() for a, b in zip(before, weights_of(trainer), strict=True)]
+    assert 0 < max(moved) < 0.5
+    assert [(g["betas"], g["eps"], g["weight_decay"]) for g in groups] == own
+
+    trainer.forward_backward(batcher().batch(toy_samples(3)))
+    assert trainer.optim_step().lr == pytest.approx(trainer.job_config.optimizer.lr, rel=0.2)
+
+
+def test_step_without_gradients_is_refused(trainer):
+    with pytest.raises(ValueError, match="call forward_backward before"):
+        trainer.optim_step()
+
+
+def test_converters_hook_runs_after_each_step(trainer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        trainer.engine.model_converters, "post_optimizer_hook", lambda model: seen.append(model)
+    )
+    trainer.forward_backward(batcher().batch(toy_samples(2)))
+    trainer.optim_step()
+    assert seen == [trainer.engine.model_parts]

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+import torch
+
+from torchtitan.rl.types import Episode, SamplingConfig, TrainingSample
+
+
+def make_episode(**changes) -> Episode:
+    values = dict(
+        group_id=3,
+        prompt="12+34=",
+        prompt_token_ids=(5, 6, 7),
+        expected_answer="46",
+        text="46",
+        token_ids=(8, 9),
+        token_log_probs=(-0.5, -0.25),
+        policy_version=4,
+    )
+    return Episode(**(values | changes))
+
+
+def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
+    sample = TrainingSample.of_episode(make_episode(advantage=2.0, ref_logprobs=(-1.0, -2.0)))
+    assert sample.token_ids.tolist() == [5, 6, 7, 8]
+    assert sample.labels.tolist() == [6, 7, 8, 9]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1]
+    assert sample.logprobs.tolist() == [0, 0, -0.5, -0.25]
+    assert sample.advantages.tolist() == [0, 0, 2, 2]
+    assert sample.ref_logprobs.tolist() == [0, 0, -1, -2]
+    assert (sample.group_id, sample.policy_version, len(sample)) == (3, 4, 4)
+
+
+def test_episode_without_advantage_is_refused():
+    with pytest.raises(ValueError, match="group 3 has no advantage yet"):
+        TrainingSample.of_episode(make_episode())
+
+
+def test_sample_without_prompt_or_completion_is_refused():
+    for prompt, new in (((), (1,)), ((1,), ())):
+        with pytest.raises(ValueError, match="needs a prompt and sampled tokens"):
+            TrainingSample.of_sequence(prompt, new, [0.0] * len(new), 1.0)
+
+
+def test_sample_whose_labels_are_not_shifted_is_refused():
+    token_ids, mask = torch.arange(4), torch.ones(4)
+    with pytest.raises(ValueError, match=r"labels of a sample .* \[4\], got \[5\]"):
+        TrainingSample(token_ids, torch.arange(5), mask, mask, mask)
+
+
+def test_episode_survives_json():
+    episode = make_episode(reward=1.0, advantage=0.5, scores={"exact": 1.0})
+    assert Episode.from_dict(json.loads(json.dumps(episode.to_dict()))) == episode
+
+
+@pytest.mark.parametrize(
+    "setting", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}]
+)
+def test_bad_sampling_setting_is_refused_by_name(setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        SamplingConfig(**setting)
+
+
+def test_alias_gives_the_same_modules():
+    import torchtitan.experiments.rl.types as alias
+
+    import torchtitan.rl.types as real
+
+    assert alias is real
+    assert real.__spec__.name == "torchtitan.rl.types"

@@ -1,0 +1,124 @@
+"""Weights that go to a generator's own copy: complete, of the right version, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import register_tiny
+from torchtitan.components.weight_stream import WeightStream
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.rl.generator import CopyGenerator
+from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.weight_sync import (
+    NoWeightsError,
+    OurNames,
+    WeightMismatchError,
+    copy_weights,
+)
+
+SAMPLING = SamplingConfig(max_tokens=4, seed=1)
+
+
+def tiny(family: str, seed: int, **changes):
+    spec = get_train_spec(register_tiny(family))
+    args = copy.deepcopy(spec.model_args["tiny"])
+    for name, value in changes.items():
+        setattr(args, name, value)
+    torch.manual_seed(seed)
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_()
+    return model
+
+
+def weights_of(model, version: int = 3, dtype: torch.dtype | None = None) -> WeightStream:
+    device = torch.device("cpu")
+    return WeightStream([model], OurNames(), device, dtype=dtype, current_version=lambda: version)
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama4", "deepseek_v3"])
+def test_copy_draws_what_the_model_draws_after_an_update_and_nothing_before(family):
+    sent, generator = tiny(family, 1), CopyGenerator(tiny(family, 2))
+    with pytest.raises(NoWeightsError, match="has no weights"):
+        generator.generate([[1, 2, 3]], SAMPLING)
+    generator.update_weights(weights_of(sent))
+    state = sent.state_dict()
+    for name, tensor in generator.model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    found = generator.generate([[1, 2, 3]], SAMPLING, 3)
+    direct = CopyGenerator(sent)
+    direct.policy_version = 3
+    assert found == direct.generate([[1, 2, 3]], SAMPLING, 3)
+    assert found[0].policy_version == 3
+
+
+def test_tied_weights_may_come_once():
+    sent, received = (tiny("qwen3", seed, enable_weight_tying=True) for seed in (1, 2))
+    for model in (sent, received):
+        model.output.weight = model.tok_embeddings.weight
+    copy_weights(weights_of(sent), received)
+    assert torch.equal(received.output.weight, sent.tok_embeddings.weight)
+
+
+class Altered:
+    """Weights of which something was changed on the way."""
+
+    version = 5
+
+    def __init__(self, model, change):
+        self._stream, self._change = weights_of(model), change
+
+    @property
+    def digest(self):
+        return self._stream.digest
+
+    def __iter__(self):
+        for name, tensor in self._stream:
+            yield from self._change(name, tensor)
+
+
+def flip_one_bit(name, tensor):
+    if name == "norm.weight":
+        tensor = tensor.clone()
+        tensor.view(torch.int32)[0] ^= 1
+    yield name, tensor
+
+
+def leave_out_a_norm(name, tensor):
+    if name != "norm.weight":
+        yield name, tensor
+
+
+def cut(name, tensor):
+    yield name, tensor[:1]
+
+
+def rename(name, tensor):
+    yield name + "_", tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_one_bit, "holds weights of digest .* those of version 5"),
+        (leave_out_a_norm, "version 5 came without norm.weight"),
+        (cut, r"tok_embeddings.weight was sent as torch.float32 of \[1, 64\]"),
+        (rename, "the generator's model has nothing there"),
+    ],
+)
+def test_other_weights_than_those_sent_are_refused_and_not_sampled_from(change, message):
+    generator = CopyGenerator(tiny("llama3", 2))
+    with pytest.raises(WeightMismatchError, match=message):
+        generator.update_weights(Altered(tiny("llama3", 1), change))
+    with pytest.raises(NoWeightsError, match="only a part of an update"):
+        generator.generate([[1, 2, 3]], SAMPLING)
+
+
+def test_weights_of_another_dtype_are_refused():
+    generator = CopyGenerator(tiny("llama3", 2))
+    with pytest.raises(WeightMismatchError, match="send weights in the generator's dtype"):
+        generator.update_weights(weights_of(tiny("llama3", 1), dtype=torch.bfloat16))

@@ -1,0 +1,41 @@
+"""A Llama of 0.4M parameters for tasks that are spelled in characters: RL on a laptop's CPU.
+
+`torchtitan.train` trains it on solved examples of the task in `[rl.task]`, which makes the
+checkpoint that RL starts from; `torchtitan.rl.train` also trains it from random weights.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl_toy.examples import SolvedExamples
+    from torchtitan.protocols.train_spec import TrainSpec
+
+toy_args: dict[str, TransformerModelArgs] = {
+    "debugmodel": TransformerModelArgs(
+        dim=128, n_layers=2, n_heads=4, vocab_size=32, multiple_of=32, rope_scaling_args=None
+    ),
+}
+
+
+def get_train_spec() -> "TrainSpec":
+    """Return a fresh spec: Llama 3's with these flavors, no tokenizer, and data made on the spot."""
+    from torchtitan.models.llama3 import get_train_spec as get_llama3_spec
+
+    return replace(
+        get_llama3_spec(),
+        model_args=toy_args,
+        build_tokenizer_fn=None,
+        build_dataloader_fn=build_examples,
+        build_validator_fn=None,
+    )
+
+
+def build_examples(
+    *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
+) -> "SolvedExamples":
+    from torchtitan.experiments.rl_toy.examples import SolvedExamples
+
+    return SolvedExamples(job_config, dp_world_size, dp_rank)

@@ -1,0 +1,64 @@
+"""Prompts of an RL task with their right answers, to learn from before RL."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.checks import ConfigError
+from torchtitan.rl.tasks import build_task
+
+
+class SolvedExamples(BaseDataLoader):
+    """Batches of one example per row; only the answer and the end after it count in the loss.
+
+    Ranks take turns at the rows, so every number of ranks sees the same examples in a step of as
+    many rows. Raises ConfigError if the job's config has no `[rl]` sections.
+    """
+
+    def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int):
+        if not hasattr(job_config, "rl"):
+            raise ConfigError(
+                "model.name = 'rl_toy' learns a task of the section [rl.task], which this config "
+                "does not have; set job.custom_config_module = 'torchtitan.rl.job_config'"
+            )
+        self.task = build_task(job_config.rl)
+        self.dp_world_size, self.dp_rank = dp_world_size, dp_rank
+        self.n_rows = job_config.training.local_batch_size
+        self.seq_len = job_config.training.seq_len
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            first = (self.num_batches * self.dp_world_size + self.dp_rank) * self.n_rows
+            self.num_batches += 1
+            rows = [self._row(index) for index in range(first, first + self.n_rows)]
+            yield (
+                {"input": torch.stack([tokens for tokens, _ in rows])},
+                torch.stack([labels for _, labels in rows]),
+            )
+
+    def _row(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, [T]."""
+        prompt = self.task.prompt(index)
+        answer = [*self.task.tokenizer.encode(prompt.answer), self.task.tokenizer.eos_id]
+        example = torch.tensor([*prompt.token_ids, *answer])
+        n = len(example) - 1
+        if n > self.seq_len:
+            raise ValueError(
+                f"training.seq_len must hold an example of {n} tokens, got {self.seq_len}; raise it"
+            )
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        labels = torch.full((self.seq_len,), IGNORE_INDEX)
+        tokens[:n] = example[:-1]
+        labels[n - len(answer) : n] = example[-len(answer) :]
+        return tokens, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_batches = state_dict["num_batches"]

@@ -1,0 +1,98 @@
+"""From the rewards of completions to their advantages, by comparison within a prompt's group."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan.rl.job_config import RLAdvantage
+
+BASELINES = ("group_mean", "rloo", "none")
+
+# Standard deviations below this are rounding: the group's rewards are equal.
+_SMALLEST_STD = 1e-8
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """Advantages of the completions of one step.
+
+    With n rewards r of one prompt and their mean m:
+
+        group_mean  r - m                  (Shao et al. 2024, arXiv:2402.03300)
+        rloo        (r - m) n / (n - 1)    r minus the mean of the others (Ahmadian et al. 2024,
+                                           arXiv:2402.14740); 0 for a completion without others
+        none        r
+
+    std: divide by the standard deviation of the group's rewards, over n and not n - 1; where they
+    are all equal the advantages are 0.
+    """
+
+    name: str = "group_mean"
+    std: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in BASELINES:
+            raise ValueError(
+                f"rl.advantage.name must be one of {', '.join(BASELINES)}, got {self.name!r}"
+            )
+        if self.std and self.name == "none":
+            raise ValueError(
+                "rl.advantage.std divides what is left of a reward after its group's mean, got "
+                "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
+            )
+
+    @classmethod
+    def of(cls, config: "RLAdvantage") -> "AdvantageEstimator":
+        return cls(config.name, config.std)
+
+    def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
+        """Return one advantage per reward; group_ids: equal for the completions of a prompt.
+
+        Raises ValueError for a reward that is not finite.
+        """
+        groups: dict[Hashable, list[float]] = {}
+        for reward, group in zip(rewards, group_ids, strict=True):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"rewards must be finite numbers, got {reward} in group {group!r}; correct the "
+                    f"reward function"
+                )
+            groups.setdefault(group, []).append(reward)
+        shift_and_scale = {group: self._shift_and_scale(own) for group, own in groups.items()}
+        return [
+            (reward - shift_and_scale[group][0]) * shift_and_scale[group][1]
+            for reward, group in zip(rewards, group_ids, strict=True)
+        ]
+
+    def _shift_and_scale(self, rewards: list[float]) -> tuple[float, float]:
+        """What to subtract from the rewards of one group, and what to multiply by then."""
+        if self.name == "none":
+            return 0.0, 1.0
+        n = len(rewards)
+        mean = math.fsum(rewards) / n
+        scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
+        if self.std:
+            std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / n)
+            scale = scale / std if std > _SMALLEST_STD else 0.0
+        return mean, scale
+
+
+def advantage_metrics(
+    advantages: Sequence[float], group_ids: Sequence[Hashable]
+) -> dict[str, float]:
+    """Mean and standard deviation of all advantages, and the share of groups that teach nothing.
+
+    Such a group has advantages of 0 only. Zeros if there are no advantages.
+    """
+    n = max(len(advantages), 1)
+    mean = math.fsum(advantages) / n
+    groups = {group: False for group in group_ids}
+    for advantage, group in zip(advantages, group_ids, strict=True):
+        groups[group] |= advantage != 0
+    return {
+        "advantage_mean": mean,
+        "advantage_std": math.sqrt(math.fsum((a - mean) ** 2 for a in advantages) / n),
+        "zero_advantage_groups": sum(not any_ for any_ in groups.values()) / max(len(groups), 1),
+    }

@@ -1,0 +1,237 @@
+"""From samples to the microbatches of all ranks, with the weights that make the loss a plain sum.
+
+The whole optimizer step is known here, so this is where tokens and sequences are counted: whatever
+the split into rows, microbatches and ranks, the gradients add up to the same.
+
+B rows, T slots per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.loss import IGNORE_INDEX, aggregation_weights
+from torchtitan.config import JobConfig
+from torchtitan.rl.job_config import batch_rows, batch_seq_len
+from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
+from torchtitan.tools.logging import logger
+
+# What padding holds; the other entries of a microbatch are 0 there.
+_PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1}
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Lays samples into rows, and deals the rows to microbatches and data-parallel ranks.
+
+    dp_size: ranks that read different microbatches. All get equally many, of the same shape
+        [B, T]; rows of padding fill up.
+    seq_len: slots of the longest row. A longer sample is left out, and counted.
+    rows: the largest B, unless max_tokens: then as many as hold so many tokens.
+    packing: lay several samples into a row; otherwise each has its own, padded on the right.
+    pad_multiple: T is the longest row's length, rounded up to a multiple of this.
+    agg_mode, norm: as in `aggregation_weights`.
+    deferred: leave out the last denominator of the weights, for a caller that does not know the
+        whole step; see `TrainingBatch.denominator`.
+    """
+
+    dp_size: int = 1
+    seq_len: int = 2048
+    rows: int = 8
+    max_tokens: int | None = None
+    packing: bool = False
+    pad_multiple: int = 1
+    agg_mode: str = "token-mean"
+    norm: float | None = None
+    deferred: bool = False
+
+    @classmethod
+    def from_config(
+        cls, job_config: JobConfig, dp_size: int, *, deferred: bool = False
+    ) -> "Batcher":
+        """The batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
+        batch, loss = job_config.rl.batch, job_config.rl.loss
+        return cls(
+            dp_size=dp_size,
+            seq_len=batch_seq_len(job_config),
+            rows=batch_rows(job_config),
+            max_tokens=batch.max_tokens_per_microbatch,
+            packing=batch.packing,
+            pad_multiple=batch.pad_multiple,
+            agg_mode=loss.agg_mode,
+            norm=loss.norm or None,
+            deferred=deferred,
+        )
+
+    def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
+        """Return the microbatches of one step, or of one call of it if `deferred`.
+
+        A token whose generator or reference log-prob is not finite is taken out of the loss and
+        out of what it is divided by. Samples that bring weights keep them. Without samples every
+        rank gets one microbatch of padding.
+        Raises ValueError if only some of the samples have weights, or ref_logprobs.
+        """
+        optional = [name for name in ("weights", "ref_logprobs") if _all_have(samples, name)]
+        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
+        self._report_oversize(samples, kept)
+        entries = _joined([samples[i] for i in kept], optional)
+        lengths = [len(samples[i]) for i in kept]
+
+        wanted = entries["loss_mask"] != 0
+        mask = wanted & entries["logprobs"].isfinite()
+        if "ref_logprobs" in optional:
+            mask &= entries["ref_logprobs"].isfinite()
+        num_dropped = int(wanted.sum() - mask.sum())
+        if num_dropped:
+            logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
+        masks = mask.split(lengths) if lengths else []
+        if "weights" in optional:
+            weights, denominator = entries["weights"] * mask, None
+        else:
+            group_ids = [samples[i].group_id for i in kept]
+            per_sample, denominator = self._weights(group_ids, masks)
+            weights = torch.cat([*per_sample, torch.zeros(0)])
+
+        values = {
+            "token_ids": entries["token_ids"],
+            "labels": entries["labels"].masked_fill(~wanted, IGNORE_INDEX),
+            "loss_mask": mask.float(),
+            "loss_weights": weights,
+            "generator_logprobs": entries["logprobs"].masked_fill(~mask, 0),
+            "advantages": entries["advantages"].masked_fill(~mask, 0),
+        }
+        if "ref_logprobs" in optional:
+            values["ref_logprobs"] = entries["ref_logprobs"].masked_fill(~mask, 0)
+        return TrainingBatch(
+            microbatches=self._deal(self._rows_of(lengths), lengths, kept, values),
+            num_global_valid_tokens=int(mask.sum()),
+            num_global_sequences=sum(bool(of_sample.any()) for of_sample in masks),
+            num_samples=len(samples),
+            denominator=denominator,
+            min_policy_version=min((samples[i].policy_version for i in kept), default=None),
+            oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
+            num_dropped_tokens=num_dropped,
+        )
+
+    def _report_oversize(self, samples: Sequence[TrainingSample], kept: list[int]) -> None:
+        if len(kept) < len(samples):
+            logger.warning(
+                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
+                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
+                len(samples) - len(kept),
+                len(samples),
+                self.seq_len,
+                max(map(len, samples)),
+            )
+
+    def _weights(
+        self, group_ids: Sequence[int], masks: Sequence[Tensor]
+    ) -> tuple[list[Tensor], float | None]:
+        options = {"norm": self.norm, "prompt_ids": group_ids}
+        if self.deferred:
+            return aggregation_weights(masks, self.agg_mode, normalize=False, **options)
+        return aggregation_weights(masks, self.agg_mode, **options), None
+
+    def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which samples, by their place in `lengths`, lie in each row."""
+        if not self.packing:
+            return [[place] for place in range(len(lengths))]
+        # The longest first, each into the first row with room. `sorted` keeps equals in order.
+        rows: list[list[int]] = []
+        room: list[int] = []
+        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+            length = lengths[place]
+            row = next((i for i, free in enumerate(room) if free >= length), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(self.seq_len)
+            rows[row].append(place)
+            room[row] -= length
+        return rows
+
+    def _deal(
+        self,
+        rows: list[list[int]],
+        lengths: Sequence[int],
+        indices: Sequence[int],
+        values: dict[str, Tensor],
+    ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
+        """Deal rows in turn to ranks and microbatches, so that all have equal work to one row.
+
+        indices: of the samples, in the order of `lengths` and `values` (those of all samples, one
+            after another).
+        """
+        n_slots = max((sum(lengths[place] for place in row) for row in rows), default=1)
+        n_slots = -(-n_slots // self.pad_multiple) * self.pad_multiple
+        most_rows = self.rows if self.max_tokens is None else max(1, self.max_tokens // n_slots)
+        n_microbatches = max(1, -(-len(rows) // (most_rows * self.dp_size)))
+        n_cells = n_microbatches * self.dp_size
+        n_rows = max(1, -(-len(rows) // n_cells))
+
+        slots: list[list[Slot]] = [[] for _ in range(n_cells)]
+        first_slot, number_in_row = [0] * len(lengths), [0] * len(lengths)
+        for number, row in enumerate(rows):
+            cell, row_of_cell, start = number % n_cells, number // n_cells, 0
+            for i, place in enumerate(row):
+                slots[cell].append(Slot(indices[place], row_of_cell, start, lengths[place]))
+                first_slot[place] = (cell * n_rows + row_of_cell) * n_slots + start
+                number_in_row[place] = i
+                start += lengths[place]
+
+        repeats = torch.tensor(lengths, dtype=torch.int64)
+        begins = (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
+        positions = torch.arange(int(repeats.sum())) - begins
+        values = values | {
+            "positions": positions,
+            "sequence_ids": torch.tensor(number_in_row, dtype=torch.int64).repeat_interleave(
+                repeats
+            ),
+        }
+        where = torch.tensor(first_slot, dtype=torch.int64).repeat_interleave(repeats) + positions
+        cells = {
+            name: _scattered(value, where, _PADDING.get(name, 0), (n_cells, n_rows, n_slots))
+            for name, value in values.items()
+        }
+        microbatches = [
+            TrainingMicrobatch(
+                **{name: of_all[cell] for name, of_all in cells.items()}, slots=tuple(slots[cell])
+            )
+            for cell in range(n_cells)
+        ]
+        return tuple(
+            tuple(microbatches[first : first + self.dp_size])
+            for first in range(0, n_cells, self.dp_size)
+        )
+
+
+def _all_have(samples: Sequence[TrainingSample], name: str) -> bool:
+    count = sum(getattr(sample, name) is not None for sample in samples)
+    if count not in (0, len(samples)):
+        raise ValueError(
+            f"either all samples of a batch have {name} or none has, got {count} of "
+            f"{len(samples)}; fill in the others"
+        )
+    return count > 0
+
+
+def _joined(samples: Sequence[TrainingSample], optional: Sequence[str]) -> dict[str, Tensor]:
+    """Each entry of all samples, one after another."""
+    kinds = {"token_ids": torch.int64, "labels": torch.int64}
+    names = ("token_ids", "labels", "loss_mask", "logprobs", "advantages", *optional)
+    return {
+        # The empty tensor also says what there is without samples.
+        name: torch.cat(
+            [*(getattr(sample, name) for sample in samples), torch.zeros(0, dtype=kinds.get(name))]
+        )
+        for name in names
+    }
+
+
+def _scattered(values: Tensor, where: Tensor, padding: int, shape: tuple[int, int, int]) -> Tensor:
+    """A tensor of that shape with values at the flat indices `where`, and padding elsewhere."""
+    dtype = torch.int64 if values.dtype == torch.int64 else torch.float32
+    whole = torch.full(shape, padding, dtype=dtype)
+    whole.view(-1)[where] = values.to(dtype)
+    return whole

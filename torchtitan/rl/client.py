@@ -1,0 +1,399 @@
+"""Training and sampling under Tinker's names, in this process: no server, no HTTP.
+
+    client = LocalTrainingClient(job_config)
+    client.forward_backward(data, "importance_sampling").result()
+    client.optim_step(AdamParams(learning_rate=1e-3)).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    sampler.sample(ModelInput.from_ints(prompt), 8, SamplingParams(max_tokens=16)).result()
+
+Calls return futures and are carried out in the order they were made, on one thread. Losses are
+sums over tokens: how they are averaged is up to the weights or advantages that the caller gives.
+Under torchrun every rank runs the same program with the same data.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.generator import Generator, build_generator
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingBatch, TrainingSample
+
+# ---- what goes in and out ----
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """The tokens that a model reads."""
+
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
+        return cls(tuple(tokens))
+
+    def to_ints(self) -> list[int]:
+        return list(self.tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence to learn from: n input tokens, and what the loss needs for each of them.
+
+    loss_fn_inputs: 1-D tensors or lists of n entries. `target_tokens`, what each input token
+        should predict, always; `weights` (cross_entropy), or `logprobs` and `advantages`
+        (policy losses), with `mask` if some targets do not count.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Settings of one optimizer step. grad_clip_norm: 0 does not clip."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. stop: token ids that end a completion. top_k: -1 keeps all tokens."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop: Sequence[int] = ()
+    seed: int | None = None
+
+    def to_config(self) -> SamplingConfig:
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            max_tokens=self.max_tokens,
+            stop_token_ids=tuple(self.stop),
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """loss_fn_outputs: per datum, `{"logprobs": [n]}` of its targets. metrics: `loss:sum`, ..."""
+
+    loss_fn_outputs: list[dict[str, Tensor]]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OptimStepResponse:
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SaveWeightsResponse:
+    """path: what `load_state` takes."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class SampleResponse:
+    sequences: list[SampledSequence]
+
+
+CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
+"""(data, log-probs of each datum's targets [n]) -> (loss, metrics)"""
+
+# ---- the clients ----
+
+
+class LocalTrainingClient:
+    """A policy in this process.
+
+    Raises ConfigError for a config that cannot run; a call's own errors come out of its future.
+    """
+
+    def __init__(self, job_config: JobConfig):
+        self._trainer = PolicyTrainer(job_config)
+        self._batcher = Batcher.from_config(job_config, self._trainer.engine.dp_size)
+        self._generator = build_generator(job_config, self._trainer.engine)
+        self._job_config = job_config
+        self._weights = object()  # another one whenever the weights have changed
+        self._thread = ThreadPoolExecutor(1, "training client")
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
+    ) -> Future[ForwardBackwardOutput]:
+        """Log-probs of the targets, without gradients."""
+        return self._thread.submit(self._forward, list(data), loss_fn)
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: dict[str, float] | None = None,
+    ) -> Future[ForwardBackwardOutput]:
+        """Add the gradients of a loss to those that are there.
+
+        loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo.
+        loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
+        """
+        loss = _loss(loss_fn, loss_fn_config or {})
+        return self._thread.submit(self._forward_backward, list(data), loss)
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss
+    ) -> Future[ForwardBackwardOutput]:
+        """Add the gradients of any function of the targets' log-probs.
+
+        Costs one more forward. Under torchrun `loss_fn` runs on every rank and must not differ.
+        """
+        return self._thread.submit(self._forward_backward_custom, list(data), loss_fn)
+
+    def optim_step(self, adam_params: AdamParams) -> Future[OptimStepResponse]:
+        """Update the weights with the gradients that were added up, and zero them."""
+        return self._thread.submit(self._optim_step, adam_params)
+
+    def save_state(self, name: str) -> Future[SaveWeightsResponse]:
+        """Save weights and optimizer below the job's dump folder."""
+        return self._thread.submit(self._save_state, name)
+
+    def load_state(self, path: str) -> Future[None]:
+        """Load the weights of a saved state; the optimizer begins anew."""
+        return self._thread.submit(self._load_state, path, True)
+
+    def load_state_with_optimizer(self, path: str) -> Future[None]:
+        """Load a saved state, to go on as if nothing had happened."""
+        return self._thread.submit(self._load_state, path, False)
+
+    def save_weights_and_get_sampling_client(self, name: str = "") -> Future["LocalSamplingClient"]:
+        """A client that samples from the weights as they are now; good until the next update."""
+        return self._thread.submit(self._sampling_client)
+
+    def close(self) -> None:
+        """Finish what was asked for. Safe to call twice."""
+        self._thread.shutdown()
+        self._trainer.close()
+
+    def __enter__(self) -> "LocalTrainingClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- on the thread ----
+
+    def _forward(self, data: list[Datum], loss_fn: str) -> ForwardBackwardOutput:
+        logprobs = self._trainer.forward(self._batch(data))
+        return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], {})
+
+    def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
+        found = self._trainer.forward_backward(self._batch(data), loss, return_logprobs=True)
+        return ForwardBackwardOutput(
+            [{"logprobs": values} for values in found.logprobs],
+            {"loss:sum": found.loss, **found.metrics},
+        )
+
+    def _forward_backward_custom(
+        self, data: list[Datum], loss_fn: CustomLoss
+    ) -> ForwardBackwardOutput:
+        logprobs = [values.requires_grad_() for values in self._trainer.forward(self._batch(data))]
+        loss, metrics = loss_fn(data, logprobs)
+        # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
+        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+        surrogate = [
+            Datum(
+                datum.model_input,
+                {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": -gradient},
+            )
+            for datum, gradient in zip(data, gradients, strict=True)
+        ]
+        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        return ForwardBackwardOutput(
+            [{"logprobs": values.detach()} for values in logprobs],
+            {"loss:sum": loss.item(), **metrics},
+        )
+
+    def _optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
+        self._weights = object()
+        done = self._trainer.optim_step(
+            OptimParams(
+                lr=adam_params.learning_rate,
+                betas=(adam_params.beta1, adam_params.beta2),
+                eps=adam_params.eps,
+                weight_decay=adam_params.weight_decay,
+                max_norm=adam_params.grad_clip_norm or math.inf,
+            )
+        )
+        return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
+
+    def _save_state(self, name: str) -> SaveWeightsResponse:
+        path = os.path.join(self._job_config.job.dump_folder, "states", name)
+        self._trainer.save_checkpoint(path)
+        return SaveWeightsResponse(path)
+
+    def _load_state(self, path: str, weights_only: bool) -> None:
+        self._weights = object()
+        self._trainer.load_checkpoint(path, model_only=weights_only)
+
+    def _sampling_client(self) -> "LocalSamplingClient":
+        self._trainer.push_model_state_dict(self._generator)
+        weights = self._weights
+        return LocalSamplingClient(
+            self._trainer,
+            self._generator,
+            self._batcher,
+            self._thread,
+            is_current=lambda: weights is self._weights,
+        )
+
+    def _batch(self, data: list[Datum]) -> TrainingBatch:
+        batch = self._batcher.batch([_sample(datum) for datum in data])
+        if batch.oversize:
+            number = batch.oversize[0]
+            raise ValueError(
+                f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
+                f"{data[number].model_input.length} in number {number}; raise training.seq_len, or "
+                "shorten it"
+            )
+        return batch
+
+
+class LocalSamplingClient:
+    """Samples from the weights that the policy had when this client was made.
+
+    Weights are shared with the training client, so it is of use until the next `optim_step` or
+    `load_state`; then its calls raise ValueError.
+    """
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        generator: Generator,
+        batcher: Batcher,
+        thread: ThreadPoolExecutor,
+        is_current: Callable[[], bool],
+    ):
+        self._trainer = trainer
+        self._generator = generator
+        self._batcher = batcher
+        self._thread = thread
+        self._is_current = is_current
+
+    def sample(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> Future[SampleResponse]:
+        """Continue a prompt; log-probs are of the distribution that was really sampled from."""
+        return self._thread.submit(self._sample, prompt, num_samples, sampling_params)
+
+    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
+        """Log-prob of each token after those before it; None for the first."""
+        return self._thread.submit(self._compute_logprobs, prompt)
+
+    def _sample(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> SampleResponse:
+        self._check_weights()
+        completions = self._generator.generate(
+            [prompt.to_ints()], sampling_params.to_config(), num_samples
+        )
+        return SampleResponse(
+            [
+                SampledSequence(
+                    list(completion.token_ids),
+                    list(completion.token_logprobs),
+                    completion.finish_reason,
+                )
+                for completion in completions
+            ]
+        )
+
+    def _compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
+        self._check_weights()
+        tokens = prompt.to_ints()
+        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+        (logprobs,) = self._trainer.forward(self._batcher.batch([_sample(datum)]))
+        return [None, *logprobs.tolist()]
+
+    def _check_weights(self) -> None:
+        if not self._is_current():
+            raise ValueError(
+                "the weights that this client was made for are gone; ask for a new one with "
+                "save_weights_and_get_sampling_client after each optim_step and load_state"
+            )
+
+
+# ---- to the trainer's types ----
+
+_LOSSES = {
+    "cross_entropy": "cross_entropy",
+    "importance_sampling": "importance_sampling",
+    "ppo": "dapo",
+    "cispo": "cispo",
+    "gspo": "gspo",
+}
+
+
+def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
+    if name not in _LOSSES:
+        raise ValueError(
+            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; any other function of "
+            "log-probs goes through forward_backward_custom"
+        )
+    unknown = sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"})
+    if unknown:
+        raise ValueError(
+            f"loss_fn_config takes clip_low_threshold and clip_high_threshold, got {unknown[0]!r}"
+        )
+    # Thresholds are ratios; ours are distances from 1. Tinker's defaults.
+    bounds = {}
+    if name not in ("cross_entropy", "importance_sampling"):
+        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
+        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
+    return build_loss(_LOSSES[name], **bounds)
+
+
+def _sample(datum: Datum) -> TrainingSample:
+    inputs = {name: torch.as_tensor(values) for name, values in datum.loss_fn_inputs.items()}
+    if "target_tokens" not in inputs:
+        raise ValueError(
+            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; they are the "
+            "input tokens moved by one"
+        )
+    ones = torch.ones(datum.model_input.length)
+    weights = inputs.get("weights", inputs.get("mask", ones)).float()
+    return TrainingSample(
+        token_ids=torch.tensor(datum.model_input.to_ints()),
+        labels=inputs["target_tokens"].long(),
+        loss_mask=(weights != 0).float() if "mask" in inputs else ones,
+        logprobs=inputs.get("logprobs", torch.zeros_like(ones)).float(),
+        advantages=inputs.get("advantages", torch.zeros_like(ones)).float(),
+        weights=weights,
+    )

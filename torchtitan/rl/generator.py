@@ -1,0 +1,355 @@
+"""Generators: what turns prompts into completions with the weights of the policy."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.checks import ConfigError
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.distributed.utils import maybe_enable_amp
+from torchtitan.rl.decoding import EngineDecoder, LocalDecoder, continue_prompts
+from torchtitan.rl.types import Completion, SamplingConfig
+from torchtitan.rl.weight_sync import (
+    NoWeightsError,
+    OurNames,
+    PolicyWeights,
+    StaleWeightsError,
+    copy_weights,
+)
+from torchtitan.tools.utils import set_default_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from torchtitan.engine import TrainingEngine
+    from torchtitan.models.decoder import Decoder
+    from torchtitan.rl.job_config import JobConfig
+
+
+class Generator(Protocol):
+    """Continues prompts with weights that it was given.
+
+    policy_version: of these weights; -1 before there were any.
+    is_collective: whether all ranks have to call `generate` together, with the same arguments;
+        all of them get all completions then. Otherwise each rank calls it for itself.
+    weight_names: what names weights have to come with; "shared" if none have to come.
+    weight_dtype: what parameters have to be cast to; None for no cast.
+    """
+
+    policy_version: int
+    is_collective: bool
+    weight_names: Literal["shared", "ours", "hf"]
+    weight_dtype: torch.dtype | None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        num_samples: int = 1,
+        *,
+        first_row: int = 0,
+    ) -> list[Completion]:
+        """Return `num_samples` completions of each prompt (token ids), those of a prompt together.
+
+        first_row: which of all completions the first one is, where ranks share them out: draws
+            with `sampling.seed` belong to a completion's number, not to a rank.
+        Raises ValueError for a prompt that cannot be continued, and StaleWeightsError or
+        NoWeightsError rather than sample from weights that nobody means.
+        """
+        ...
+
+    def update_weights(
+        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
+    ) -> None:
+        """Take over all weights and their version; None where weights are shared.
+
+        Raises WeightMismatchError if they are not those that were sent.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next draws depend on, besides weights and arguments."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class _DecoderGenerator:
+    """Samples by a `LocalDecoder`.
+
+    Numbers to draw with come from a generator of its own, seeded alike on every rank, one for each
+    token that a completion may get: neither the layout of ranks nor when others end changes them.
+    """
+
+    policy_version: int
+
+    def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
+        if max_rows < 0:
+            raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
+        self.decoder = decoder
+        self.vocab_size = vocab_size
+        self.max_rows = max_rows
+        self._rng = torch.Generator().manual_seed(seed)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        num_samples: int = 1,
+        *,
+        first_row: int = 0,
+    ) -> list[Completion]:
+        """See `Generator.generate`.
+
+        Raises FloatingPointError if a log-prob is not finite: the weights are garbage.
+        """
+        self._check(prompts, sampling, num_samples)
+        self.check_weights()
+        version = self.policy_version
+        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
+        uniform = self._uniform(first_row + len(prompt_of_row), sampling)[first_row:]
+        if not prompt_of_row:
+            return []
+        drawn, lengths = continue_prompts(
+            self.decoder, prompts, prompt_of_row, uniform, sampling, self.max_rows
+        )
+        return _completions(drawn, lengths, sampling, version)
+
+    def check_weights(self) -> None:
+        """Raise if these are not the weights that the generator was given last."""
+        raise NotImplementedError
+
+    def _uniform(self, n_rows: int, sampling: SamplingConfig) -> Tensor:
+        """fp64 [n_rows, max_tokens]; on the CPU, whose numbers every device can have."""
+        rng = self._rng
+        if sampling.seed is not None:
+            rng = torch.Generator().manual_seed(sampling.seed)
+        return torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, num_samples: int
+    ) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(
+                    f"prompt {i} has no token; begin every prompt with a token of its own"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+                raise ValueError(
+                    f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
+                    f"has {self.vocab_size} tokens; use the tokenizer that it was trained with"
+                )
+            # The last token is drawn and not read.
+            if len(prompt) + sampling.max_tokens - 1 > self.decoder.max_length:
+                raise ValueError(
+                    f"prompt {i} of {len(prompt)} tokens with max_tokens = {sampling.max_tokens} "
+                    f"does not fit the model's RoPE table of {self.decoder.max_length} positions; "
+                    "lower rl.sampling.max_tokens, or raise training.seq_len, which sets the "
+                    "table's length"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self._rng.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rng.set_state(state_dict["rng"])
+
+    def close(self) -> None:
+        """Nothing is held: caches are freed after each call."""
+
+
+def _completions(
+    drawn: Tensor, lengths: list[int], sampling: SamplingConfig, version: int
+) -> list[Completion]:
+    """drawn: [N, L, N_FIELDS], of which each row has `lengths` tokens."""
+    if not torch.isfinite(drawn).all():
+        raise FloatingPointError(
+            f"the policy of version {version} gives log-probs that are not finite; look at the "
+            "last optimizer steps, or at how its weights were copied"
+        )
+    tokens, logprobs, masses = drawn[..., 0].long(), drawn[..., 1], drawn[..., 2]
+    return [
+        Completion(
+            token_ids=tuple(row[:length]),
+            token_logprobs=tuple(row_logprobs[:length]),
+            finish_reason="stop" if row[length - 1] in sampling.stop_token_ids else "length",
+            policy_version=version,
+            token_kept_mass=tuple(row_masses[:length]) if sampling.truncates else None,
+        )
+        for row, row_logprobs, row_masses, length in zip(
+            tokens.tolist(), logprobs.tolist(), masses.tolist(), lengths, strict=True
+        )
+    ]
+
+
+class LocalGenerator(_DecoderGenerator):
+    """Samples from an engine's own modules, in any layout; weights are never copied.
+
+    max_rows: how many completions a rank continues at once, which bounds its cache of keys and
+        values; 0 for all.
+
+    It has to be told of every change of the weights, so that their version is never a guess.
+    All ranks call it together. Those that train on different data continue different prompts;
+    each makes as many forwards as the one with the longest completion.
+    """
+
+    is_collective: ClassVar[bool] = True
+    weight_names: ClassVar[Literal["shared"]] = "shared"
+    weight_dtype: ClassVar[None] = None
+
+    def __init__(self, engine: "TrainingEngine", *, seed: int = 0, max_rows: int = 0):
+        super().__init__(EngineDecoder(engine), engine.model_args.vocab_size, seed, max_rows)
+        self.engine = engine
+        self.policy_version = engine.weights_version
+
+    def update_weights(
+        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
+    ) -> None:
+        """Take note of the engine's weights as they are now; there is nothing to hand over."""
+        self.policy_version = self.engine.weights_version
+
+    def check_weights(self) -> None:
+        """See `Generator.generate`."""
+        if self.engine.weights_version != self.policy_version:
+            raise StaleWeightsError(
+                f"the trainer's weights are of version {self.engine.weights_version} and the "
+                f"generator was told of {self.policy_version}; call update_weights after each "
+                "optimizer step and after loading"
+            )
+
+
+class CopyGenerator(_DecoderGenerator):
+    """Samples from a whole model of its own on this process, which is fed by `update_weights`.
+
+    model: a decoder; its parameters have the dtype that weights are to be sent in.
+    group: ranks that all have such a model and continue a share of each call's prompts; None if
+        each rank calls for itself.
+    autocast: a context for the model's forward.
+
+    Nothing here communicates without a group, so a thread may generate while another trains.
+    """
+
+    weight_names: ClassVar[Literal["ours"]] = "ours"
+
+    def __init__(
+        self,
+        model: "Decoder",
+        *,
+        seed: int = 0,
+        max_rows: int = 0,
+        group: "ProcessGroup | None" = None,
+        autocast: AbstractContextManager | None = None,
+    ):
+        decoder = LocalDecoder(model, group, autocast)
+        super().__init__(decoder, model.vocab_size, seed, max_rows)
+        self.model = model
+        self.is_collective = group is not None
+        self.weight_dtype = model.tok_embeddings.weight.dtype
+        self.policy_version = -1
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: "TrainingEngine",
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        max_rows: int = 0,
+        group: "ProcessGroup | None" = None,
+    ) -> "CopyGenerator":
+        """A generator whose model is like the engine's, whole on every rank; without weights yet.
+
+        dtype: of its parameters but for routers, which keep the engine's; None for what the
+            trainer computes in.
+        """
+        model = _copy_of_model(engine, _compute_dtype(engine) if dtype is None else dtype)
+        # Not the engine's own context, which a thread that trains may be in.
+        autocast = maybe_enable_amp(
+            engine.parallel_dims,
+            engine.job_config.training.mixed_precision_param,
+            engine.device.type,
+        )
+        return cls(model, seed=seed, max_rows=max_rows, group=group, autocast=autocast)
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """See `Generator.update_weights`; weights have our names."""
+        self.policy_version = -1  # a mixture until all have come
+        copy_weights(weights, self.model, check_digest=check_digest)
+        self.policy_version = weights.version
+
+    def check_weights(self) -> None:
+        """See `Generator.generate`."""
+        if self.policy_version < 0:
+            raise NoWeightsError(
+                "the generator's model has no weights, or only a part of an update; call "
+                "update_weights before generate"
+            )
+
+
+def _compute_dtype(engine: "TrainingEngine") -> torch.dtype:
+    """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
+    training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
+    return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+
+
+@torch.no_grad()
+def _copy_of_model(engine: "TrainingEngine", dtype: torch.dtype) -> "Decoder":
+    """The engine's model with memory of its own and the initial weights, for inference."""
+    training_dtype = TORCH_DTYPE_MAP[engine.job_config.training.dtype]
+    with torch.device("meta"), set_default_dtype(training_dtype):
+        model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
+    model.to_empty(device=engine.device)
+    with seeded_init(model, engine.seed):
+        model.init_weights()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if not OurNames().keeps_dtype(name):
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Generator:
+    """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
+
+    Raises ConfigError where they don't go together.
+    """
+    rl = job_config.rl
+    options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
+    dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
+    if rl.generator.backend == "vllm":
+        from torchtitan.rl.vllm_generator import VLLMGenerator
+
+        _refuse_reference(job_config, "rl.generator.backend = 'vllm' has weights of its own")
+        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
+    if rl.async_steps > 0:
+        _refuse_reference(
+            job_config,
+            f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights",
+        )
+    elif dtype is None or dtype == _compute_dtype(engine):
+        if rl.weight_sync.mode != "broadcast":
+            return LocalGenerator(engine, **options)
+    else:
+        _refuse_reference(
+            job_config, f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's"
+        )
+    return CopyGenerator.of_engine(engine, dtype=dtype, **options)
+
+
+def _refuse_reference(job_config: "JobConfig", reason: str) -> None:
+    if job_config.rl.weight_sync.mode == "reference":
+        raise ConfigError(
+            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
+            "to 'auto' or 'broadcast'"
+        )

@@ -1,0 +1,386 @@
+"""What the policy has to learn: prompts, and what a completion of each is worth.
+
+Prompt number i depends on the task's seed and on i alone, so where a run stands is one number.
+"""
+
+import importlib
+import json
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.rl.job_config import RL
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem: what the policy is given, and the answer that is expected."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a completion earned, and what else was measured of it, by name."""
+
+    reward: float
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+class CharTokenizer(BaseTokenizer):
+    """One id per character, from 1 on; id 0 is the end-of-text token, which has no text."""
+
+    def __init__(self, characters: str) -> None:
+        super().__init__()
+        if len(set(characters)) < len(characters):
+            raise ValueError(f"characters must differ from each other, got {characters!r}")
+        self.characters = characters
+        self.eos_id = 0
+        self._ids = {character: i for i, character in enumerate(characters, start=1)}
+
+    def encode(self, text: str, *, add_eos: bool = False, **_: Any) -> list[int]:
+        """Raises ValueError for characters that it does not have."""
+        unknown = sorted(set(text) - set(self._ids))
+        if unknown:
+            raise ValueError(
+                f"this tokenizer knows the characters {self.characters!r}, got {unknown} in {text!r}"
+            )
+        return [self._ids[character] for character in text] + [self.eos_id] * add_eos
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """Ids beyond the vocabulary, which a larger model may draw, become U+FFFD."""
+        known = len(self.characters)
+        texts = [self.characters[i - 1] if i <= known else "\ufffd" for i in token_ids if i > 0]
+        return "".join(texts)
+
+    def get_vocab_size(self) -> int:
+        return len(self.characters) + 1
+
+
+class Task(ABC):
+    """A source of prompts with a judge.
+
+    tokenizer: of prompts and completions; its eos_id ends a completion.
+    """
+
+    tokenizer: BaseTokenizer
+
+    def __init__(self, tokenizer: BaseTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._num_drawn = 0
+
+    # ---- what tasks differ in ----
+
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt:
+        """Training prompt number `index`, from 0 without end."""
+
+    @abstractmethod
+    def held_out(self, n: int) -> list[Prompt]:
+        """The prompts to evaluate on, the same each time; fewer if there are not so many."""
+
+    @abstractmethod
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        """Judge a completion's text, which holds no end-of-text token."""
+
+    # ---- common to all ----
+
+    def sample(self, n: int) -> list[Prompt]:
+        """The next n training prompts."""
+        first, self._num_drawn = self._num_drawn, self._num_drawn + n
+        return [self.prompt(index) for index in range(first, self._num_drawn)]
+
+    def make_prompt(self, text: str, answer: str) -> Prompt:
+        return Prompt(text, tuple(self.tokenizer.encode(text)), answer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_drawn": self._num_drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_drawn = state_dict["num_drawn"]
+
+
+# ---- tasks spelled in characters ----
+
+
+class CharTask(Task):
+    """A task whose problems are drawn at random and spelled in a few characters.
+
+    Held-out prompts are drawn apart from those of training, but where there are few problems
+    they are the same ones.
+    """
+
+    def __init__(self, characters: str, seed: int) -> None:
+        super().__init__(CharTokenizer(characters))
+        self.seed = seed
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        """A random problem: its text and its answer."""
+
+    def prompt(self, index: int) -> Prompt:
+        return self.make_prompt(*self.draw(random.Random(f"{self.seed} training {index}")))
+
+    def held_out(self, n: int) -> list[Prompt]:
+        rngs = (random.Random(f"{self.seed} held out {index}") for index in range(n))
+        return [self.make_prompt(*self.draw(rng)) for rng in rngs]
+
+
+class SumDigitsTask(CharTask):
+    """Add numbers: "3+4=" expects "7". The reward is 1 for the sum and 0 for anything else.
+
+    num_min, num_max: how many numbers. value_max: the largest; the smallest is 0.
+    """
+
+    def __init__(self, num_min: int = 2, num_max: int = 2, value_max: int = 9, seed: int = 0):
+        super().__init__("0123456789+=", seed)
+        self.num_min, self.num_max, self.value_max = num_min, num_max, value_max
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        numbers = [
+            rng.randint(0, self.value_max) for _ in range(rng.randint(self.num_min, self.num_max))
+        ]
+        return "+".join(map(str, numbers)) + "=", str(sum(numbers))
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        exact = float(text == prompt.answer)
+        return Grade(exact, {"exact": exact})
+
+
+class CopyTask(CharTask):
+    """Say it again: "cab=" expects "cab". The reward is the share of positions that are right.
+
+    length: letters in a prompt. num_letters: how many different ones there are, from a on.
+    """
+
+    def __init__(self, length: int = 3, num_letters: int = 8, seed: int = 0):
+        super().__init__(LETTERS[:num_letters] + "=", seed)
+        self.length, self.letters = length, LETTERS[:num_letters]
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        letters = "".join(rng.choices(self.letters, k=self.length))
+        return letters + "=", self.answer(letters)
+
+    def answer(self, letters: str) -> str:
+        return letters
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        hits = sum(a == b for a, b in zip(text, prompt.answer, strict=False))
+        share = hits / max(len(text), len(prompt.answer))
+        return Grade(share, {"exact": float(text == prompt.answer)})
+
+
+class SortTask(CopyTask):
+    """Put letters in order: "cab=" expects "abc". The reward is as in `CopyTask`."""
+
+    def answer(self, letters: str) -> str:
+        return "".join(sorted(letters))
+
+
+# ---- prompts from a file ----
+
+
+class JsonlTask(Task):
+    """Prompts from a file with one JSON object per line, judged by the user's function.
+
+    Each pass over the file has an order of its own.
+
+    path, eval_path: files for training and evaluation; without eval_path the first lines of
+        `path` serve for evaluation too.
+    reward_fn: (completion text, expected answer) -> reward. What exactly equals the answer is
+        measured besides.
+    max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
+    Raises ValueError for lines that are no such objects, and if no prompt is left.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reward_fn: Callable[[str, str], float],
+        tokenizer: BaseTokenizer,
+        *,
+        eval_path: str = "",
+        prompt_key: str = "prompt",
+        answer_key: str = "answer",
+        max_prompt_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.reward_fn = reward_fn
+        self.seed = seed
+
+        def read(path: str) -> list[Prompt]:
+            lines = _read_lines(path, prompt_key, answer_key)
+            prompts = [self.make_prompt(text, answer) for text, answer in lines]
+            return _without_long_ones(prompts, max_prompt_tokens, path)
+
+        self._prompts = read(path)
+        self._held_out = read(eval_path) if eval_path else self._prompts
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, place = divmod(index, len(self._prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            random.Random(f"{self.seed} pass {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._prompts[self._order[1][place]]
+
+    def held_out(self, n: int) -> list[Prompt]:
+        return self._held_out[:n]
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        reward = self.reward_fn(text, prompt.answer)
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"the function rl.task.reward_fn must return a finite number, got {reward!r} for "
+                f"the completion {text!r} and the answer {prompt.answer!r}; correct it"
+            )
+        return Grade(reward, {"exact": float(text == prompt.answer)})
+
+
+def _read_lines(path: str, prompt_key: str, answer_key: str) -> list[tuple[str, str]]:
+    found = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
+            prompt = values.get(prompt_key) if isinstance(values, dict) else None
+            if not isinstance(prompt, str) or not prompt:
+                raise ValueError(
+                    f"{path}, line {number}: rl.task.prompt_key = {prompt_key!r} must name a text "
+                    f"in every line, got {prompt!r}; correct the line or the key"
+                )
+            found.append((prompt, str(values.get(answer_key, ""))))
+    return found
+
+
+def _without_long_ones(prompts: list[Prompt], longest: int | None, path: str) -> list[Prompt]:
+    kept = [p for p in prompts if longest is None or len(p.token_ids) <= longest]
+    if len(kept) < len(prompts):
+        logger.warning(
+            "%d of %d prompts in %s have more than %d tokens and are left out; raise "
+            "rl.batch.seq_len, or lower rl.sampling.max_tokens",
+            len(prompts) - len(kept),
+            len(prompts),
+            path,
+            longest,
+        )
+    if not kept:
+        raise ValueError(
+            f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
+            f"{len(prompts)} in {path!r}"
+        )
+    return kept
+
+
+def find_reward_fn(name: str) -> Callable[[str, str], float]:
+    """Import the function that `name`, module:function, stands for; ValueError if there is none."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(
+            f"rl.task.reward_fn names a function as module:function, got {name!r}; "
+            f"write it like my_rewards:exact_match"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"rl.task.reward_fn names a function to import, got {name!r}: {error}; give its dotted "
+            f"module name and start where Python can find it"
+        ) from error
+    if not callable(function):
+        raise ValueError(
+            f"rl.task.reward_fn must be called with (completion, answer), got {name!r}, which is "
+            f"a {type(function).__name__}; name a function"
+        )
+    return function
+
+
+# ---- by name ----
+
+TaskBuilder = Callable[["RL", BaseTokenizer | None, int | None], Task]
+"""(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
+
+
+def _build_sum_digits(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
+    return SumDigitsTask(rl.task.num_min, rl.task.num_max, rl.task.value_max, rl.seed)
+
+
+def _build_copy(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
+    return CopyTask(rl.task.length, rl.task.num_letters, rl.seed)
+
+
+def _build_sort(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
+    return SortTask(rl.task.length, rl.task.num_letters, rl.seed)
+
+
+def _build_jsonl(rl: "RL", tokenizer: BaseTokenizer | None, longest: int | None) -> Task:
+    if tokenizer is None:
+        raise ValueError(
+            "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set "
+            "model.hf_assets_path to a folder that has one, with a model that builds it"
+        )
+    task = rl.task
+    return JsonlTask(
+        task.path,
+        find_reward_fn(task.reward_fn),
+        tokenizer,
+        eval_path=task.eval_path,
+        prompt_key=task.prompt_key,
+        answer_key=task.answer_key,
+        max_prompt_tokens=longest,
+        seed=rl.seed,
+    )
+
+
+_TASKS: dict[str, TaskBuilder] = {
+    "sum_digits": _build_sum_digits,
+    "copy": _build_copy,
+    "sort": _build_sort,
+    "jsonl": _build_jsonl,
+}
+
+
+def register_task(name: str, build: TaskBuilder) -> None:
+    """Make a task known as `rl.task.name`; raises ValueError if the name is taken."""
+    if _TASKS.setdefault(name, build) is not build:
+        raise ValueError(f"the task {name!r} is registered already; choose another name")
+
+
+def task_names() -> list[str]:
+    """All registered names."""
+    return list(_TASKS)
+
+
+def build_task(
+    rl: "RL", tokenizer: BaseTokenizer | None = None, max_prompt_tokens: int | None = None
+) -> Task:
+    """The task that the section `[rl.task]` describes.
+
+    tokenizer: the model's; tasks spelled in characters bring their own.
+    max_prompt_tokens: leave out longer prompts of a file.
+    Raises ValueError for an unknown name, and what the task's constructor raises.
+    """
+    if rl.task.name not in _TASKS:
+        raise ValueError(f"rl.task.name must be one of {', '.join(_TASKS)}, got {rl.task.name!r}")
+    return _TASKS[rl.task.name](rl, tokenizer, max_prompt_tokens)

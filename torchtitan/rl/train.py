@@ -1,0 +1,32 @@
+"""Reinforcement learning from the command line.
+
+    python -m torchtitan.rl.train --job.config_file job.toml             # one process
+    torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
+
+The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`). Config
+mistakes and --help answer before anything heavy is imported; exit codes are those of
+`torchtitan.train`.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchtitan import train
+from torchtitan.rl.job_config import JobConfig, check_rl_config
+
+if TYPE_CHECKING:
+    from torchtitan.rl.controller import Controller
+
+
+def main() -> None:
+    """Read the command line and train."""
+    train.main(_build_controller, config_cls=JobConfig, check_config=check_rl_config)
+
+
+def _build_controller(config: JobConfig) -> "Controller":
+    from torchtitan.rl.controller import Controller
+
+    return Controller(config)
+
+
+if __name__ == "__main__":
+    main()

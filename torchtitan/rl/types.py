@@ -1,0 +1,336 @@
+"""What the parts of the RL trainer hand to one another.
+
+Per-token tensors of the training side are pre-shifted: index t of labels, masks, log-probs,
+advantages and weights belongs to the prediction made at input token t. A sequence of n tokens
+fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
+
+B rows, T slots per row, n slots of one sequence.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+# ---- generation ----
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn.
+
+    temperature: divides the logits; 0 takes the most probable token.
+    top_p: draw from the most probable tokens whose mass reaches it; 1 keeps all.
+    top_k: draw from this many of the most probable tokens; 0 keeps all.
+    max_tokens: end a completion after so many tokens.
+    stop_token_ids: end it with any of these, which is part of the completion.
+    seed: the draws depend on it and on nothing else; None goes on with the generator's own.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
+            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+        }
+        for name, (is_kept, rule) in rules.items():
+            if not is_kept:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a generator made of one prompt.
+
+    token_ids: the new tokens, a stop token included.
+    token_logprobs: of each under the distribution it was really drawn from, with temperature
+        and, if tokens were left out, renormalised over those that were kept.
+    finish_reason: "stop" after a stop token, "length" after max_tokens.
+    policy_version: the weights that drew them.
+    token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
+    """
+
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+    token_kept_mass: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One completion of a task's prompt, and what it earned.
+
+    group_id: equal for the completions of one prompt.
+    scores: what else the task measured, such as {"exact": 1.0}.
+    reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
+    """
+
+    group_id: int
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    expected_answer: str
+    text: str
+    token_ids: tuple[int, ...]
+    token_log_probs: tuple[float, ...]
+    policy_version: int
+    finish_reason: FinishReason = "stop"
+    reward: float | None = None
+    advantage: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    ref_logprobs: tuple[float, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON and for `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Episode":
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+# ---- training ----
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSample:
+    """One sequence to learn from; 1-D tensors of n slots, see the module's top.
+
+    labels: the token that each slot should predict.
+    loss_mask: 1 where the loss counts, that is where the label was sampled; else 0.
+    logprobs: of the labels, from the generator; anything where the mask is 0.
+    advantages: one per slot.
+    ref_logprobs: of the labels, from a reference model; None if no loss asks for them.
+    weights: factors of the per-token losses, used as they are; None lets the batcher compute
+        them from the aggregation mode.
+    group_id: equal for samples of one prompt. policy_version: the weights that sampled it.
+    """
+
+    token_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+    group_id: int = 0
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor) and value.shape != self.token_ids.shape:
+                raise ValueError(
+                    f"{item.name} of a sample must have one entry per input token, "
+                    f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are pre-shifted: "
+                    f"leave out the last input token and the first label"
+                )
+        if self.token_ids.dim() != 1 or len(self.token_ids) == 0:
+            raise ValueError(
+                f"token_ids of a sample must be 1-D and not empty, got shape "
+                f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of_sequence(
+        cls,
+        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        token_logprobs: Sequence[float],
+        advantage: float,
+        *,
+        ref_logprobs: Sequence[float] | None = None,
+        group_id: int = 0,
+        policy_version: int = 0,
+    ) -> "TrainingSample":
+        """A prompt and the tokens sampled after it, of which the latter count.
+
+        Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
+        """
+        n_prompt, n_new = len(prompt_token_ids), len(token_ids)
+        if not n_prompt or not n_new:
+            raise ValueError(
+                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; begin "
+                f"every prompt with a token of its own, and leave out empty completions"
+            )
+        if len(token_logprobs) != n_new:
+            raise ValueError(
+                f"a sample needs one log-prob per sampled token, got {len(token_logprobs)} for "
+                f"{n_new}; leave out those of the prompt"
+            )
+
+        def behind_prompt(values: Sequence[float]) -> Tensor:
+            return torch.tensor([0.0] * (n_prompt - 1) + list(values))
+
+        tokens = torch.tensor([*prompt_token_ids, *token_ids])
+        return cls(
+            token_ids=tokens[:-1],
+            labels=tokens[1:],
+            loss_mask=behind_prompt([1.0] * n_new),
+            logprobs=behind_prompt(token_logprobs),
+            advantages=behind_prompt([advantage] * n_new),
+            ref_logprobs=None if ref_logprobs is None else behind_prompt(ref_logprobs),
+            group_id=group_id,
+            policy_version=policy_version,
+        )
+
+    @classmethod
+    def of_episode(cls, episode: Episode) -> "TrainingSample":
+        """The sample of an episode whose advantage is known; raises ValueError if it is not."""
+        if episode.advantage is None:
+            raise ValueError(
+                f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
+                f"and estimate advantages first"
+            )
+        return cls.of_sequence(
+            episode.prompt_token_ids,
+            episode.token_ids,
+            episode.token_log_probs,
+            episode.advantage,
+            ref_logprobs=episode.ref_logprobs,
+            group_id=episode.group_id,
+            policy_version=episode.policy_version,
+        )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a sample lies in a microbatch: `row`, columns `start` to `start + length`.
+
+    sample: its index in the list that was batched.
+    """
+
+    sample: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingMicrobatch:
+    """What one rank computes at once; tensors [B, T].
+
+    token_ids: 0 in padding. labels: IGNORE_INDEX where a sample's loss_mask is 0, and there.
+    positions: from 0 in each sequence, -1 in padding.
+    loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
+        elsewhere; the loss is always the sum of weight * loss.
+    generator_logprobs, advantages, ref_logprobs (optional): 0 where the loss does not count.
+    sequence_ids: number of the sequence within the row from 0, -1 in padding.
+    slots: where the samples lie; none in a microbatch that only keeps ranks in step.
+    """
+
+    token_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor
+    generator_logprobs: Tensor
+    advantages: Tensor
+    sequence_ids: Tensor
+    ref_logprobs: Tensor | None = None
+    slots: tuple[Slot, ...] = ()
+
+    def engine_batch(self) -> dict[str, Tensor]:
+        """The batch for `TrainingEngine`: `input`, `positions`, and the rest for the loss."""
+        names = {"token_ids": "input"}
+        values = {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def per_sample(self, values: Tensor) -> dict[int, Tensor]:
+        """Cut [B, T] values into those of each sample, 1-D, by the sample's index."""
+        return {
+            slot.sample: values[slot.row, slot.start : slot.start + slot.length]
+            for slot in self.slots
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """All samples of one call, for all ranks.
+
+    microbatches: [microbatch][data-parallel rank]; all ranks have equally many.
+    num_global_valid_tokens, num_global_sequences: what the loss counts, over all of them.
+    denominator: these samples' share of what the optimizer step divides gradients by, see
+        `aggregation_weights`; None where the weights are final.
+    min_policy_version: of the samples; None if there are none.
+    num_samples: how many were given, of which `oversize` (their indices) did not fit a row.
+    num_dropped_tokens: taken out of the loss because a log-prob of theirs was not finite.
+    """
+
+    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
+    num_global_valid_tokens: int
+    num_global_sequences: int
+    num_samples: int
+    denominator: float | None = None
+    min_policy_version: int | None = None
+    oversize: tuple[int, ...] = ()
+    num_dropped_tokens: int = 0
+
+    def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
+        """The microbatches of one data-parallel rank, in order."""
+        return [row[dp_rank] for row in self.microbatches]
+
+
+@dataclass(frozen=True)
+class OptimParams:
+    """Optimizer settings for one step, which its caller owns; None keeps what the config says."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    max_norm: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBackwardOutput:
+    """What a forward-backward pass found, over all ranks.
+
+    loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
+    logprobs: of the labels, one 1-D tensor per sample in the order given; None where a sample
+        did not fit a row. The whole list is None where log-probs were not asked for.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    logprobs: list[Tensor | None] | None = None
+
+
+@dataclass(frozen=True)
+class OptimStepOutput:
+    """What an optimizer step did.
+
+    policy_version: of the weights after it. grad_norm: before clipping.
+    skipped: True if the norm was not finite and nothing was updated.
+    """
+
+    policy_version: int
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def samples_of(episodes: Iterable[Episode]) -> list[TrainingSample]:
+    """The training samples of graded episodes, in order."""
+    return [TrainingSample.of_episode(episode) for episode in episodes]

@@ -1,0 +1,153 @@
+"""Sampling with vLLM, on this rank's own accelerator. vLLM is imported when one is built."""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from torchtitan.rl.types import Completion, SamplingConfig
+from torchtitan.rl.weight_sync import NoWeightsError, PolicyWeights, WeightMismatchError
+
+
+class VLLMGenerator:
+    """A `Generator` on a vLLM engine inside this process; each rank has one for itself.
+
+    hf_assets_path: folder with the model's config.json and tokenizer; weights there are not
+        read, they come by `update_weights`.
+    dtype: of vLLM's weights; None for what config.json says, and for what is sent then.
+    memory_share: of the device's memory, for weights and cache; the trainer needs the rest.
+    options: further arguments of `vllm.LLM`.
+
+    Log-probs are those after temperature. Truncation (top_p, top_k) is refused: vLLM does not tell
+    the mass of the tokens that it kept. An update is checked by its version and by its names; vLLM
+    lays weights out in its own way, so there is no digest of them.
+
+    Raises ImportError if vLLM is not installed.
+    """
+
+    is_collective: ClassVar[bool] = False
+    weight_names: ClassVar[Literal["hf"]] = "hf"
+
+    def __init__(
+        self,
+        hf_assets_path: str,
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        memory_share: float = 0.4,
+        **options: Any,
+    ):
+        # The engine in this very process: it is handed tensors, which are then not copied twice.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            import vllm
+        except ImportError as error:
+            raise ImportError(
+                "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
+                "with `pip install vllm`, or set the backend to 'local'"
+            ) from error
+        self._vllm = vllm
+        self.weight_dtype = dtype
+        self.policy_version = -1
+        self._seed, self._n_calls = seed, 0
+        self._llm = vllm.LLM(
+            model=hf_assets_path,
+            dtype="auto" if dtype is None else dtype,
+            load_format="dummy",
+            gpu_memory_utilization=memory_share,
+            logprobs_mode="processed_logprobs",
+            # Blocks of earlier weights would answer for the new ones.
+            enable_prefix_caching=False,
+            **options,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        num_samples: int = 1,
+        *,
+        first_row: int = 0,
+    ) -> list[Completion]:
+        """See `Generator.generate`; every completion has a seed of its own."""
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                f"rl.generator.backend = 'vllm' gives no log-probs of a truncated distribution, "
+                f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
+                "or the backend to 'local'"
+            )
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        if self.policy_version < 0:
+            raise NoWeightsError(
+                "the generator's model has no weights, or only a part of an update; call "
+                "update_weights before generate"
+            )
+        seed = self._seed_of_call(sampling)
+        requests = [prompt for prompt in prompts for _ in range(num_samples)]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in requests],
+            [
+                self._vllm.SamplingParams(
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_tokens,
+                    stop_token_ids=list(sampling.stop_token_ids),
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=0,
+                    seed=(seed + first_row + i) % 2**63,
+                )
+                for i in range(len(requests))
+            ],
+            use_tqdm=False,
+        )
+        return [self._completion(output.outputs[0], sampling) for output in outputs]
+
+    def _seed_of_call(self, sampling: SamplingConfig) -> int:
+        if sampling.seed is not None:
+            return sampling.seed
+        self._n_calls += 1
+        return random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+
+    def _completion(self, output: Any, sampling: SamplingConfig) -> Completion:
+        token_ids = tuple(output.token_ids)
+        logprobs = tuple(
+            of_place[token].logprob
+            for of_place, token in zip(output.logprobs, token_ids, strict=True)
+        )
+        kept_mass = None
+        if sampling.temperature == 0:
+            # Nothing else could be drawn; vLLM tells the chance at temperature 1.
+            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
+            logprobs = (0.0,) * len(logprobs)
+        return Completion(
+            token_ids=token_ids,
+            token_logprobs=logprobs,
+            finish_reason="stop" if token_ids[-1] in sampling.stop_token_ids else "length",
+            policy_version=self.policy_version,
+            token_kept_mass=kept_mass,
+        )
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """See `Generator.update_weights`; weights have Hugging Face names."""
+        self.policy_version = -1  # a mixture until all have come
+        self._llm.apply_model(lambda model: model.load_weights(iter(weights)))
+        if weights.digest is None:
+            raise WeightMismatchError(
+                f"vLLM did not read version {weights.version} of the weights to the end; check "
+                "that config.json in model.hf_assets_path is of the model that is trained"
+            )
+        self._llm.reset_prefix_cache()
+        self.policy_version = weights.version
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_calls": self._n_calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._n_calls = state_dict["n_calls"]
+
+    def close(self) -> None:
+        """Let go of the engine and its memory."""
+        self._llm = None

@@ -1,0 +1,240 @@
+"""Handing the policy's weights to generators, so that stale ones or garbage cannot go unnoticed.
+
+Every update carries a version, and a digest of what was sent that the receiver's own memory has
+to match. Weights for our models go under our names, since files of other origin have no place for
+some buffers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.components.weight_stream import WeightStream, digest_of
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+if TYPE_CHECKING:
+    from torchtitan.engine import TrainingEngine
+    from torchtitan.rl.generator import Generator
+    from torchtitan.rl.job_config import JobConfig
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+class StaleWeightsError(RuntimeError):
+    """The generator's weights are not of the version that they should be."""
+
+
+class NoWeightsError(RuntimeError):
+    """The generator has no weights yet, or only a part of an update."""
+
+
+class WeightMismatchError(RuntimeError):
+    """The generator's weights are not those that were sent."""
+
+
+class PolicyWeights(Protocol):
+    """All weights, one by one: (name, tensor), with what tells them from others.
+
+    version: how many optimizer steps made them. digest: known when all have come.
+    A tensor may be memory that changes later: copy it.
+    """
+
+    version: int
+    digest: str | None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class OurNames(BaseStateDictAdapter):
+    """Leaves every name and tensor as it is."""
+
+    def __init__(self) -> None:
+        """Nothing has to be known of the model."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return hf_state_dict
+
+    def groups_of(self, names: Iterable[str]) -> list[list[str]]:
+        return [[name] for name in names]
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        raise NotImplementedError("weights under our own names are not read from files")
+
+
+def policy_weights(engine: "TrainingEngine", dtype: torch.dtype | None = None) -> WeightStream:
+    """The engine's weights under our names, whole on every rank; see `WeightStream`.
+
+    dtype: what parameters are cast to; buffers and routers keep theirs. None for no cast.
+    """
+    schedule = engine.pp_schedule
+    return WeightStream(
+        engine.model_parts,
+        OurNames(),
+        engine.device,
+        dtype=dtype,
+        current_version=lambda: engine.weights_version,
+        stage_indices=[stage.stage_index for stage in schedule.stages] if schedule else None,
+        pp_group=schedule.group if schedule else None,
+    )
+
+
+@torch.no_grad()
+def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
+    """Overwrite the model's parameters and saved buffers with weights under our names.
+
+    check_digest: whether what the model then holds is compared with what was sent, bit for bit.
+    Raises WeightMismatchError if it differs, or names are missing or unknown.
+    """
+    targets = model.state_dict()
+    received = []
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
+            there = "nothing" if target is None else f"{target.dtype} of {list(target.shape)}"
+            raise WeightMismatchError(
+                f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's "
+                f"model has {there} there; give both the same model.flavor, and send weights in "
+                "the generator's dtype"
+            )
+        target.copy_(tensor)
+        received.append(name)
+    # Tied weights may come once.
+    filled = {targets[name].data_ptr() for name in received}
+    missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
+    if missing:
+        raise WeightMismatchError(
+            f"version {weights.version} came without {', '.join(missing)}, which the generator's "
+            "model has; give both the same model.flavor"
+        )
+    if check_digest:
+        digest = digest_of((name, targets[name]) for name in received)
+        if digest != weights.digest:
+            raise WeightMismatchError(
+                f"the generator holds weights of digest {digest[:16]}, and those of version "
+                f"{weights.version} that were sent have {str(weights.digest)[:16]}; something "
+                "overwrote them on the way"
+            )
+
+
+# ---- to a generator in the same job ----
+
+
+class WeightSync:
+    """Gives a generator the engine's weights.
+
+    check_digest: see `copy_weights`; it reads all weights once more.
+    """
+
+    def __init__(
+        self, engine: "TrainingEngine", generator: "Generator", *, check_digest: bool = True
+    ):
+        self.engine = engine
+        self.generator = generator
+        self.check_digest = check_digest
+
+    def update(self) -> int:
+        """Give the generator the weights as they are now; return their version. Collective.
+
+        Raises WeightMismatchError on all ranks if any rank got others, StaleWeightsError if the
+        generator has another version afterwards.
+        """
+        failure = None
+        try:
+            self.generator.update_weights(self._weights(), check_digest=self.check_digest)
+        except WeightMismatchError as error:
+            failure = str(error)
+        _raise_on_all_ranks(failure)
+        version = self.engine.weights_version
+        if self.generator.policy_version != version:
+            raise StaleWeightsError(
+                f"the generator says that it has version {self.generator.policy_version} after an "
+                f"update to {version}"
+            )
+        return version
+
+    def _weights(self) -> PolicyWeights | None:
+        kind, dtype = self.generator.weight_names, self.generator.weight_dtype
+        if kind == "shared":
+            return None
+        if kind == "hf":
+            return self.engine.iter_hf_weights(dtype=dtype)
+        return policy_weights(self.engine, dtype)
+
+
+def _raise_on_all_ranks(failure: str | None) -> None:
+    failures = [failure]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise WeightMismatchError(f"rank {rank}: {text}")
+
+
+def build_weight_sync(
+    job_config: "JobConfig", engine: "TrainingEngine", generator: "Generator"
+) -> WeightSync:
+    """How the generator gets the engine's weights, by `[rl.weight_sync]`."""
+    return WeightSync(engine, generator, check_digest=job_config.rl.weight_sync.digest)
+
+
+# ---- to a generator on other ranks ----
+
+
+def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source: int) -> None:
+    """Broadcast weights to the ranks of a group that iterate over `ReceivedWeights`.
+
+    source: this rank's global rank.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    n_bytes = 0
+    for name, tensor in weights:
+        # What comes is lent until the next one.
+        bucket.append((name, tensor.detach().clone()))
+        n_bytes += tensor.nbytes
+        if n_bytes >= _BUCKET_BYTES:
+            _broadcast_bucket(bucket, group, source)
+            bucket, n_bytes = [], 0
+    _broadcast_bucket(bucket, group, source)
+    end = {"version": weights.version, "digest": weights.digest}
+    dist.broadcast_object_list([end], src=source, group=group)
+
+
+def _broadcast_bucket(
+    bucket: list[tuple[str, Tensor]], group: dist.ProcessGroup | None, source: int
+) -> None:
+    header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
+    dist.broadcast_object_list([header], src=source, group=group)
+    for _, tensor in bucket:
+        dist.broadcast(tensor.contiguous(), src=source, group=group)
+
+
+class ReceivedWeights:
+    """The weights that another rank sends by `send_weights`; fits `PolicyWeights`.
+
+    version: -1 until all have come.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, source: int, device: torch.device):
+        self._group, self._source, self._device = group, source, device
+        self.version = -1
+        self.digest: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            received: list[Any] = [None]
+            dist.broadcast_object_list(received, src=self._source, group=self._group)
+            header = received[0]
+            if isinstance(header, Mapping):
+                self.version, self.digest = header["version"], header["digest"]
+                return
+            for name, shape, dtype in header:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                dist.broadcast(tensor, src=self._source, group=self._group)
+                yield name, tensor
