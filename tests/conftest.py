@@ -14,10 +14,20 @@ def logger_as_it_was():
     logger.handlers, logger.level, logger.propagate = before
 
 
-@pytest.fixture(autouse=True)
-def process_group_as_it_was():
-    """An engine makes a process group of one rank where there is none, and keeps it."""
+def destroy_what_begins_here():
     was_initialized = torch.distributed.is_initialized()
     yield
     if torch.distributed.is_initialized() and not was_initialized:
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group_of_module_as_it_was():
+    """As below, for engines that fixtures of a whole file build before its first test."""
+    yield from destroy_what_begins_here()
+
+
+@pytest.fixture(autouse=True)
+def process_group_as_it_was():
+    """An engine makes a process group of one rank where there is none, and keeps it."""
+    yield from destroy_what_begins_here()
