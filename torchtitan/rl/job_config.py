@@ -272,6 +272,7 @@ def check_rl_config(job_config: JobConfig) -> None:
     check_sequence_ratio(job_config)
     check_generator(job_config)
     check_rescore(job_config)
+    check_gradient_reduction(job_config)
 
 
 _SMALLEST_COUNTS: dict[str, int] = {
@@ -495,6 +496,15 @@ def check_rescore(job_config: JobConfig) -> None:
         raise ConfigError(
             f"rl.generator.rescore takes log-probs from today's weights, and with rl.async_steps = "
             f"{rl.async_steps} episodes are drawn with earlier ones; turn one of them off"
+        )
+
+
+def check_gradient_reduction(job_config: BaseJobConfig) -> None:
+    reduction = job_config.training.gradient_reduction
+    if reduction != "sum":
+        raise ConfigError(
+            f"a batch's weights are shares of the whole step, so gradients of all ranks have to be "
+            f"added up, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
         )
 
 

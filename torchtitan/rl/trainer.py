@@ -20,7 +20,7 @@ from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.engine import Batch, TrainingEngine
 from torchtitan.rl.generator import Generator
-from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.job_config import JobConfig, check_gradient_reduction
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
 from torchtitan.rl.rescore import rescore
 from torchtitan.rl.types import (
@@ -47,6 +47,7 @@ class PolicyTrainer:
             init_logger()  # in a process that an actor library started, nobody else does
         self.job_config = job_config
         self.loss = loss_from_config(job_config.rl.loss)
+        check_gradient_reduction(job_config if engine is None else engine.job_config)
         self.engine = TrainingEngine(job_config) if engine is None else engine
         self._denominator: float | None = None
         self._num_accumulated = 0

@@ -77,6 +77,7 @@ BAD_VALUES = [
     ({"rl__task__name": "copy", "rl__task__length": 0}, "rl.task.length must be at least 1"),
     ({"rl__task__name": "sort", "rl__task__num_letters": 27}, "at most 26"),
     ({"rl__task__name": "jsonl"}, "rl.task.path must be a file"),
+    ({"training__gradient_reduction": "mean"}, "got training.gradient_reduction = 'mean'; set it"),
 ]
 
 
