@@ -1,5 +1,7 @@
 """Products of bf16 matrices, where they are slow and where they are not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -18,6 +20,24 @@ def any_cpu(request, monkeypatch):
 @pytest.fixture
 def slow_cpu(monkeypatch):
     monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", False)
+
+
+@pytest.mark.parametrize("lacking", ["library", "operator"])
+def test_layers_are_built_where_torch_has_no_onednn(lacking, monkeypatch):
+    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", None)
+    monkeypatch.setattr(tools_linear.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lacking != "library")
+    operators = SimpleNamespace() if lacking == "operator" else failing_operator()
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    Linear(24, 16)
+    assert not tools_linear.cpu_multiplies_bf16()
+
+
+def failing_operator():
+    def fail():
+        raise RuntimeError("the library is not there")
+
+    return SimpleNamespace(_is_mkldnn_bf16_supported=fail)
 
 
 def bf16_layer_and_input():

@@ -23,7 +23,9 @@ def cpu_multiplies_bf16() -> bool:
         if platform.machine().lower() in ("x86_64", "amd64"):
             answer = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         else:
-            answer = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            # Builds without oneDNN, such as those for macOS, lack the operator and its products.
+            operator = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+            answer = torch.backends.mkldnn.is_available() and operator is not None and operator()
         _cpu_multiplies_bf16 = answer
     return _cpu_multiplies_bf16
 
