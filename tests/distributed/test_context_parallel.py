@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.training_runs import make_trainer
+from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.distributed.context_parallel import ShardedMask, cp_shard
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.models.attention import (
@@ -119,7 +120,7 @@ def fed_by_its_owner(dump_folder, flags):
     for length in (5, 32, 13):
         tokens = torch.randint(0, 2048, (2, length + 1), generator=generator)
         positions = torch.cat((torch.arange(3), torch.arange(length - 3))).expand(2, -1)
-        batches.append({"input": tokens[:, :-1], "positions": positions})
+        batches.append({"input": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]})
         labels.append(tokens[:, 1:])
 
     def weighted(logits, labels, batch):
@@ -138,8 +139,18 @@ def fed_by_its_owner(dump_folder, flags):
     for one, logits, batch in zip(best, whole, batches, strict=True):
         assert torch.equal(one["batch"], batch["input"])
         assert torch.equal(one["max"], logits.amax(-1))
+    mesh = engine.parallel_dims.get_optional_mesh("loss")
+    sums = [
+        dist_sum(one, mesh) for row in engine.forward_step(batches, output_fn=summed) for one in row
+    ]
     engine.close()
-    return loss, norm, [logits.mean().item() for logits in whole]
+    return loss, norm, [logits.mean().item() for logits in whole], sums
+
+
+def summed(logits, batch):
+    """(cross entropy, number of labels) of this rank's tokens."""
+    loss = cross_entropy_loss(logits, batch["labels"])
+    return loss, (batch["labels"] != IGNORE_INDEX).sum()
 
 
 def leak(dump_folder, flags):
@@ -201,10 +212,11 @@ def test_runs_on_shared_rows_equal_those_of_one_process(tmp_path):
     (expected,) = run_ranks(whole_runs, 1, str(tmp_path / "one"), [], init_process_group=False)
     flags = ["--parallelism.context_parallel_degree=2"]
     for rank in run_ranks(whole_runs, 2, str(tmp_path / "two"), flags, init_process_group=False):
-        (loss, norm, means), losses, message = rank
+        (loss, norm, means, sums), losses, message = rank
         assert loss == pytest.approx(expected[0][0], rel=1e-5)
         assert norm == pytest.approx(expected[0][1], rel=1e-5)
         assert means == pytest.approx(expected[0][2], rel=1e-2, abs=1e-6)
+        assert sums == pytest.approx(expected[0][3], rel=1e-5)
         # Mean and largest of both steps, and the validations after them.
         assert len(losses) == 6 and losses == pytest.approx(expected[1], rel=1e-5)
         assert "layers.4 is the first layer" in message

@@ -29,7 +29,7 @@ from torchtitan.models.documents import (
 Batch = dict[str, Any]
 
 # What is put behind a row; 0 for entries that are not listed.
-_PADDING_OF = {"positions": PADDING, "document_ids": PADDING}
+_PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
 
 
 @dataclass(frozen=True)
