@@ -165,6 +165,16 @@ def test_settings_and_labels_that_make_no_sense_are_refused():
         token_logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 4))
 
 
+@pytest.mark.parametrize("label", [-1, VOCAB])
+def test_labels_outside_the_vocabulary_are_refused(label):
+    labels = torch.tensor([[0, label, VOCAB - 1, -100]])
+    message = rf"in \[0, {VOCAB}\) or -100.*got \[{label}\]"
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(torch.zeros(1, 4, VOCAB), labels)
+    with pytest.raises(ValueError, match=message):
+        TokenLogProbs()(torch.zeros(1, 4, DIM), torch.zeros(VOCAB, DIM), labels=labels)
+
+
 @pytest.mark.parametrize("family", sorted(_supported_models))
 def test_every_family_takes_a_head(family):
     spec = get_train_spec(family)

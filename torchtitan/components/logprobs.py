@@ -77,7 +77,8 @@ class TokenLogProbs:
         group: ranks that hold a part of the vocabulary each, in their order: weight is [v, M],
             the rest is alike on all of them. Collective; the gradient of h is one summand.
         """
-        _check_labels(labels, h.shape[:-1])
+        n_ranks = 1 if group is None else dist.get_world_size(group)
+        _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
         device = h.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -100,7 +101,7 @@ def token_logprobs(
     Raises ValueError for a DTensor that is laid out otherwise.
     """
     _check_temperature(temperature)
-    _check_labels(labels, logits.shape[:-1])
+    _check_labels(labels, logits.shape[:-1], logits.shape[-1])
     group, first = None, 0
     if is_dtensor(logits):
         group, first = _vocabulary_split(logits)
@@ -133,11 +134,18 @@ def _check_temperature(temperature: float) -> None:
         )
 
 
-def _check_labels(labels: Tensor, shape: torch.Size) -> None:
+def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
+    """n_entries: of the vocabulary, on all ranks."""
     if labels.shape != shape:
         raise ValueError(
             f"labels must have one entry per token, {list(shape)}, got {list(labels.shape)}"
         )
+    is_label = ((labels >= 0) & (labels < n_entries)) | (labels == IGNORE_INDEX)
+    rule = f"labels must be in [0, {n_entries}) or {IGNORE_INDEX}, which counts nowhere"
+    if labels.device.type != "cpu":
+        torch._assert_async(is_label.all(), rule)  # without waiting for the device
+    elif not is_label.all():
+        raise ValueError(f"{rule}, got {labels[~is_label].unique().tolist()[:8]}")
 
 
 # ---- forward and backward ----
