@@ -48,6 +48,14 @@ def test_prompts_weigh_alike_however_many_tokens_answer_them():
     assert [w.tolist() for w in weights] == [[0.25, 0.25, 0], [0, 0.5], [0, 0], []]
 
 
+def test_prompts_may_be_told_apart_by_a_tensor():
+    expected = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
+    ids = torch.tensor([7, 8, 8, 9])
+    for prompt_ids in (ids, list(ids)):
+        weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=prompt_ids)
+        assert [w.tolist() for w in weights] == [w.tolist() for w in expected]
+
+
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_loss_and_gradient_are_the_same_for_every_split(mode, dtype, tolerance):
@@ -134,3 +142,18 @@ def test_value_loss_is_half_the_weighted_square():
     loss.backward()
     assert loss == 2.25
     assert values.grad.tolist() == [[2.0, -0.5]]
+
+
+@pytest.mark.parametrize("loss_fn", [weighted_policy_loss, weighted_value_loss])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_tokens_without_weight_get_no_gradient_whatever_stands_there(loss_fn, bad):
+    weights = torch.tensor([[0.5, 0.0, 0.0]])
+    for targets, values in (
+        ([2.0, bad, bad], [1.0, 1.0, bad]),
+        ([2.0, 1.0, 1.0], [1.0, bad, -bad]),
+    ):
+        values = torch.tensor([values], requires_grad=True)
+        loss = loss_fn(values, torch.tensor([targets]), weights)
+        loss.backward()
+        assert loss.isfinite()
+        assert values.grad[0, 0] != 0 and values.grad[0, 1:].tolist() == [0, 0]

@@ -90,14 +90,17 @@ def weighted_policy_loss(
     Its gradient is the policy gradient (Williams 1992, REINFORCE). It has no ratio to an older
     policy; losses with one multiply the advantages by it.
     """
-    return -weighted_sum(logprobs * advantages.detach(), weights)
+    # Not only the sum: 0 times what is not finite would reach the gradient of the factor.
+    advantages = advantages.detach().masked_fill(weights == 0, 0)
+    return -weighted_sum(logprobs * advantages, weights)
 
 
 def weighted_value_loss(
     values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return half the sum of weights * (values - returns)^2, a scalar; all [B, T]."""
-    return weighted_sum((values - returns.detach()) ** 2, weights) / 2
+    errors = (values - returns.detach()).masked_fill(weights == 0, 0)
+    return weighted_sum(errors**2, weights) / 2
 
 
 # ---- the weights ----
@@ -117,7 +120,7 @@ def aggregation_weights(
     mode: str,
     *,
     norm: float | None = None,
-    prompt_ids: Sequence[Hashable] | None = None,
+    prompt_ids: Sequence[Hashable] | torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     normalize: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -138,7 +141,7 @@ def aggregation_weights(
         entries other than 0 are in the loss. The weights have the same shapes and devices.
     norm: what stands for the length in seq-mean-token-sum-norm, the same in every step (the
         largest response length, say). Other modes don't read it.
-    prompt_ids: for prompt-mean, one per sequence; the same on every rank.
+    prompt_ids: for prompt-mean, one per sequence; the same on every rank. A tensor [S] will do.
     group: ranks with other sequences of the step; counts are summed over it, which is collective.
     normalize: False if the step has more sequences than these. Then returns (weights without the
         last denominator, this rank's share of that denominator); shares are summed over all calls
@@ -148,6 +151,8 @@ def aggregation_weights(
     Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
     """
     _check_aggregation(mode, norm, masks, prompt_ids)
+    if prompt_ids is not None:  # tensors are equal by identity to a dict
+        prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
     masks = [mask != 0 for mask in masks]
     counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
     if mode == "token-sum":
@@ -174,7 +179,10 @@ def aggregation_weights(
 
 
 def _check_aggregation(
-    mode: str, norm: float | None, masks: Sequence[torch.Tensor], prompt_ids: Sequence | None
+    mode: str,
+    norm: float | None,
+    masks: Sequence[torch.Tensor],
+    prompt_ids: Sequence | torch.Tensor | None,
 ) -> None:
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(
