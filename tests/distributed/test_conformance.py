@@ -1,9 +1,17 @@
 """The conformance kit passes, and reports a broken contract without stopping."""
 
+import contextlib
+import os
+import time
+
 import pytest
 
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.engine import TrainingEngine
 from torchtitan.testing import conformance
-from torchtitan.testing.conformance_checks import CHECKS
+from torchtitan.testing.conformance_checks import CHECKS, Check
+from torchtitan.testing.gloo import RankFailure, run_ranks
+from torchtitan.tools import host
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -26,6 +34,70 @@ def test_failing_check_is_reported_and_ends_its_ranks_only(tmp_path):
     conformance._run_until_failure(pending, 2, str(tmp_path), 60.0, seconds, problems)
     assert list(seconds) == ["config_model", "no such check"]
     assert "KeyError" in problems["no such check"]
+
+
+def hang(kit):
+    time.sleep(60)
+
+
+def die(kit):
+    os._exit(3)
+
+
+def take_long(kit):
+    time.sleep(1.5)
+
+
+MISBEHAVING = {f"long {n}": take_long for n in range(3)} | {"hang": hang, "die": die}
+
+
+def run_misbehaving(names, progress):
+    for name, function in MISBEHAVING.items():
+        CHECKS[name] = Check(name, "api", "", 1, function)
+    conformance._run_on_rank(names, progress)  # of the rank: not patched
+
+
+@pytest.mark.parametrize(
+    "pending, timeout_seconds, problem",
+    [
+        (["long 0", "long 1", "long 2", "hang", "config_model"], 4.0, "did not end within 4 sec"),
+        (["config_model", "die", "config_compile"], 60.0, "exit code 3"),
+    ],
+    ids=["hang", "death"],
+)
+def test_checks_have_their_own_time_and_those_that_passed_stay_passed(
+    pending, timeout_seconds, problem, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(conformance, "_run_on_rank", run_misbehaving)
+    seconds, problems = {}, {}
+    conformance._run_until_failure(pending, 1, str(tmp_path), timeout_seconds, seconds, problems)
+    *passed, failed, _ = pending
+    assert list(seconds) == [*passed, failed]
+    assert list(problems) == [failed] and problem in problems[failed]
+
+
+# What a check has to notice: (where, name of an attribute, what stands there instead).
+BREAKAGES = {
+    "guest_leaves_global_state": (host, "move_out", lambda engine: None),
+    "offload_and_reload": (TrainingEngine, "to", lambda engine, *_, **__: None),
+    "maybe_enable_amp_is_reusable": (
+        dist_utils,
+        "maybe_enable_amp",
+        lambda *_: contextlib.nullcontext(),
+    ),
+}
+
+
+def run_broken(check, progress):
+    setattr(*BREAKAGES[check])
+    # An engine that stays open, as after the checks before in a whole run.
+    conformance._run_on_rank(["trainer_model_parts", check], progress)
+
+
+@pytest.mark.parametrize("check", BREAKAGES)
+def test_broken_contract_is_noticed(check, tmp_path):
+    with pytest.raises(RankFailure, match=f"CheckFailed: .'{check}'"):
+        run_ranks(run_broken, 1, check, tmp_path / "progress", init_process_group=False)
 
 
 def test_table_names_results_and_counts(capsys):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
-SPAWN_TIMEOUT_SECONDS = 240.0
+CHECK_TIMEOUT_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,15 @@ class Result:
 
 
 class CheckFailed(Exception):
-    """(name, traceback, seconds of the checks that passed before it, its own seconds)."""
+    """(name, traceback, its seconds)."""
 
 
 def run_checks(
-    nproc: int, only: str = "", timeout_seconds: float = SPAWN_TIMEOUT_SECONDS
+    nproc: int, only: str = "", timeout_seconds: float = CHECK_TIMEOUT_SECONDS
 ) -> list[Result]:
     """Run all checks, or those with `only` in their name, on `nproc` ranks; results in order.
 
+    timeout_seconds: for each check.
     A check that fails or hangs takes its ranks along; the checks after it go on on new ones.
     """
     from torchtitan.testing.conformance_checks import CHECKS
@@ -78,54 +79,55 @@ def _run_until_failure(
     problems: dict[str, str],
 ) -> None:
     """Run checks on one set of ranks; note in `seconds` all that ran, in `problems` what failed."""
-    progress = Path(folder) / "running"
-    progress.write_text(pending[0])
-    started = time.monotonic()
+    progress = Path(folder) / "progress"
+    progress.write_text("")
+    failed, problem, taken = "", "", 0.0
     try:
-        ranks = run_ranks(
+        run_ranks(
             _run_on_rank,
             nproc,
             pending,
-            folder,
+            progress,
             timeout_seconds=timeout_seconds,
             init_process_group=False,
+            progress=progress,
         )
-        seconds.update(ranks[0])
     except RankFailure as failure:
         error = failure.__cause__
         if isinstance(error, CheckFailed):
-            name, problem, passed, taken = error.args
+            failed, problem, taken = error.args
         else:  # the process died
-            name, problem, passed, taken = progress.read_text(), str(failure), {}, 0.0
-        seconds.update(passed | {name: taken})
-        problems[name] = problem
+            problem = str(failure)
     except RankTimeout as timeout:
-        name = progress.read_text()
-        seconds[name] = time.monotonic() - started
-        problems[name] = f"did not end within {timeout_seconds:.0f} seconds\n{timeout}"
+        problem = f"did not end within {timeout_seconds:.0f} seconds\n{timeout}"
+        taken = timeout_seconds
+    for line in progress.read_text().splitlines():
+        passed, its_seconds = line.split("\t")
+        seconds[passed] = float(its_seconds)
+    if problem:
+        failed = failed or next((name for name in pending if name not in seconds), pending[-1])
+        seconds[failed], problems[failed] = taken, problem
 
 
-def _run_on_rank(names: list[str], folder: str) -> dict[str, float]:
-    """Seconds that each check took; raises CheckFailed at the first that fails."""
+def _run_on_rank(names: list[str], progress: Path) -> None:
+    """Rank 0 adds a line to `progress` when a check has passed; CheckFailed at the first that fails."""
     import torch.distributed as dist
 
     from torchtitan.testing.conformance_checks import CHECKS, Kit
 
-    kit = Kit(folder)
-    passed: dict[str, float] = {}
+    kit = Kit(str(progress.parent))
     for name in names:
-        if kit.rank == 0:
-            (Path(folder) / "running").write_text(name)
         started = time.monotonic()
         try:
             CHECKS[name].function(kit)
         except BaseException:
-            taken = time.monotonic() - started
-            raise CheckFailed(name, traceback.format_exc(), passed, taken) from None
-        passed[name] = time.monotonic() - started
+            raise CheckFailed(name, traceback.format_exc(), time.monotonic() - started) from None
+        dist.barrier()  # a rank that is ahead would fail or hang in a check that is not to blame
+        if kit.rank == 0:
+            with progress.open("a") as file:
+                file.write(f"{name}\t{time.monotonic() - started}\n")
     kit.close()
     dist.barrier()
-    return passed
 
 
 def table(results: Sequence[Result]) -> str:

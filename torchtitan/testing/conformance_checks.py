@@ -65,6 +65,7 @@ class Kit:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._folder = folder
         self._engines: dict[str, TrainingEngine] = {}
+        self.state_without_engines = _GlobalState.now()
 
     def folder(self, name: str) -> str:
         """The same on every rank; not made yet."""
@@ -104,8 +105,9 @@ class Kit:
             trainer.close()
 
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
+        """Close the shared engines; who asks for one again gets a new one."""
+        while self._engines:
+            self._engines.popitem()[1].close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -561,12 +563,18 @@ def train_context_around_forward_only(kit: Kit) -> None:
 
 @check("1d")
 def maybe_enable_amp_is_reusable(kit: Kit) -> None:
-    """One maybe_enable_amp object can be entered for every microbatch."""
+    """One maybe_enable_amp object can be entered for every microbatch; products are in bf16 then."""
+    batch, _ = pack(make_documents(11))
+    positions = batch["positions"]
     for parallelism in ({}, {"always_fsdp": True}):
         engine = kit.engine(parallelism=parallelism, training={"mixed_precision_param": "bfloat16"})
+        (model,), amp, logits = engine.model_parts, engine.maybe_enable_amp, []
         for _ in range(2):
-            with engine.maybe_enable_amp:
-                pass
+            with torch.no_grad(), amp:
+                masks = client_masks("varlen", positions)
+                logits.append(model(batch["input"], positions=positions, attention_masks=masks))
+        assert logits[0].dtype == torch.bfloat16
+        assert torch.equal(logits[0], logits[1])
 
 
 @check("1d")
@@ -667,14 +675,16 @@ class _GlobalState:
             torch.get_num_threads(),
             list(logger.handlers),
             list(logging.getLogger().handlers),
-            dict(os.environ),
+            # Torch's compiler notes there where its cache is.
+            {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
         )
 
 
 @check("1d")
 def guest_leaves_global_state(kit: Kit) -> None:
     """After close(), collector, dtype, autograd, logging handlers and environment are as before."""
-    before = _GlobalState.now()
+    kit.close()  # what engines changed comes back with the last of them
+    before = kit.state_without_engines
     with kit.client_trainer() as trainer:
         assert gc.isenabled() == before.gc_enabled
         run_step(trainer, make_documents(10))
@@ -790,16 +800,16 @@ def padded_batches_by_the_engine(kit: Kit) -> None:
 
 @check("1e")
 def gradient_reduction_mean(kit: Kit) -> None:
-    """training.gradient_reduction = "mean" divides by the data-parallel degree, in FSDP and DDP."""
+    """training.gradient_reduction = "mean" divides by the data-parallel degree: FSDP, DDP, HSDP."""
     norms = {}
-    for layout in ("fsdp", "ddp"):
+    for layout in ("fsdp", "ddp", "hsdp") if kit.world_size > 2 else ("fsdp", "ddp"):
         for reduction in ("sum", "mean"):
             training = {"gradient_reduction": reduction}
             with kit.own_engine(layout, training=training) as engine:
                 norms[layout, reduction] = run_step(engine, make_documents(14))[1] * (
                     engine.dp_size if reduction == "mean" else 1
                 )
-    assert_close(list(norms.values()), [norms["fsdp", "sum"]] * 4, rtol=1e-5, atol=0)
+    assert_close(list(norms.values()), [norms["fsdp", "sum"]] * len(norms), rtol=1e-5, atol=0)
 
 
 @check("1e")
@@ -869,14 +879,39 @@ def save_and_load_by_path(kit: Kit) -> None:
 
 @check("1e")
 def offload_and_reload(kit: Kit) -> None:
-    """engine.to(device, model=, optimizer=, grad=) changes no number."""
+    """engine.to(device, model=, optimizer=, grad=) keeps parameters' objects and all numbers.
+
+    Without an accelerator nothing has to move; a device that the engine does not know is refused.
+    """
+    kinds = ("model", "optimizer", "grad")
+    batch, labels = pack(make_documents(20))
     with kit.own_engine() as engine, kit.own_engine() as other:
         for one in (engine, other):
             run_step(one, make_documents(19))
-        engine.to("cpu", model=True, optimizer=True, grad=True)
-        engine.to(engine.device, model=True, optimizer=False, grad=False)
-        engine.to(engine.device)
+            one.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=99.0)
+        parameters = list(engine.model_parts[0].parameters())
+        weights = whole_weights(engine)
+        for target in (torch.device("cpu"), engine.device):
+            for moved in kinds:
+                engine.to(target, **{kind: kind == moved for kind in kinds})
+            places = {
+                t.device
+                for p in parameters
+                for t in (p, p.grad, engine.optimizers.state[p]["exp_avg"])
+            }
+            assert places == {target}
+        for before, now in zip(parameters, engine.model_parts[0].parameters(), strict=True):
+            assert before is now
+        for name, tensor in whole_weights(engine).items():
+            assert torch.equal(tensor, weights[name]), name
+        assert engine.optim_step().grad_norm == other.optim_step().grad_norm
         assert run_step(engine, make_documents(20)) == run_step(other, make_documents(20))
+        try:
+            engine.to("meta")
+        except ValueError as error:
+            assert "meta" in str(error)
+        else:
+            raise AssertionError("an engine was sent to another device than its own")
 
 
 @check("1e")

@@ -46,6 +46,7 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 120,
     init_process_group: bool = True,
+    progress: Path | None = None,
 ) -> list[Any]:
     """Results of `fn(*args)` from `world_size` new processes, in rank order.
 
@@ -53,7 +54,8 @@ def run_ranks(
     Each rank has one torch thread, no accelerator, a copy of this process's environment, and
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With
     `init_process_group` it also has a gloo process group, which is destroyed afterwards;
-    without, `fn` makes its own.
+    without, `fn` makes its own. With `progress`, a file that `fn` writes to, the timeout counts
+    from the last time that it did.
 
     Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
     outlives the call.
@@ -85,7 +87,7 @@ def run_ranks(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            return _collect(processes, pipes, Path(folder), time.monotonic() + timeout_seconds)
+            return _collect(processes, pipes, Path(folder), timeout_seconds, progress)
         finally:
             for process in processes:
                 process.kill()
@@ -175,13 +177,23 @@ def _failure_message(error: BaseException) -> bytes:
 
 
 def _collect(
-    processes: list[BaseProcess], pipes: list[Connection], stack_folder: Path, deadline: float
+    processes: list[BaseProcess],
+    pipes: list[Connection],
+    stack_folder: Path,
+    timeout_seconds: float,
+    progress: Path | None,
 ) -> list[Any]:
+    deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, str, BaseException | None]] = []
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and progress is not None and not failures:
+            seconds_left = progress.stat().st_mtime + timeout_seconds - time.time()
+            if seconds_left > 0:
+                deadline = time.monotonic() + seconds_left
+                continue
         if not ready:
             break
         for pipe in ready:

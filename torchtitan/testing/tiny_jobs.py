@@ -85,11 +85,16 @@ def tiny_job(
 
 def layout_of(name: str, world_size: int) -> dict[str, int]:
     """Degrees for `world_size` ranks: "fsdp", "ddp", or two ranks of "tp", "pp", "cp", "ep" and
-    FSDP over the rest. One rank is always itself."""
+    FSDP over the rest; "hsdp" is two replicas. One rank is always itself."""
     if name == "ddp":
         return {"data_parallel_replicate_degree": world_size, "data_parallel_shard_degree": 1}
     if name == "fsdp" or world_size == 1:
         return {"data_parallel_shard_degree": world_size}
+    if name == "hsdp":
+        return {
+            "data_parallel_replicate_degree": 2,
+            "data_parallel_shard_degree": world_size // 2,
+        }
     axis = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}[name]
     ranks_left = world_size if name == "ep" else world_size // 2
     return {f"{axis}_parallel_degree": 2, "data_parallel_shard_degree": ranks_left}
