@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import LocalShard, local_shard
 
 if TYPE_CHECKING:
     from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 # Bytes are read as words of 64 bits, and rows of so many words are summed up.
 _WORDS_PER_ROW = 2**15
@@ -161,7 +160,7 @@ class WeightStream:
 
         reshard_model(part)
         state = {name: t.detach() for name, t in get_model_state_dict(part).items()}
-        buffers = {_without_wrappers(name) for name, _ in part.named_buffers()}
+        buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
 
         def keeps_dtype(name: str) -> bool:
             return (
@@ -180,12 +179,6 @@ def _described(group: list[tuple[str, Tensor]]) -> tuple[list[Any], list[Any]]:
     number = {key: n for n, key in enumerate(tensors)}
     names = [(name, number[id(tensor)]) for name, tensor in group]
     return names, [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 # ---- digest ----

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.logging import logger, warn_once
 
-# What wrappers put into parameter names.
+# What wrappers of modules put into names.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 # A CPU chunk and its temporaries stay in the L2 cache; an accelerator wants few, large kernels.
@@ -37,6 +37,13 @@ _MIX_2 = 0x94D049BB133111EB
 _Transform = Callable[[Tensor], Tensor]
 
 _active: "seeded_init | None" = None
+
+
+def name_without_wrappers(name: str) -> str:
+    """The name of a parameter or buffer as the model has it without compile and checkpointing."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 class seeded_init(TorchDispatchMode):
@@ -58,8 +65,7 @@ class seeded_init(TorchDispatchMode):
         self._name_by_id: dict[int, str] = {}
         self._name_by_memory: dict[tuple, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            for prefix in _WRAPPER_PREFIXES:
-                name = name.replace(prefix, "")
+            name = name_without_wrappers(name)
             self._name_by_id.setdefault(id(parameter), name)
             memory = _memory_of(parameter)
             if memory is not None:

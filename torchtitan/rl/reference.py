@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingBatch
 
@@ -14,17 +15,20 @@ from torchtitan.rl.types import TrainingBatch
 class ReferencePolicy:
     """A copy of the policy's weights, each rank its own part of them, and their log-probs.
 
-    There is no second model: for a forward, the copy takes the place of the weights.
+    There is no second model: for a forward, the copy takes the place of the weights, and of the
+    biases that balance experts.
+    is_loaded: whether the copy came from a checkpoint.
     """
 
     def __init__(self, trainer: PolicyTrainer):
         self._trainer = trainer
         self._weights: dict[str, Tensor] = {}
+        self.is_loaded = False
         self.take()
 
     def take(self) -> None:
         """Make the weights of this moment the reference."""
-        self._weights = {name: p.detach().clone() for name, p in self._parameters()}
+        self._weights = {name: w.detach().clone() for name, w in self._own_weights()}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
         """As `PolicyTrainer.forward`, under the reference. Collective."""
@@ -41,21 +45,28 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, p in self._parameters():
-            own, other = local_tensor(p), local_tensor(self._weights[name])
+        for name, weight in self._own_weights():
+            own, other = local_tensor(weight), local_tensor(self._weights[name])
             kept = own.clone()
             own.copy_(other)
             other.copy_(kept)
 
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for part in self._trainer.engine.model_parts:
-            yield from part.named_parameters()
+            for name, parameter in part.named_parameters():
+                yield name_without_wrappers(name), parameter
+            for prefix, module in part.named_modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    is_saved = name not in module._non_persistent_buffers_set
+                    if is_saved and buffer.is_floating_point():
+                        yield name_without_wrappers(f"{prefix}.{name}"), buffer
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._weights)
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """The tensors were read in place already; replaced ones are copied."""
+        self.is_loaded = True
         with torch.no_grad():
             for name, tensor in state_dict.items():
                 if tensor is not self._weights[name]:
