@@ -32,4 +32,5 @@ class _AliasFinder(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
-sys.meta_path.append(_AliasFinder())
+# Before the finder of files, which would look where the real package lies.
+sys.meta_path.insert(0, _AliasFinder())
