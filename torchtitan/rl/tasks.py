@@ -102,7 +102,7 @@ class Task(ABC):
         return [self.prompt(index) for index in range(first, self._num_drawn)]
 
     def make_prompt(self, text: str, answer: str) -> Prompt:
-        return Prompt(text, tuple(self.tokenizer.encode(text)), answer)
+        return Prompt(text, tuple(self.tokenizer.encode(text, add_eos=False)), answer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_drawn": self._num_drawn}

@@ -175,3 +175,13 @@ def test_own_task_can_be_registered_once():
     assert "test_own_copy" in task_names()
     with pytest.raises(ValueError, match="'copy' is registered already"):
         register_task("copy", build)
+
+
+def test_prompts_do_not_end_whatever_the_tokenizer_does_by_itself(tmp_path):
+    class EndsEverything(CharTokenizer):
+        def encode(self, text, *, add_eos=True, **others):
+            return super().encode(text, add_eos=add_eos, **others)
+
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": "1+1="})
+    task = JsonlTask(path, reward_fn=len, tokenizer=EndsEverything("0123456789+="))
+    assert task.tokenizer.eos_id not in task.prompt(0).token_ids
