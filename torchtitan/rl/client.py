@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.engine import closed_on_error
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import Generator, build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingBatch, TrainingSample
+from torchtitan.tools.utils import use_device
 
 # ---- what goes in and out ----
 
@@ -54,8 +56,8 @@ class Datum:
     """One sequence to learn from: n input tokens, and what the loss needs for each of them.
 
     loss_fn_inputs: 1-D tensors or lists of n entries. `target_tokens`, what each input token
-        should predict, always; `weights` (cross_entropy), or `logprobs` and `advantages`
-        (policy losses), with `mask` if some targets do not count.
+        should predict, always; `logprobs` and `advantages` for policy losses; `weights` if targets
+        do not count alike, and `mask` if some do not count at all.
     """
 
     model_input: ModelInput
@@ -86,6 +88,12 @@ class SamplingParams:
     seed: int | None = None
 
     def to_config(self) -> SamplingConfig:
+        """Raises ValueError for stops that are not token ids."""
+        if isinstance(self.stop, str) or not all(isinstance(token, int) for token in self.stop):
+            raise ValueError(
+                f"SamplingParams.stop must be token ids, got {self.stop!r}; encode it with the "
+                "policy's tokenizer"
+            )
         return SamplingConfig(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -138,21 +146,33 @@ class LocalTrainingClient:
     """A policy in this process.
 
     Raises ConfigError for a config that cannot run; a call's own errors come out of its future.
+    Where a forward_backward failed, `optim_step` does too: gradients of a part of the step are
+    never taken for those of all. The next step begins anew.
     """
 
     def __init__(self, job_config: JobConfig):
         self._trainer = PolicyTrainer(job_config)
-        self._batcher = Batcher.from_config(job_config, self._trainer.engine.dp_size)
-        self._generator = build_generator(job_config, self._trainer.engine)
+        engine = self._trainer.engine
+        with closed_on_error(engine):
+            self._batcher = Batcher.from_config(job_config, engine.dp_size)
+            self._generator = build_generator(job_config, engine)
+        # What unseeded sampling goes on with.
+        engine.checkpointer.states["rl_generator"] = self._generator
         self._job_config = job_config
         self._weights = object()  # another one whenever the weights have changed
-        self._thread = ThreadPoolExecutor(1, "training client")
+        self._failure: Exception | None = None  # of a forward_backward in this step
+        self._thread = ThreadPoolExecutor(
+            1, "training client", initializer=use_device, initargs=(engine.device,)
+        )
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> Future[ForwardBackwardOutput]:
-        """Log-probs of the targets, without gradients."""
-        return self._thread.submit(self._forward, list(data), loss_fn)
+        """Log-probs of the targets, without gradients. loss_fn: one of those of forward_backward,
+        which makes no difference.
+        """
+        _check_loss_name(loss_fn)
+        return self._thread.submit(self._forward, list(data))
 
     def forward_backward(
         self,
@@ -166,7 +186,7 @@ class LocalTrainingClient:
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
         """
         loss = _loss(loss_fn, loss_fn_config or {})
-        return self._thread.submit(self._forward_backward, list(data), loss)
+        return self._submit_to_step(self._forward_backward, list(data), loss)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
@@ -175,7 +195,7 @@ class LocalTrainingClient:
 
         Costs one more forward. Under torchrun `loss_fn` runs on every rank and must not differ.
         """
-        return self._thread.submit(self._forward_backward_custom, list(data), loss_fn)
+        return self._submit_to_step(self._forward_backward_custom, list(data), loss_fn)
 
     def optim_step(self, adam_params: AdamParams) -> Future[OptimStepResponse]:
         """Update the weights with the gradients that were added up, and zero them."""
@@ -190,11 +210,14 @@ class LocalTrainingClient:
         return self._thread.submit(self._load_state, path, True)
 
     def load_state_with_optimizer(self, path: str) -> Future[None]:
-        """Load a saved state, to go on as if nothing had happened."""
+        """Load what `save_state` saved, to go on as if nothing had happened."""
         return self._thread.submit(self._load_state, path, False)
 
     def save_weights_and_get_sampling_client(self, name: str = "") -> Future["LocalSamplingClient"]:
-        """A client that samples from the weights as they are now; good until the next update."""
+        """A client that samples from the weights as they are now; good until the next update.
+
+        name: nothing is written, so it has no meaning here.
+        """
         return self._thread.submit(self._sampling_client)
 
     def close(self) -> None:
@@ -210,11 +233,28 @@ class LocalTrainingClient:
 
     # ---- on the thread ----
 
-    def _forward(self, data: list[Datum], loss_fn: str) -> ForwardBackwardOutput:
-        logprobs = self._trainer.forward(self._batch(data))
+    def _submit_to_step(
+        self, call: Callable[..., ForwardBackwardOutput], *args: Any
+    ) -> Future[ForwardBackwardOutput]:
+        return self._thread.submit(self._note_failure, call, *args)
+
+    def _note_failure(
+        self, call: Callable[..., ForwardBackwardOutput], *args: Any
+    ) -> ForwardBackwardOutput:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+
+    def _forward(self, data: list[Datum]) -> ForwardBackwardOutput:
+        logprobs = self._trainer.forward(self._batch([_targets_of(datum) for datum in data]))
         return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], {})
 
     def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
+        if loss.has_generator:
+            for number, datum in enumerate(data):
+                _check_policy_inputs(number, datum)
         found = self._trainer.forward_backward(self._batch(data), loss, return_logprobs=True)
         return ForwardBackwardOutput(
             [{"logprobs": values} for values in found.logprobs],
@@ -224,7 +264,8 @@ class LocalTrainingClient:
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
-        logprobs = [values.requires_grad_() for values in self._trainer.forward(self._batch(data))]
+        scored = self._forward(data).loss_fn_outputs
+        logprobs = [output["logprobs"].requires_grad_() for output in scored]
         loss, metrics = loss_fn(data, logprobs)
         # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
@@ -242,7 +283,14 @@ class LocalTrainingClient:
         )
 
     def _optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
-        self._weights = object()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._trainer.zero_grad()
+            raise RuntimeError(
+                f"a forward_backward of this step failed ({failure}), so its gradients are not "
+                "whole; they were zeroed and the weights left alone: mend the call and make all "
+                "those of the step again"
+            ) from failure
         done = self._trainer.optim_step(
             OptimParams(
                 lr=adam_params.learning_rate,
@@ -252,6 +300,7 @@ class LocalTrainingClient:
                 max_norm=adam_params.grad_clip_norm or math.inf,
             )
         )
+        self._weights = object()
         return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
 
     def _save_state(self, name: str) -> SaveWeightsResponse:
@@ -260,7 +309,7 @@ class LocalTrainingClient:
         return SaveWeightsResponse(path)
 
     def _load_state(self, path: str, weights_only: bool) -> None:
-        self._weights = object()
+        self._weights, self._failure = object(), None
         self._trainer.load_checkpoint(path, model_only=weights_only)
 
     def _sampling_client(self) -> "LocalSamplingClient":
@@ -361,12 +410,16 @@ _LOSSES = {
 }
 
 
-def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
+def _check_loss_name(name: str) -> None:
     if name not in _LOSSES:
         raise ValueError(
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; any other function of "
             "log-probs goes through forward_backward_custom"
         )
+
+
+def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
+    _check_loss_name(name)
     unknown = sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"})
     if unknown:
         raise ValueError(
@@ -380,7 +433,31 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     return build_loss(_LOSSES[name], **bounds)
 
 
+_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
+
+
+def _check_policy_inputs(number: int, datum: Datum) -> None:
+    for name in ("logprobs", "advantages"):
+        if name not in datum.loss_fn_inputs:
+            raise ValueError(
+                f"a policy loss needs {name} in loss_fn_inputs, got "
+                f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per target"
+            )
+
+
+def _targets_of(datum: Datum) -> Datum:
+    """The datum with all of its targets counting, to have them scored."""
+    inputs = datum.loss_fn_inputs
+    return Datum(datum.model_input, {k: v for k, v in inputs.items() if k == "target_tokens"})
+
+
 def _sample(datum: Datum) -> TrainingSample:
+    unknown = sorted(set(datum.loss_fn_inputs) - set(_INPUTS))
+    if unknown:
+        raise ValueError(
+            f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
+            "take it out, or correct its name"
+        )
     inputs = {name: torch.as_tensor(values) for name, values in datum.loss_fn_inputs.items()}
     if "target_tokens" not in inputs:
         raise ValueError(
@@ -388,11 +465,11 @@ def _sample(datum: Datum) -> TrainingSample:
             "input tokens moved by one"
         )
     ones = torch.ones(datum.model_input.length)
-    weights = inputs.get("weights", inputs.get("mask", ones)).float()
+    weights = inputs.get("weights", ones).float() * inputs.get("mask", ones).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
         labels=inputs["target_tokens"].long(),
-        loss_mask=(weights != 0).float() if "mask" in inputs else ones,
+        loss_mask=(inputs.get("mask", ones) != 0).float(),
         logprobs=inputs.get("logprobs", torch.zeros_like(ones)).float(),
         advantages=inputs.get("advantages", torch.zeros_like(ones)).float(),
         weights=weights,

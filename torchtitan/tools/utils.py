@@ -34,6 +34,12 @@ def get_device_info() -> tuple[str, ModuleType]:
     return accelerator.type, torch.get_device_module(accelerator.type)
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread; threads that begin have the first one."""
+    if device.type != "cpu":
+        get_device_info()[1].set_device(device)
+
+
 def get_device_type() -> str:
     """Return "cuda", "xpu", ... for the accelerator of this machine, "cpu" without one."""
     return get_device_info()[0]

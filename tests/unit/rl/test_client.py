@@ -155,3 +155,65 @@ def test_example_learns_in_a_few_steps():
     shares = list(learn(steps=15))
     assert max(shares[:3]) < 0.1
     assert max(shares[-3:]) > 0.1
+
+
+def test_step_with_a_failed_call_is_not_taken_in_part(client):
+    client.forward_backward(DATA, "cross_entropy")
+    client.forward_backward([datum([1, 2], weight=[1.0])], "cross_entropy")  # nobody looks at it
+    client.forward_backward(DATA, "cross_entropy")
+    sampler = client.save_weights_and_get_sampling_client().result()
+    with pytest.raises(RuntimeError, match="this step failed .*got 'weight'") as raised:
+        client.optim_step(AdamParams()).result()
+    assert isinstance(raised.value.__cause__, ValueError)
+    sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result()  # the same weights
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "advantages"])
+def test_policy_loss_wants_what_it_is_made_of(client, missing):
+    inputs = {"logprobs": [-1.0], "advantages": [1.0]}
+    del inputs[missing]
+    with pytest.raises(ValueError, match=f"needs {missing} in loss_fn_inputs"):
+        client.forward_backward([datum([1, 2], **inputs)], "importance_sampling").result()
+    with pytest.raises(RuntimeError):
+        client.optim_step(AdamParams()).result()
+
+
+def test_mask_and_weights_count_together(client):
+    def loss(**inputs):
+        data = [datum([1, 2, 3], **inputs)]
+        return client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    assert loss(weights=[2.0, 5.0], mask=[1.0, 0.0]) == pytest.approx(loss(weights=[2.0, 0.0]))
+
+
+def test_custom_loss_sees_masked_targets_too(client):
+    seen = []
+
+    def loss_fn(data, logprobs):
+        seen.extend(logprobs)
+        return logprobs[0].sum(), {}
+
+    client.forward_backward_custom([datum([1, 2, 3], mask=[1.0, 0.0])], loss_fn).result()
+    assert seen[0].all()
+
+
+@pytest.mark.parametrize("stop", ["=", ["="]])
+def test_stop_has_to_be_token_ids(stop):
+    with pytest.raises(ValueError, match="stop must be token ids, got"):
+        SamplingParams(stop=stop).to_config()
+
+
+def test_unseeded_sampling_goes_on_after_loading_as_it_would_have(client):
+    saved = client.save_state("drawn").result()
+
+    def draw():
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt, params = ModelInput.from_ints([1, 2]), SamplingParams(max_tokens=8)
+        return sampler.sample(prompt, 4, params).result().sequences
+
+    first = draw()
+    assert draw() != first
+    client.load_state_with_optimizer(saved.path).result()
+    assert draw() == first
