@@ -327,6 +327,12 @@ def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Genera
     rl = job_config.rl
     options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
+    if rl.generator.rescore and dtype not in (None, _compute_dtype(engine)):
+        raise ConfigError(
+            f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
+            f"samples from the trainer's policy in {_compute_dtype(engine)}, and every ratio would "
+            "be 1; turn rescore off, or leave the dtype out"
+        )
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator
 

@@ -153,7 +153,8 @@ class RLGenerator:
     rescore: bool = False
     """
     Take the log-probs of sampled tokens from a forward pass of the trainer instead of from
-    cached decoding, so that they are bitwise those of the first forward-backward pass
+    cached decoding, so that they are bitwise those of the first forward-backward pass; for a
+    generator with the trainer's own precision, whose distribution they stand for
     """
 
 
@@ -196,7 +197,7 @@ class RL:
     """Generation may run ahead of training by so many steps; 0 takes turns"""
 
     eval_every: int = 0
-    """Evaluate with greedy decoding every this many steps and after the last; 0 never"""
+    """Evaluate, greedy and sampled, every this many steps and after the last; 0 never"""
 
     eval_samples: int = 200
     """Prompts per evaluation, the same each time"""
@@ -259,20 +260,27 @@ def check_rl_config(job_config: JobConfig) -> None:
 
     The other sections are checked when the engine is built.
     """
+    check_trainer_config(job_config)
+    check_advantage(job_config)
+    check_task(job_config)
+    check_rewards_count(job_config)
+    check_sampling(job_config)
+    check_completions_fit(job_config)
+    check_generator(job_config)
+    check_rescore(job_config)
+
+
+def check_trainer_config(job_config: JobConfig) -> None:
+    """The same for what a `PolicyTrainer` alone goes by: no tasks, no sampling."""
     check_choices(job_config)
     check_counts(job_config)
     check_numbers(job_config)
-    check_advantage(job_config)
-    check_task(job_config)
     check_aggregation(job_config)
     check_loss(job_config)
-    check_sampling(job_config)
     check_rows(job_config)
     check_packing(job_config)
     check_sequence_ratio(job_config)
-    check_generator(job_config)
-    check_rescore(job_config)
-    check_gradient_reduction(job_config)
+    check_gradients_add_up(job_config)
 
 
 _SMALLEST_COUNTS: dict[str, int] = {
@@ -432,11 +440,6 @@ def check_rows(job_config: JobConfig) -> None:
             f"rl.batch.seq_len must not be above training.seq_len, which sets how many positions "
             f"the model knows, got {seq_len} with {training.seq_len}; raise training.seq_len"
         )
-    if job_config.rl.sampling.max_tokens >= seq_len:
-        raise ConfigError(
-            f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
-            f"got {job_config.rl.sampling.max_tokens}; lower it, or raise training.seq_len"
-        )
     if seq_len % batch.pad_multiple:
         raise ConfigError(
             f"rl.batch.pad_multiple must divide the row length {seq_len}, got "
@@ -452,6 +455,15 @@ def check_rows(job_config: JobConfig) -> None:
         raise ConfigError(
             f"rl.batch.max_tokens_per_microbatch must hold a row of {seq_len} tokens, got {limit}; "
             f"raise it, or lower rl.batch.seq_len"
+        )
+
+
+def check_completions_fit(job_config: JobConfig) -> None:
+    seq_len, max_tokens = batch_seq_len(job_config), job_config.rl.sampling.max_tokens
+    if max_tokens >= seq_len:
+        raise ConfigError(
+            f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
+            f"got {max_tokens}; lower it, or raise training.seq_len"
         )
 
 
@@ -497,14 +509,35 @@ def check_rescore(job_config: JobConfig) -> None:
             f"rl.generator.rescore takes log-probs from today's weights, and with rl.async_steps = "
             f"{rl.async_steps} episodes are drawn with earlier ones; turn one of them off"
         )
+    if rl.generator.rescore and rl.generator.backend != "local":
+        raise ConfigError(
+            f"rl.generator.rescore would hide how far rl.generator.backend = "
+            f"{rl.generator.backend!r} samples from the trainer's policy, and every ratio would be "
+            "1; turn rescore off"
+        )
 
 
-def check_gradient_reduction(job_config: BaseJobConfig) -> None:
+def check_rewards_count(job_config: JobConfig) -> None:
+    name = job_config.rl.loss.name
+    if not loss_class(name).has_generator:
+        raise ConfigError(
+            f"rl.loss.name = {name!r} reads no rewards, so nothing would be reinforced; take 'grpo', "
+            "or give this loss to PolicyTrainer.forward_backward with batches of your own"
+        )
+
+
+def check_gradients_add_up(job_config: BaseJobConfig) -> None:
+    """A batch's weights are shares of the whole optimizer step."""
     reduction = job_config.training.gradient_reduction
     if reduction != "sum":
         raise ConfigError(
-            f"a batch's weights are shares of the whole step, so gradients of all ranks have to be "
-            f"added up, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+            f"in RL gradients of all ranks have to be added up, as tokens are weighted over all of "
+            f"them, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+        )
+    if job_config.optimizer.early_step_in_backward:
+        raise ConfigError(
+            "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
+            "which updates weights in every backward pass; set it to false"
         )
 
 

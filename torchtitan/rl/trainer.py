@@ -20,7 +20,7 @@ from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.engine import Batch, TrainingEngine
 from torchtitan.rl.generator import Generator
-from torchtitan.rl.job_config import JobConfig, check_gradient_reduction
+from torchtitan.rl.job_config import JobConfig, check_gradients_add_up, check_trainer_config
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
 from torchtitan.rl.rescore import rescore
 from torchtitan.rl.types import (
@@ -43,14 +43,15 @@ class PolicyTrainer:
     """
 
     def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
-        if not logger.hasHandlers():
+        if not logger.handlers:
             init_logger()  # in a process that an actor library started, nobody else does
         self.job_config = job_config
         self.loss = loss_from_config(job_config.rl.loss)
-        check_gradient_reduction(job_config if engine is None else engine.job_config)
+        check_trainer_config(job_config)
+        if engine is not None:
+            check_gradients_add_up(engine.job_config)
         self.engine = TrainingEngine(job_config) if engine is None else engine
-        self._denominator: float | None = None
-        self._num_accumulated = 0
+        self._begin_step()
 
     @property
     def policy_version(self) -> int:
@@ -66,13 +67,29 @@ class PolicyTrainer:
         *,
         return_logprobs: bool = False,
     ) -> ForwardBackwardOutput:
-        """Add the gradients of the batch's loss to those that are there; never zeroes any.
+        """Add the gradients of the batch's loss to those that are there.
 
         loss_fn: None takes the config's, `rl.loss`.
         return_logprobs: also return the log-probs of the labels, which have to be gathered.
+
+        If it raises, a part of the batch may have counted: then the gradients of the whole step
+        are zeroed, and the step begins anew.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
-        self._note_denominator(batch)
+        self._check_step(batch, loss_fn)
+        try:
+            output = self._forward_backward(batch, loss_fn, return_logprobs)
+        except BaseException:
+            self.zero_grad()
+            raise
+        self._num_accumulated += 1
+        if batch.denominator is not None:
+            self._denominator = (self._denominator or 0.0) + batch.denominator
+        return output
+
+    def _forward_backward(
+        self, batch: TrainingBatch, loss_fn: PolicyLoss, return_logprobs: bool
+    ) -> ForwardBackwardOutput:
         # Ranks that share rows see parts of them below; `forward` joins those.
         is_split = return_logprobs and self.engine.parallel_dims.cp_enabled
         whole = self.forward(batch) if is_split else None
@@ -94,7 +111,6 @@ class PolicyTrainer:
             loss_fn=loss_of,
             head=self._head(loss_fn.needs_entropy),
         )
-        self._num_accumulated += 1
         loss_sum, metrics = self._reduce(loss, totals)
         if return_logprobs and not is_split:
             whole = self._per_sample(batch, microbatches, logprobs)
@@ -140,13 +156,22 @@ class PolicyTrainer:
             result = self.engine.optim_step(
                 lr=params.lr, max_norm=params.max_norm, denominator=self._own_denominator()
             )
-        self._denominator, self._num_accumulated = None, 0
+        self._begin_step()
         return OptimStepOutput(
             policy_version=self.policy_version,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
             skipped=result.skipped,
         )
+
+    def zero_grad(self) -> None:
+        """Forget what was added up since the last step."""
+        self.engine.optimizers.zero_grad()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._denominator: float | None = None
+        self._num_accumulated = 0
 
     # ---- state ----
 
@@ -168,8 +193,7 @@ class PolicyTrainer:
         if model_only:
             for optimizer in self.engine.optimizers:
                 optimizer.state.clear()
-        self.engine.optimizers.zero_grad()
-        self._denominator, self._num_accumulated = None, 0
+        self.zero_grad()
         return True
 
     def push_model_state_dict(self, generator: Generator) -> int:
@@ -189,14 +213,18 @@ class PolicyTrainer:
         # The behaviour policy was divided by this temperature, so the trained one is too.
         return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
 
-    def _note_denominator(self, batch: TrainingBatch) -> None:
+    def _check_step(self, batch: TrainingBatch, loss_fn: PolicyLoss) -> None:
+        if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
+            raise ValueError(
+                f"{type(loss_fn).__name__} takes a ratio over whole sequences, which context "
+                f"parallelism splits, got parallelism.context_parallel_degree = "
+                f"{self.engine.parallel_dims.cp}; set it to 1, or take GRPOLoss"
+            )
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
                 "the batches of one optimizer step must all have final weights or all leave the "
                 "normalisation to the step; batch them in one way, or call optim_step in between"
             )
-        if batch.denominator is not None:
-            self._denominator = (self._denominator or 0.0) + batch.denominator
 
     def _own_denominator(self) -> float | None:
         """This rank's share; the engine sums over data-parallel ranks, and batches are global."""

@@ -5,7 +5,10 @@ import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode
 
 
@@ -122,3 +125,73 @@ def test_reference_is_the_policy_that_training_began_with(tmp_path):
 def test_config_mistakes_are_named_before_anything_is_built(tmp_path):
     with pytest.raises(ConfigError, match="rl.num_samples_per_prompt = 1"):
         Controller(toy_config(tmp_path, "--rl.num_samples_per_prompt=1"))
+
+
+def test_reference_is_resumed_and_not_taken_anew(tmp_path):
+    flags = ["--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2", "--checkpoint.enable"]
+    flags += ["--checkpoint.interval=1", "--checkpoint.no_last_save_model_only"]
+    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=2"))
+    controller.train()
+    batch = controller.batcher.batch(toy_samples(3))
+    expected = controller.reference.logprobs(batch)
+    controller.close()
+
+    resumed = Controller(toy_config(tmp_path, *flags, "--training.steps=4"))
+    resumed.setup()
+    assert resumed.step == 2
+    for found, before in zip(resumed.reference.logprobs(batch), expected, strict=True):
+        assert torch.equal(found, before)
+    resumed.close()
+
+
+def test_run_without_a_reference_takes_the_policy_that_it_resumes_from(tmp_path, caplog):
+    flags = ["--checkpoint.enable", "--checkpoint.interval=1", "--optimizer.lr=1e-2"]
+    flags += ["--checkpoint.no_last_save_model_only"]
+    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=2"))
+    controller.train()
+    controller.close()
+
+    flags += ["--rl.loss.kl_coef=0.1", "--training.steps=4"]
+    flags += ["--checkpoint.exclude_from_loading=rl,rl_reference"]
+    resumed = Controller(toy_config(tmp_path, *flags))
+    resumed.setup()
+    batch = resumed.batcher.batch(toy_samples(3))
+    pairs = zip(resumed.reference.logprobs(batch), resumed.trainer.forward(batch), strict=True)
+    assert all(torch.equal(reference, policy) for reference, policy in pairs)
+    assert resumed.train_step()["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert resumed.step == 3
+    resumed.close()
+
+
+def test_reference_holds_the_biases_that_choose_experts(tmp_path):
+    flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
+    trainer = PolicyTrainer(toy_config(tmp_path, *flags))
+    (part,) = trainer.engine.model_parts
+    names = {name for name, _ in part.named_buffers() if name.endswith("expert_bias")}
+    assert names and names <= ReferencePolicy(trainer).state_dict().keys()
+    trainer.close()
+
+
+def test_trainer_scores_at_the_temperature_that_was_sampled_with(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.sampling.temperature=0.7"))
+    controller.setup()
+    assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+    controller.close()
+
+
+def test_failure_while_building_closes_the_engine(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(PolicyTrainer, "close", lambda self: closed.append("trainer"))
+    real = TrainingEngine.close
+    monkeypatch.setattr(TrainingEngine, "close", lambda self: (closed.append(self), real(self)))
+    config = toy_config(tmp_path, "--rl.loss.name=grpo")
+    monkeypatch.setattr("torchtitan.rl.controller.build_generator", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Controller(config)
+    assert len(closed) == 1
+
+
+def test_settings_without_meaning_here_are_named(tmp_path, caplog):
+    controller = Controller(toy_config(tmp_path, "--validation.enable", "--validation.seq_len=24"))
+    assert "validation.enable has no meaning in RL" in caplog.text
+    controller.close()

@@ -72,6 +72,12 @@ BAD_VALUES = [
     ),
     ({"rl__async_steps": 2, "rl__generator__rescore": True}, "with rl.async_steps = 2"),
     ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "with rl.async_steps = 1"),
+    ({"optimizer__early_step_in_backward": True}, "early_step_in_backward = true"),
+    (
+        {"rl__generator__backend": "vllm", "rl__generator__rescore": True},
+        "rl.generator.rescore would hide how far",
+    ),
+    ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),
     ({"rl__task__name": "copy", "rl__task__length": 0}, "rl.task.length must be at least 1"),

@@ -1,9 +1,11 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
+from torchtitan.config.checks import ConfigError
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import CrossEntropyLoss
 from torchtitan.rl.trainer import PolicyTrainer
@@ -25,8 +27,7 @@ def trainer(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_gradients(trainer):
     yield
-    trainer.engine.optimizers.zero_grad()
-    trainer._denominator, trainer._num_accumulated = None, 0
+    trainer.zero_grad()
 
 
 def batcher(**settings):
@@ -143,3 +144,37 @@ def test_converters_hook_runs_after_each_step(trainer, monkeypatch):
     trainer.forward_backward(batcher().batch(toy_samples(2)))
     trainer.optim_step()
     assert seen == [trainer.engine.model_parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsAtTheSecond(CrossEntropyLoss):
+    seen: list = dataclasses.field(default_factory=list)
+
+    def per_token(self, logprobs, batch):
+        self.seen.append(1)
+        if len(self.seen) == 2:
+            raise RuntimeError("the second microbatch")
+        return super().per_token(logprobs, batch)
+
+
+def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer):
+    batch = batcher(rows=2, agg_mode="token-mean", deferred=True).batch(toy_samples(9))
+    with pytest.raises(RuntimeError, match="the second microbatch"):
+        trainer.forward_backward(batch, FailsAtTheSecond())
+    with pytest.raises(ValueError, match="found no gradients"):
+        trainer.optim_step()
+    trainer.forward_backward(batch)
+    assert trainer._own_denominator() == batch.denominator
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--training.gradient_reduction=mean", "training.gradient_reduction = 'mean'"),
+        ("--optimizer.early_step_in_backward", "early_step_in_backward = true"),
+        ("--rl.batch.packing", "rl.batch.packing keeps the samples of a row apart"),
+    ],
+)
+def test_config_that_would_train_on_something_else_is_refused(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        PolicyTrainer(toy_config(tmp_path, override))
