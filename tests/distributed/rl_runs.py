@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
+import torchtitan.rl
 from tests.unit.rl.toy import toy_config
+from torchtitan.config import ConfigManager
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.job_config import JobConfig
+
+CONFIGS = Path(torchtitan.rl.__file__).parent / "train_configs"
 
 
 def weights_hash(controller: Controller) -> str:
@@ -29,10 +34,21 @@ def weights_hash(controller: Controller) -> str:
 
 
 def run_on_this_rank(
-    dump_folder: Path, overrides: list[str], kill_after: int | None = None
+    dump_folder: Path,
+    overrides: list[str],
+    kill_after: int | None = None,
+    preset: str | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or kill this process after a step; returns what every step logged."""
-    controller = Controller(toy_config(dump_folder, *overrides))
+    """Train to the end, or kill this process after a step; returns what every step logged.
+
+    preset: a config of `torchtitan/rl/train_configs`; None is the toy's.
+    """
+    if preset is None:
+        config = toy_config(dump_folder, *overrides)
+    else:
+        flags = [f"--job.config_file={CONFIGS / preset}.toml", f"--job.dump_folder={dump_folder}"]
+        config = ConfigManager(JobConfig).parse_args([*flags, *overrides])
+    controller = Controller(config)
     steps: list[dict[str, float]] = []
     train_step = controller.train_step
 

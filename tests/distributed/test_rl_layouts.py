@@ -8,7 +8,7 @@ from tests.unit.rl.toy import toy_config
 from torchtitan.rl.controller import Controller
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
-LAYOUTS = {
+LAYOUTS: dict[str, list[str]] = {
     "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
     "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
     "TP": ["--parallelism.tensor_parallel_degree=2"],
@@ -17,6 +17,7 @@ LAYOUTS = {
         "--parallelism.disable_loss_parallel",
     ],
     "PP": ["--parallelism.pipeline_parallel_degree=2"],
+    "CP": ["--parallelism.context_parallel_degree=2"],
 }
 STEPS = ["--training.steps=5", "--rl.loss.entropy_coef=0.01", "--optimizer.lr=1e-3"]
 
@@ -30,6 +31,24 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
     runs = run_ranks(run_on_this_rank, 2, tmp_path, [*STEPS, *LAYOUTS[layout]])
+    assert_first_steps_of_one_process(runs, one_process)
+
+
+@pytest.fixture(scope="module")
+def preset_on_one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preset")
+    (run,) = run_ranks(run_on_this_rank, 1, folder, ["--training.steps=5"], None, "copy_cpu")
+    return run
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "TP", "PP"])
+def test_preset_takes_the_first_steps_of_one_process(layout, preset_on_one_process, tmp_path):
+    overrides = ["--training.steps=5", *LAYOUTS[layout]]
+    runs = run_ranks(run_on_this_rank, 2, tmp_path, overrides, None, "copy_cpu")
+    assert_first_steps_of_one_process(runs, preset_on_one_process)
+
+
+def assert_first_steps_of_one_process(runs, one_process):
     assert numbers(runs[0]) == numbers(runs[1]), "every rank reports the numbers of all"
     assert runs[0]["digest"] == runs[1]["digest"]
     for step, expected in zip(runs[0]["steps"], one_process["steps"], strict=True):
@@ -58,11 +77,20 @@ def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     assert resumed["digest"] == unbroken["digest"]
 
 
-def fail_on_rank_one(dump_folder):
-    controller = Controller(toy_config(dump_folder))
+def fail_on_rank_one(dump_folder, async_steps):
+    """Rank 1 cannot grade episodes of the second step."""
+    controller = Controller(toy_config(dump_folder, f"--rl.async_steps={async_steps}"))
     controller.setup()
+    grade, n_graded = controller.task.grade, 0
+
+    def failing_grade(prompt, text):
+        nonlocal n_graded
+        n_graded += 1
+        return 1 / 0 if n_graded > 8 else grade(prompt, text)
+
     if dist.get_rank() == 1:
-        controller.task.grade = lambda prompt, text: 1 / 0
+        controller.task.grade = failing_grade
+    controller.train_step()
     try:
         controller.train_step()
     except Exception as error:
@@ -70,7 +98,8 @@ def fail_on_rank_one(dump_folder):
     return "no error"
 
 
-def test_reward_function_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
-    first, second = run_ranks(fail_on_rank_one, 2, tmp_path)
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_reward_function_that_fails_on_one_rank_ends_the_step_on_all(async_steps, tmp_path):
+    first, second = run_ranks(fail_on_rank_one, 2, tmp_path, async_steps)
     assert "rank 1 could not draw or grade its episodes: ZeroDivisionError" in first
     assert "ZeroDivisionError" in second and "rank" not in second

@@ -16,6 +16,7 @@ LAYOUTS = {
     "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
     "TP": ["--parallelism.tensor_parallel_degree=2"],
     "PP": ["--parallelism.pipeline_parallel_degree=2"],
+    "CP": ["--parallelism.context_parallel_degree=2"],
 }
 # Fewer samples than data-parallel ranks, an odd number, and several microbatches; split calls.
 CALLS = {"one": [1], "odd": [3], "many": [9], "split": [4, 5]}

@@ -14,18 +14,20 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_metrics_processor, memory_metrics
 from torchtitan.config.checks import check_tokenizer_fits
+from torchtitan.engine import closed_on_error
 from torchtitan.rl.advantages import AdvantageEstimator, advantage_metrics
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
@@ -36,7 +38,8 @@ from torchtitan.rl.tasks import Prompt, Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, SamplingConfig, samples_of
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.tools.utils import GarbageCollection, use_device
 from torchtitan.trainer import load_newest_checkpoint
 
 
@@ -52,7 +55,12 @@ class Controller:
         self.job_config = job_config
         self.config = job_config.rl
         self.trainer = PolicyTrainer(job_config)
-        engine = self.trainer.engine
+        with closed_on_error(self.trainer.engine):
+            self._build(task)
+            self._warn_of_unused_settings()
+
+    def _build(self, task: Task | None) -> None:
+        job_config, engine = self.job_config, self.trainer.engine
         if task is None:
             longest = batch_seq_len(job_config) + 1 - self.config.sampling.max_tokens
             task = build_task(self.config, self._tokenizer(), longest)
@@ -69,7 +77,9 @@ class Controller:
         )
         self.batcher = Batcher.from_config(job_config, engine.dp_size)
         self.advantages = AdvantageEstimator.of(self.config.advantage)
-        self.rollouts = _Rollouts(self._sample_prompts, self._draw, self.config.async_steps)
+        self.rollouts = _Rollouts(
+            self._sample_prompts, self._draw, self.config.async_steps, engine.device
+        )
         self.metrics_processor = build_metrics_processor(
             job_config, engine.parallel_dims, engine.model_args
         )
@@ -81,6 +91,17 @@ class Controller:
         if self.config.loss.kl_coef > 0:
             self.reference = ReferencePolicy(self.trainer)
             engine.checkpointer.states["rl_reference"] = self.reference
+
+    def _warn_of_unused_settings(self) -> None:
+        config = self.job_config
+        unused = {
+            "training.global_batch_size": config.training.global_batch_size > 0,
+            "validation.enable": config.validation.enable,
+            "debug.check_document_isolation_freq": config.debug.check_document_isolation_freq > 0,
+        }
+        for key, is_set in unused.items():
+            if is_set:
+                logger.warning("%s has no meaning in RL and is ignored; take it out", key)
 
     def _tokenizer(self) -> Any:
         build = self.trainer.engine.train_spec.build_tokenizer_fn
@@ -104,15 +125,24 @@ class Controller:
         last_step = self.job_config.training.steps
         if self.step == 0 and self._evaluates(self.step):
             self._evaluate_and_log()
-        gc_handler = GarbageCollection(self.job_config.training.gc_freq)
+        config = self.job_config
+        gc_handler = GarbageCollection(config.training.gc_freq)
+        profiling = dict(global_step=self.step, base_folder=config.job.dump_folder)
         try:
-            while self.step < last_step:
-                gc_handler.run(self.step + 1)
-                self.train_step()
-                if self._evaluates(self.step):
-                    self._evaluate_and_log()
-                if self._saves(self.step):
-                    self.checkpointer.save(self.step, last_step=self.step == last_step)
+            with (
+                maybe_enable_profiling(config.profiling, **profiling) as profiler,
+                maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
+            ):
+                while self.step < last_step:
+                    gc_handler.run(self.step + 1)
+                    self.train_step()
+                    if self._evaluates(self.step):
+                        self._evaluate_and_log()
+                    if self._saves(self.step):
+                        self.checkpointer.save(self.step, last_step=self.step == last_step)
+                    for tool in (profiler, snapshot):
+                        if tool is not None:
+                            tool.step()
         finally:
             gc_handler.close()
         logger.info("training completed")
@@ -124,8 +154,15 @@ class Controller:
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
-        if self.reference is not None and self.step == 0:
+        if self.reference is not None and not self.reference.is_loaded:
+            if self.step > 0:
+                logger.warning(
+                    "the checkpoint of step %d came without rl_reference: the KL term compares "
+                    "with the policy of this step",
+                    self.step,
+                )
             self.reference.take()
+        self.rollouts.skip_to(self.step + 1)
         self._update_generator()
         return True
 
@@ -337,6 +374,7 @@ class _Rollouts:
 
     sample: step -> what `draw` needs, called in the order of steps on the caller's thread.
     draw: (step, that) -> this rank's episodes.
+    device: what it is drawn on.
     """
 
     def __init__(
@@ -344,12 +382,21 @@ class _Rollouts:
         sample: Callable[[int], Any],
         draw: Callable[[int, Any], list[Episode]],
         ahead: int,
+        device: torch.device,
     ):
         self._sample, self._draw = sample, draw
-        self._thread = ThreadPoolExecutor(1, "rollouts") if ahead else None
+        self._thread = None
+        if ahead:
+            self._thread = ThreadPoolExecutor(
+                1, "rollouts", initializer=use_device, initargs=(device,)
+            )
         self._next_step = 1
         self._drawing: deque[tuple[int, Future]] = deque()
         self._gathered: deque[tuple[int, list[Episode]]] = deque()
+
+    def skip_to(self, step: int) -> None:
+        """Draw none before this step."""
+        self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
         """Begin to draw all steps up to this one that were not begun before."""
@@ -377,9 +424,8 @@ class _Rollouts:
         return episodes
 
     def wait(self) -> None:
-        """Return when nothing is being drawn."""
-        for _, future in self._drawing:
-            future.result()
+        """Return when nothing is being drawn; what failed is told where episodes are gathered."""
+        wait([future for _, future in self._drawing])
 
     def _gather_oldest(self) -> None:
         step, future = self._drawing.popleft()
