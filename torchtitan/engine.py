@@ -576,7 +576,7 @@ class TrainingEngine:
             context parallelism it sees this rank's tokens, as `forward_step`'s output_fn does.
         head: computed in place of logits, such as `TokenLogProbs()`; loss_fn gets its outputs.
             Without a loss_fn the loss is minus the sum of their log-probs.
-        Returns this rank's sum divided by the denominator; summed over data- and context-parallel
+        Returns this rank's sum divided by the denominator, fp32; summed over data- and context-parallel
         ranks it is the loss of the global batch. All ranks of a pipeline return the same.
 
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
@@ -663,7 +663,10 @@ class TrainingEngine:
         return self.pp_schedule.broadcast_from_last_stage(loss)
 
     def _sum_of(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        """In fp32, whatever the loss function gave: ranks without a loss have to match it."""
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum(dtype=torch.float32)
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:

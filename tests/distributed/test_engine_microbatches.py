@@ -191,3 +191,31 @@ def with_and_without_failures(dump_folder: str) -> list[tuple[float, float]]:
 def test_engine_goes_on_after_failures_in_forward_and_backward(tmp_path):
     for without, with_failures in run_ranks(with_and_without_failures, 2, str(tmp_path)):
         assert with_failures == without
+
+
+def losses_in(dtypes: list[torch.dtype], layout: Layout, dump_folder: str) -> list[torch.Tensor]:
+    """Of lists of one microbatch on the first data-parallel rank, and none on others."""
+    flags = [*layout.overrides(), *batch_flags(*DENSE)]
+    with build_engine("llama3", flags, dump_folder) as engine:
+        batch, labels = microbatch(1)
+        n = 1 if engine.dp_rank == 0 else 0
+        return [
+            engine.forward_backward_step(
+                input_dict=[batch] * n,
+                labels=[labels] * n,
+                global_valid_tokens=10,
+                loss_fn=lambda logits, *_, dtype=dtype: logits.logsumexp(-1).sum().to(dtype),
+            )
+            for dtype in dtypes
+        ]
+
+
+@pytest.mark.parametrize("layout", [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2)])
+def test_loss_is_fp32_on_every_rank_whatever_the_loss_function_returns(layout, tmp_path):
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    first, second = run_ranks(losses_in, 2, dtypes, layout, str(tmp_path))
+    assert {loss.dtype for loss in (*first, *second)} == {torch.float32}
+    full, half, double = (loss.item() for loss in first)
+    assert half == pytest.approx(full, rel=2**-8)
+    assert double == pytest.approx(full, rel=1e-6)
+    assert torch.equal(torch.stack(second), torch.stack(first) * (layout.pp > 1))
