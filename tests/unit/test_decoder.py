@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
+from torchtitan.distributed.context_parallel import ShardedMask, TokenShards
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.rope import RoPEScalingArgs
@@ -331,3 +332,26 @@ def test_rope_scaling_can_be_left_out():
     neutral = tiny_model(rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))
     assert torch.equal(plain.freqs_cis, neutral.freqs_cis)
     assert isinstance(plain.norm, nn.RMSNorm)
+
+
+class HalfOfRows:
+    """The second of two context-parallel ranks."""
+
+    device_type = "cpu"
+
+    def get_local_rank(self):
+        return 1
+
+
+@pytest.mark.parametrize("n_tokens", [12, 24])
+def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_tokens):
+    # "meta" stands for the accelerator, where positions are looked at only if rows are long.
+    model = meta_model(tiny_args(max_seq_len=16))
+    for name in ("norm", "output"):
+        setattr(model, name, None)
+    model.layers.clear()
+    chunks = torch.arange(2)[:, None]
+    mask = ShardedMask(None, TokenShards(chunks, chunks.flatten(), HalfOfRows(), ""), "allgather")
+    tokens = torch.zeros(1, n_tokens // 2, dtype=torch.int64, device="meta")
+    model(tokens, attention_masks=mask)
+    assert len(model.freqs_cis) == max(16, n_tokens)

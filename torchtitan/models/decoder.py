@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.distributed.context_parallel import positions_of_rank
+from torchtitan.distributed.context_parallel import positions_of_rank, shards_of
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
@@ -305,7 +305,9 @@ class Decoder(ModelProtocol):
         else:
             h = sequence.split(tokens)
         # The same rows for every layer: look them up once.
-        rope = select_positions(self._rope_table(positions, seq_len), positions, seq_len)
+        shards = shards_of(attention_masks)
+        row_len = seq_len if shards is None else shards.cp * seq_len
+        rope = select_positions(self._rope_table(positions, row_len), positions, seq_len)
         for layer in self.layers.values():
             h = layer(h, rope, attention_masks)
         h = self.norm(h) if self.norm is not None else h
@@ -314,15 +316,16 @@ class Decoder(ModelProtocol):
         h = sequence.gather(h, seq_len)
         return self.output(h) if head is None else self.output(h, head)
 
-    def _rope_table(self, positions: Tensor | None, seq_len: int) -> Tensor:
+    def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """The table, lengthened for good if documents reach beyond it.
 
+        row_len: T of whole rows, of which a context-parallel rank may hold a part.
         Looking at positions waits for an accelerator: there, only rows longer than the table do.
         """
         table = getattr(self, self.rope_buffer_name)
-        n_rows = seq_len
+        n_rows = row_len
         if positions is not None:
-            may_wait = table.device.type == "cpu" or seq_len > len(table)
+            may_wait = table.device.type == "cpu" or row_len > len(table)
             if not may_wait or torch.compiler.is_compiling() or not positions.numel():
                 return table
             n_rows = int(positions.max()) + 1
