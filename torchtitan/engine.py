@@ -148,7 +148,7 @@ class TrainingEngine:
     step: int
     ntokens_seen: int
     weights_version: int
-    """How many optimizer steps have changed the weights."""
+    """Counts changes of the weights: optimizer steps, and loads that bring weights alone."""
 
     # Set under pipeline parallelism.
     pp_schedule: "PipelineSchedule | None" = None
@@ -187,7 +187,9 @@ class TrainingEngine:
         self.step = 0
         self.ntokens_seen = 0
         self.weights_version = 0
+        self._loaded_step = self._loaded_version = 0
         self._skipped_in_a_row = 0
+        self._num_early_steps = 0  # since the last optim_step
         self.checkpointer = self._build_checkpointer()
         self._build_contexts()
 
@@ -197,7 +199,10 @@ class TrainingEngine:
         device_type, device_module = utils.get_device_info()
         if device_type == "cpu":
             return torch.device("cpu")
-        device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+        # Without a launcher, the device that the host has chosen.
+        index = os.environ.get("LOCAL_RANK")
+        index = device_module.current_device() if index is None else int(index)
+        device = torch.device(device_type, index)
         host.change(
             "current device",
             device.index,
@@ -579,6 +584,9 @@ class TrainingEngine:
         Returns this rank's sum divided by the denominator, fp32; summed over data- and context-parallel
         ranks it is the loss of the global batch. All ranks of a pipeline return the same.
 
+        Raises ValueError for a second microbatch before `optim_step` under
+        `optimizer.early_step_in_backward`, which cannot accumulate.
+
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
         are those of a part of the microbatches then: call `optimizers.zero_grad()`.
         """
@@ -595,6 +603,7 @@ class TrainingEngine:
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
 
         fillers = self._fillers(input_dict, len(batches))
+        self._refuse_second_early_step(len(batches) + len(fillers))
 
         def loss_of(logits: torch.Tensor, microbatch: _Microbatch) -> torch.Tensor:
             if microbatch.is_filler:
@@ -607,7 +616,7 @@ class TrainingEngine:
                 loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
             return loss / global_valid_tokens
 
-        with self._recovering():
+        with self._recovering(), self._forgetting_microbatches_on_error():
             if self.pp_schedule is not None:
                 # Every rank builds the masks of its stages for itself.
                 prepared = [
@@ -680,6 +689,20 @@ class TrainingEngine:
                     recover_model(part)
             raise
 
+    @contextlib.contextmanager
+    def _forgetting_microbatches_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._forget_token_counts()
+            self._num_early_steps = 0
+            raise
+
+    def _forget_token_counts(self) -> None:
+        """Or the next step would balance experts by tokens whose gradients it never saw."""
+        for counter in token_counters(self.model_parts):
+            counter.zero_()
+
     def _reshard(self) -> None:
         if "torch.distributed.fsdp" not in sys.modules:  # nobody has sharded anything
             return
@@ -729,13 +752,12 @@ class TrainingEngine:
                 set_lrs(optimizer, [lr] * len(optimizer.param_groups))
         result = OptimStepResult(grad_norm, self.lr if lr is None else lr, skipped)
         if skipped:
-            # Or the next step would balance experts by tokens whose gradients it never saw.
-            for counter in token_counters(self.model_parts):
-                counter.zero_()
+            self._forget_token_counts()
         else:
             self.optimizers.step()
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
+        self._num_early_steps = 0
         return result
 
     def _refuse_after_early_step(self, **arguments: Any) -> None:
@@ -746,6 +768,18 @@ class TrainingEngine:
                 "optimizer.early_step_in_backward, which has updated the weights in backward; "
                 "turn it off"
             )
+
+    def _refuse_second_early_step(self, n_microbatches: int) -> None:
+        """n_microbatches: with fillers, so that data-parallel ranks agree."""
+        if not self.job_config.optimizer.early_step_in_backward:
+            return
+        if self._num_early_steps + n_microbatches > 1:
+            raise ValueError(
+                "optimizer.early_step_in_backward updates the weights in every backward, so a step "
+                f"has one microbatch, got number {self._num_early_steps + n_microbatches} before "
+                "optim_step(); give one, or turn it off"
+            )
+        self._num_early_steps += n_microbatches
 
     def _divide_gradients(self, denominator: torch.Tensor | float) -> None:
         total = torch.as_tensor(denominator).detach().to(self.device, torch.float64)
@@ -772,7 +806,8 @@ class TrainingEngine:
             self._skipped_in_a_row = 0
             return False
         self._skipped_in_a_row += 1
-        what = f"step {self.step}: the gradient norm is {grad_norm.item()}"
+        step = self.step if self._caller_counts_steps else self._steps_done + 1
+        what = f"step {step}: the gradient norm is {grad_norm.item()}"
         if policy == "stop" or self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW:
             raise FloatingPointError(
                 f"{what}, {self._skipped_in_a_row} time(s) in a row; lower optimizer.lr, look at "
@@ -792,7 +827,7 @@ class TrainingEngine:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds as `train_state`; the weights are in `model_parts`."""
         return {
-            "step": self.step,
+            "step": self._steps_done,
             "ntokens_seen": self.ntokens_seen,
             "weights_version": self.weights_version,
         }
@@ -802,6 +837,19 @@ class TrainingEngine:
         self.ntokens_seen = state_dict["ntokens_seen"]
         # Older checkpoints count steps only.
         self.weights_version = state_dict.get("weights_version", self.step)
+        self._loaded_step, self._loaded_version = self.step, self.weights_version
+        self._counters_restored = True
+
+    @property
+    def _caller_counts_steps(self) -> bool:
+        return self.step != self._loaded_step
+
+    @property
+    def _steps_done(self) -> int:
+        """`step`; where nobody counts there, optimizer steps on top of what was loaded."""
+        if self._caller_counts_steps:
+            return self.step
+        return self.step + self.weights_version - self._loaded_version
 
     def _count_version(self, *_args: Any, **_kwargs: Any) -> None:
         self.weights_version += 1
@@ -810,11 +858,12 @@ class TrainingEngine:
         """Save model, optimizer, schedule and counters. Collective.
 
         path: the folder to write, itself; retention leaves it alone. None is a step folder of
-            `checkpoint.folder`, named after `step`, or after `weights_version` where nobody
-            counts steps.
-        force: False for what is due by `checkpoint.interval` only.
+            `checkpoint.folder`, named after `step`, or after the optimizer steps where nobody
+            counts there.
+        force: False leaves out what is not due: without `checkpoint.enable` everything, and with
+            a dataloader what `checkpoint.interval` says. Without one, every save is due.
         """
-        self.checkpointer.save(self.step or self.weights_version, path=path, force=force)
+        self.checkpointer.save(self._steps_done, path=path, force=force)
 
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
@@ -823,9 +872,16 @@ class TrainingEngine:
             looked at. None is what a run starts with: `checkpoint.load_step` of its own folder,
             else the initial checkpoint of the config.
         model_only: leave optimizer, schedule and counters as they are.
+
+        Where `weights_version` is not restored, it goes up by one.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
-        return self.checkpointer.load(step, path=path, model_only=model_only)
+        self._counters_restored = False
+        found = self.checkpointer.load(step, path=path, model_only=model_only)
+        if found and not self._counters_restored:
+            self.weights_version += 1
+            self._loaded_version += 1  # no optimizer step
+        return found
 
     def to(
         self,

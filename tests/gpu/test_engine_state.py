@@ -83,3 +83,22 @@ def test_each_kind_of_state_moves_by_itself(tmp_path):
     assert state["exp_avg"].device.type == "cpu"
     engine.to("cuda")
     engine.optim_step()
+
+
+def test_load_leaves_the_optimizer_where_it_was_put(tmp_path):
+    engine = make_engine(tmp_path)
+    step(engine, 0)
+    engine.save(str(tmp_path / "saved"))
+
+    def moments_are_on() -> set[str]:
+        return {state["exp_avg"].device.type for state in engine.optimizers.state.values()}
+
+    engine.to("cpu", model=False)
+    engine.load(str(tmp_path / "saved"))
+    assert moments_are_on() == {"cpu"}
+    engine.to("cuda")
+    engine.to("cpu", optimizer=False)
+    engine.load(str(tmp_path / "saved"))
+    assert moments_are_on() == {"cuda"}
+    engine.to("cuda")
+    step(engine, 1)

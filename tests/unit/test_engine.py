@@ -6,11 +6,13 @@ import dataclasses
 import pytest
 import torch
 
+from torchtitan.components.fillers import token_counters, without_counting
 from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW, TrainingEngine
 from torchtitan.protocols import train_spec as train_spec_module
+from torchtitan.tools import host, utils
 from torchtitan.train import Trainer
 
 VOCAB = 2048
@@ -253,6 +255,24 @@ def test_arguments_of_optim_step_are_refused_where_weights_are_updated_in_backwa
         engine.optim_step(lr=1e-3)
 
 
+def test_second_microbatch_is_refused_where_weights_are_updated_in_backward(tmp_path):
+    engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
+    batch, labels = random_batch(2, 32)
+    with pytest.raises(ValueError, match="a step has one microbatch, got number 2"):
+        engine.forward_backward_step(
+            input_dict=[batch, batch], labels=[labels, labels], global_valid_tokens=1
+        )
+    with pytest.raises(IndexError):
+        engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: [][0]
+        )
+    for _ in range(2):
+        backward(engine)
+        with pytest.raises(ValueError, match=r"got number 2 before optim_step\(\)"):
+            backward(engine)
+        engine.optim_step()
+
+
 def test_modes_hold_at_once_and_end_with_their_block(tmp_path):
     engine = make_engine(tmp_path)
     (model,) = engine.model_parts
@@ -290,6 +310,93 @@ def test_skipped_step_forgets_how_many_tokens_each_expert_got(tmp_path):
     poison(engine)
     assert engine.optim_step().skipped
     assert all(counter.sum() == 0 for counter in counters)
+
+
+def test_failed_step_forgets_how_many_tokens_each_expert_got(tmp_path):
+    engine = make_engine(tmp_path, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small")
+    counters = token_counters(engine.model_parts)
+    with pytest.raises(ZeroDivisionError), without_counting(engine.model_parts):
+        counters[0].add_(1)
+        raise ZeroDivisionError
+    assert counters[0].sum() == 0
+    batch, labels = random_batch(2, 32)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: 1 / 0
+        )
+    assert all(counter.sum() == 0 for counter in counters)
+
+
+def names_of_steps(tmp_path) -> set[str]:
+    return {path.name for path in (tmp_path / "checkpoint").iterdir()}
+
+
+def test_steps_on_top_of_a_loaded_checkpoint_are_saved_beside_it(tmp_path, caplog):
+    flags = "--checkpoint.enable", "--training.nonfinite_grad_norm=skip"
+    with make_engine(tmp_path, *flags) as engine:
+        backward(engine)
+        poison(engine)
+        engine.optim_step()  # a step that makes no version
+        backward(engine)
+        engine.optim_step()
+        engine.step = 5  # counted by its caller
+        engine.save()
+    for n in (6, 7):
+        with make_engine(tmp_path, *flags) as engine:
+            assert engine.load()
+            backward(engine)
+            engine.optim_step()
+            engine.save()
+            assert f"step-{n}" in names_of_steps(tmp_path)
+    poison(engine)
+    engine.optim_step()
+    assert "step 8: the gradient norm is nan" in caplog.text
+    engine.step = 20
+    engine.save()
+    assert names_of_steps(tmp_path) == {"step-5", "step-6", "step-7", "step-20"}
+
+
+def test_load_of_weights_alone_is_a_new_version_and_a_full_load_the_saved_one(tmp_path):
+    folder = str(tmp_path / "saved")
+    flags = ("--checkpoint.enable",)
+    with make_engine(tmp_path / "a", *flags) as engine:
+        for _ in range(3):
+            backward(engine)
+            engine.optim_step()
+        engine.save(folder)
+        engine.load(folder, model_only=True)
+        assert engine.weights_version == 4
+        engine.save()
+        assert names_of_steps(tmp_path / "a") == {"step-3"}
+        engine.load(folder)
+        assert engine.weights_version == 3
+        engine.checkpointer.exclude_from_loading = ["train_state"]
+        engine.load(folder)
+        assert engine.weights_version == 4
+        with pytest.raises(FileNotFoundError):
+            engine.load(str(tmp_path / "nowhere"))
+        assert engine.weights_version == 4
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(None, 3), ("1", 1)])
+def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expected, monkeypatch):
+    class Accelerator:
+        current = 3
+
+        def current_device(self):
+            return self.current
+
+        def set_device(self, index):
+            self.current = index
+
+    accelerator = Accelerator()
+    monkeypatch.setattr(host, "_engines", set())  # nothing is on loan
+    monkeypatch.setattr(utils, "get_device_info", lambda: ("cuda", accelerator))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert TrainingEngine._set_device(None) == torch.device("cuda", expected)
+    assert accelerator.current == expected
 
 
 def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):

@@ -1,5 +1,7 @@
 """Which state moves where; "meta" stands for the device that a CPU test lacks."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,17 @@ def test_steps_are_counted_on_the_host_unless_the_kernel_counts_them(optimizer, 
     assert states and all(state["exp_avg"].is_meta for state in states)
     assert {state["step"].device.type for state in states} == {counts}
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_loaded_state_goes_where_the_optimizer_is_not_where_its_parameters_are():
+    _, offloader = trained(META)
+    (optimizer,) = offloader.optimizers
+    saved = copy.deepcopy(optimizer.state_dict())
+    offloader.replace({"optimizer"}, lambda tensor: tensor.to(META))
+    offloader.places["model"] = HOST  # as to("cpu", optimizer=False) leaves it
+    optimizer.load_state_dict(saved)
+    assert all(state["exp_avg"].is_meta for state in optimizer.state.values())
+    assert {state["step"].device for state in optimizer.state.values()} == {HOST}
 
 
 def test_step_without_its_state_names_what_is_away_and_the_call_that_brings_it_back():

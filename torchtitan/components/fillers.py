@@ -61,7 +61,9 @@ def without_counting(model_parts: Sequence[nn.Module]) -> Iterator[None]:
     """Put the experts' token counts back at the end."""
     counters = token_counters(model_parts)
     before = [counter.clone() for counter in counters]
-    yield
-    with torch.no_grad():
-        for counter, count in zip(counters, before, strict=True):
-            counter.copy_(count)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for counter, count in zip(counters, before, strict=True):
+                counter.copy_(count)

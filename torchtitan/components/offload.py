@@ -4,11 +4,12 @@ Parameter objects stay the same ones, tied ones tied, so that optimizers and who
 them need not be told.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torchtitan.components.optimizer import OptimizersContainer
@@ -34,6 +35,8 @@ class Offloader:
         self.places = {"model": device, "optimizer": device, "grad": device}
         # Gradients that are elsewhere than their parameters, which torch does not allow.
         self._detached: dict[nn.Parameter, Tensor] = {}
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(self._put_back_loaded)
 
     def check_target(self, device: torch.device | str) -> torch.device:
         """The device as the engine spells it; ValueError if it is neither its own nor the host."""
@@ -87,8 +90,13 @@ class Offloader:
             else:
                 self._detached[parameter] = grad
         if "optimizer" in kinds:
-            for state, key in self._optimizer_tensors():
-                state[key] = relocate(state[key])
+            for optimizer in self.optimizers:
+                _replace_state(optimizer, relocate)
+
+    def _put_back_loaded(self, optimizer: Optimizer) -> None:
+        """Loading leaves an optimizer's state where its parameters are."""
+        if self.places["optimizer"] != self.places["model"]:
+            _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
     def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
         gradients, self._detached = self._detached, {}
@@ -100,16 +108,16 @@ class Offloader:
                     parameter.grad = None
         return gradients
 
-    def _optimizer_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                # Otherwise the step is counted on the host, wherever the parameter is.
-                counts_on_device = group.get("fused") or group.get("capturable")
-                for parameter in group["params"]:
-                    state = optimizer.state.get(parameter, {})
-                    for key, value in state.items():
-                        if isinstance(value, Tensor) and (key != "step" or counts_on_device):
-                            yield state, key
+
+def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
+    for group in optimizer.param_groups:
+        # Otherwise the step is counted on the host, wherever the parameter is.
+        counts_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (key != "step" or counts_on_device):
+                    state[key] = relocate(value)
 
 
 def _once_each(relocate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
