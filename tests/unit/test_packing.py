@@ -148,7 +148,15 @@ def test_missing_positions_name_both_ways_out():
 
 def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
     rows = torch.arange(10).view(5, 2)
-    batch = {"input": rows, "positions": rows + 1, "offsets": torch.zeros(1, 2), "source": "text"}
+    batch = {
+        "input": rows,
+        "positions": rows + 1,
+        "row": [0, 1, 2, 3, 4],
+        "offsets": torch.zeros(1, 2),
+        "scale": torch.tensor(3.0),
+        "source": "text5",
+        "names": ["a", "b"],
+    }
     batches, labels = split_rows(batch, rows + 2, 2)
     assert [part["input"].tolist() for part in batches] == [
         [[0, 1], [2, 3]],
@@ -158,7 +166,9 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
     for part, part_labels in zip(batches, labels, strict=True):
         assert torch.equal(part["positions"], part["input"] + 1)
         assert torch.equal(part_labels, part["input"] + 2)
-        assert part["offsets"].shape == (1, 2) and part["source"] == "text"
+        assert part["row"] == (part["input"][:, 0] // 2).tolist()
+        assert part["offsets"].shape == (1, 2) and part["scale"] == 3
+        assert part["source"] == "text5" and part["names"] == ["a", "b"]
 
 
 def test_batch_that_needs_no_split_stays_one():

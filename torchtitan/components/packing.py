@@ -148,7 +148,8 @@ def _warn_of_unused(key: str) -> None:
 def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], list[Tensor]]:
     """Return microbatches of `n_rows` rows (the last may have fewer) and their labels.
 
-    batch: entries of B rows are split, tensors of one row and what is no tensor are shared.
+    batch: entries of B rows are split, tensors [B, ...] and lists of B; tensors of one row or no
+        dim and everything else are shared.
     Raises ValueError for entries that cannot be split by rows.
     """
     num_rows = len(batch["input"])
@@ -165,9 +166,7 @@ def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], 
     firsts = range(0, num_rows, n_rows)
     batches = [
         {
-            key: value[first : first + n_rows]
-            if isinstance(value, Tensor) and len(value) == num_rows
-            else value
+            key: value[first : first + n_rows] if _is_of_rows(value, num_rows) else value
             for key, value in batch.items()
         }
         for first in firsts
@@ -176,5 +175,11 @@ def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], 
 
 
 def _has_rows(value: Tensor, num_rows: int) -> bool:
-    """Whether it has B rows, or one for all."""
-    return value.dim() >= 2 and len(value) in (1, num_rows)
+    """Whether it has B rows, one for all, or is one number for all."""
+    return value.dim() == 0 or (value.dim() >= 2 and len(value) in (1, num_rows))
+
+
+def _is_of_rows(value: Any, num_rows: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and len(value) == num_rows
+    return isinstance(value, list | tuple) and len(value) == num_rows
