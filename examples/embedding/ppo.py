@@ -16,14 +16,14 @@ job = config.JobConfig(
 def clipped_objective(outputs, labels, batch):
     """A plain weighted sum over tokens: the weights hold the aggregation and the mask."""
     ratio = (outputs.logprobs - batch["old_logprobs"]).exp()
-    clipped = ratio.clamp(0.8, 1.2)
-    gain = torch.minimum(ratio * batch["advantages"], clipped * batch["advantages"])
+    gain = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
     return -(gain * batch["loss_weights"]).sum()
 
 
 with TrainingEngine(job) as engine:
     head = TokenLogProbs()
-    rollouts, microbatches = torch.randint(0, 2048, (4, 33)), []  # this rank's: prompt and answer
+    torch.manual_seed(engine.dp_rank)  # ranks that share a batch draw the same one
+    rollouts, microbatches = torch.randint(0, 2048, (4, 33)), []  # prompt and answer
     mask = (torch.arange(32) >= 12).expand(4, 32)  # label t is of the answer
     weights = aggregation_weights(list(mask), "seq-mean-token-mean", group=engine.dp_group)
     for tokens, weight, advantage in zip(rollouts, weights, (1.0, -1.0, 0.5, -0.5), strict=True):
@@ -31,7 +31,7 @@ with TrainingEngine(job) as engine:
         batch["loss_weights"], batch["advantages"] = weight[None], torch.full((1, 32), advantage)
         microbatches.append(batch)
     sampled = engine.forward_step(microbatches, head=head)
-    for batch, outputs in zip(microbatches, sampled, strict=True):
+    for batch, outputs in zip(microbatches, sampled or [], strict=False):  # last stage only
         batch["old_logprobs"] = outputs.logprobs
     labels = [batch["labels"] for batch in microbatches]
     step = dict(labels=labels, global_valid_tokens=1.0, loss_fn=clipped_objective, head=head)

@@ -8,7 +8,7 @@ from torchtitan.engine import TrainingEngine
 
 job = config.JobConfig(
     model=config.Model(
-        name="qwen3", flavor="debugmodel", attn_type="flex", attn_mask_type="position_block_causal"
+        name="llama3", flavor="debugmodel", attn_type="flex", attn_mask_type="position_block_causal"
     ),
     training=config.Training(mixed_precision_param="float32"),
 )
@@ -21,17 +21,15 @@ def batch_of(tokens):
     return {"input": tokens[None], "labels": labels[None], "positions": positions[None]}
 
 
-def score(outputs, batch):
-    """Runs where the outputs are, microbatch by microbatch; what it returns is all that is kept."""
-    is_predicted = batch["labels"] >= 0
-    perplexity = (-outputs.logprobs.sum() / is_predicted.sum()).exp()
-    return perplexity.item(), outputs.entropy[is_predicted].mean().item()
-
-
 with TrainingEngine(job) as engine, engine.eval_mode():
+    torch.manual_seed(engine.dp_rank)  # ranks that share a batch draw the same one
     texts = [torch.randint(0, 2048, (n,)) for n in (33, 5, 80)]
-    scores = engine.forward_step(
-        [batch_of(tokens) for tokens in texts], head=TokenLogProbs(entropy=True), output_fn=score
+    # Numbers per token, [1, T] each, which every layout brings together. An output_fn would see a
+    # microbatch as soon as it is computed: under context parallelism this rank's tokens of it.
+    outputs = engine.forward_step(
+        [batch_of(tokens) for tokens in texts], head=TokenLogProbs(entropy=True)
     )
-    for tokens, (perplexity, entropy) in zip(texts, scores or [], strict=False):
+    # Pipeline ranks without the last stage get None.
+    for tokens, (logprobs, entropy) in zip(texts, outputs or [], strict=False):
+        perplexity, entropy = (-logprobs[0, :-1].mean()).exp(), entropy[0, :-1].mean()
         print(f"{len(tokens):3} tokens: perplexity {perplexity:.0f}, entropy {entropy:.2f} nats")

@@ -6,16 +6,12 @@ from torchtitan.config import job_config as config
 from torchtitan.engine import TrainingEngine
 
 job = config.JobConfig(
-    model=config.Model(
-        name="llama3",
-        flavor="debugmodel",
-        attn_type="varlen",
-        attn_mask_type="position_block_causal",
-    ),
+    model=config.Model(name="llama3", flavor="debugmodel", attn_type="varlen"),
     optimizer=config.Optimizer(lr=1e-3),
     lr_scheduler=config.LRScheduler(warmup_steps=2, total_steps=20),
     training=config.Training(mixed_precision_param="float32"),
 )
+job.model.attn_mask_type = "position_block_causal"
 
 
 def pack(documents):
@@ -27,7 +23,8 @@ def pack(documents):
 
 
 with TrainingEngine(job) as engine:
-    documents = [torch.randint(0, 2048, (n,)) for n in (50, 7, 120, 31)]  # this rank's
+    torch.manual_seed(engine.dp_rank)  # ranks that share a batch draw the same one
+    documents = [torch.randint(0, 2048, (n,)) for n in (50, 7, 120, 31)]
     num_valid = torch.tensor(sum(map(len, documents)) - len(documents), device=engine.device)
     if engine.dp_group is not None:
         torch.distributed.all_reduce(num_valid, group=engine.dp_group)

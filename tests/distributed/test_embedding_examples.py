@@ -3,7 +3,7 @@
 import contextlib
 import io
 import os
-import runpy
+import re
 from pathlib import Path
 
 import pytest
@@ -13,45 +13,73 @@ from torchtitan.testing.gloo import run_ranks
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "embedding"
 
 
-def output_of(paths, folder):
-    """What each program prints on this rank."""
+def output_of(paths, folder, parallelism):
+    """What each program prints on this rank; parallelism goes into its config."""
     os.chdir(folder)
     outputs = {}
-    for path in paths:
+    for path in map(Path, paths):
+        source = path.read_text()
+        if parallelism:
+            section = f"JobConfig(parallelism=config.Parallelism(**{parallelism}),"
+            source = source.replace("JobConfig(", section)
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            runpy.run_path(path, run_name="__main__")
-        outputs[Path(path).stem] = output.getvalue()
+            exec(compile(source, path, "exec"), {"__name__": "__main__"})
+        outputs[path.stem] = output.getvalue()
     return outputs
 
 
-def run_examples(names, world_size, folder):
+def run_examples(names, world_size, folder, **parallelism):
     paths = [str(EXAMPLES / f"{name}.py") for name in names]
-    return run_ranks(output_of, world_size, paths, str(folder), timeout_seconds=200)
+    return run_ranks(output_of, world_size, paths, str(folder), parallelism, timeout_seconds=200)
 
 
-def losses_in(output):
-    return [
-        float(line.split("loss ")[1].split(",")[0])
-        for line in output.splitlines()
-        if "loss" in line
-    ]
+def numbers_in(output, name):
+    """What stands behind `name` in each line that has it."""
+    return [float(number) for number in re.findall(rf"{name} ([-\d.]+)", output)]
 
 
-def test_examples_for_one_process(tmp_path):
-    (outputs,) = run_examples(["sft", "score", "ppo"], 1, tmp_path)
-    losses = losses_in(outputs["sft"])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (outputs,) = run_examples(["sft", "score", "ppo"], 1, tmp_path_factory.mktemp("alone"))
+    return outputs
+
+
+def test_examples_for_one_process(alone):
+    losses = numbers_in(alone["sft"], "loss")
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
-    assert outputs["score"].count("perplexity") == 3
-    first, second = losses_in(outputs["ppo"])
+    assert len(numbers_in(alone["score"], "perplexity")) == 3
+    first, second = numbers_in(alone["ppo"], "loss")
     assert abs(first) < 1e-6  # ratios of 1 and advantages that add up to nothing
     assert second < first
 
 
-def test_examples_for_two_ranks(tmp_path):
-    outputs = run_examples(["pipeline", "ppo"], 2, tmp_path)
-    losses = [losses_in(output["pipeline"]) for output in outputs]
+def test_examples_on_two_data_parallel_ranks(alone, tmp_path):
+    outputs = run_examples(["pipeline", "sft", "score", "ppo"], 2, tmp_path)
+    losses = [numbers_in(output["pipeline"], "loss") for output in outputs]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert ["by heart" in output["pipeline"] for output in outputs] == [False, True]
+
+    both = [numbers_in(output["sft"], "loss") for output in outputs]
+    losses = [sum(shares) for shares in zip(*both, strict=True)]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)
+    assert outputs[0]["score"] == alone["score"] != outputs[1]["score"]
+    assert outputs[1]["score"].count("perplexity") == 3
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis, alone, tmp_path):
+    names = ["sft", "score", "ppo"]
+    outputs = run_examples(names, 2, tmp_path, **{f"{axis}_parallel_degree": 2})
+    for rank, output in enumerate(outputs):
+        for name, value in (("sft", "norm"), ("ppo", "norm"), ("score", "perplexity")):
+            expected = numbers_in(alone[name], value)
+            if name == "score" and axis == "pipeline" and rank == 0:
+                expected = []
+            # As many digits as are printed.
+            assert numbers_in(output[name], value) == pytest.approx(expected, rel=1e-3, abs=0.011)
+    shares = [numbers_in(output["sft"], "loss") for output in outputs]
+    loss = [sum(both) for both in zip(*shares, strict=True)] if axis == "context" else shares[1]
+    assert loss == pytest.approx(numbers_in(alone["sft"], "loss"), abs=0.0021)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
