@@ -34,7 +34,7 @@ from torchtitan.components.fillers import (
     without_counting,
     zero_loss,
 )
-from torchtitan.components.loss import LossFunction
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.lr_scheduler import set_lrs
 from torchtitan.components.offload import Offloader
 from torchtitan.components.packing import PackingPolicy, split_rows
@@ -134,7 +134,7 @@ class TrainingEngine:
     """
 
     # Trainer replaces these; an engine has no data.
-    needs_tokenizer = False
+    builds_data = False
     tokenizer = None
     dataloader = None
     metrics_processor = None
@@ -160,7 +160,7 @@ class TrainingEngine:
         self.job_config = job_config
         logger.info("job: %s", job_config.job.description)
 
-        self.train_spec = resolve_job(job_config, self.needs_tokenizer)
+        self.train_spec = resolve_job(job_config, self.builds_data)
         host.move_in(self)
         with closed_on_error(self):
             self._build()
@@ -358,7 +358,19 @@ class TrainingEngine:
         )
         model = self.job_config.model
         checkpointer.model_description = f"{model.name} {model.flavor}"
+        self._warn_of_shared_folder(checkpointer)
         return checkpointer
+
+    def _warn_of_shared_folder(self, checkpointer: CheckpointManager) -> None:
+        for other in host.engines():
+            theirs = getattr(other, "checkpointer", None)
+            if theirs is not None and checkpointer.saves_where(theirs):
+                warn_once(
+                    logger,
+                    f"two engines of this process save in {checkpointer.folder} and overwrite and "
+                    "remove each other's steps; give each a job.dump_folder or a "
+                    "checkpoint.folder of its own",
+                )
 
     def _build_contexts(self) -> None:
         self.train_context = dist_utils.get_train_context(
@@ -512,6 +524,8 @@ class TrainingEngine:
         self._offloader.check_here("forward_step", "model")
         batches = _as_list(microbatches)
         label_list = [None if head is None else _labels_of(batch) for batch in batches]
+        for batch, labels in zip(batches, label_list, strict=True):
+            _check_shapes(batch, labels)
         fillers = self._fillers(microbatches, len(batches))
 
         def output_of(logits: torch.Tensor, microbatch: _Microbatch) -> Any:
@@ -598,6 +612,10 @@ class TrainingEngine:
                 f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
                 "give one labels tensor per microbatch"
             )
+        for batch, batch_labels in zip(batches, label_list, strict=True):
+            # What a loss function alone sees is its affair.
+            _check_shapes(batch, batch_labels if loss_fn is None or head is not None else None)
+        _check_denominator(global_valid_tokens)
         if self.pp_schedule is not None and isinstance(input_dict, dict):
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
@@ -960,6 +978,36 @@ def _taken_by(model: torch.nn.Module, entries: Batch) -> Batch:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return entries
     return {key: value for key, value in entries.items() if key in parameters}
+
+
+def _check_shapes(batch: Batch, labels: torch.Tensor | None) -> None:
+    tokens = batch.get("input")
+    if not isinstance(tokens, torch.Tensor):
+        raise ValueError(
+            f"a microbatch needs 'input', a tensor of token ids [B, T], got {type(tokens).__name__} "
+            f"there and the keys {sorted(batch)}; put the tokens under 'input'"
+        )
+    if tokens.dim() < 2:
+        raise ValueError(
+            f"a microbatch's 'input' must be rows of token ids [B, T], got shape "
+            f"{tuple(tokens.shape)}; give a single row as input[None]"
+        )
+    if labels is not None and labels.shape[:2] != tokens.shape[:2]:
+        raise ValueError(
+            f"labels must have the shape of 'input' [B, T], got {tuple(labels.shape)} for "
+            f"{tuple(tokens.shape)}; give each token its target, {IGNORE_INDEX} where it has none"
+        )
+
+
+def _check_denominator(global_valid_tokens: torch.Tensor | float) -> None:
+    """One on an accelerator is not looked at, which would wait for it."""
+    if isinstance(global_valid_tokens, torch.Tensor) and global_valid_tokens.device.type != "cpu":
+        return
+    if not 0 < float(global_valid_tokens) < math.inf:
+        raise ValueError(
+            f"global_valid_tokens must be above 0 and finite, got {float(global_valid_tokens)}; it "
+            "divides the loss: give max(count, 1) for a step that may have no valid token"
+        )
 
 
 def _labels_of(batch: Batch) -> torch.Tensor:

@@ -16,20 +16,20 @@ from torchtitan.config.checks import (
 from torchtitan.protocols.model_converter import known_converter_names
 
 
-def resolve_job(
-    job_config: JobConfig, needs_tokenizer: bool = True
-) -> "train_spec_module.TrainSpec":
+def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if the job cannot run.
 
-    needs_tokenizer: False for a program that builds none; its files need not be there then.
+    builds_data: False for a program that builds neither tokenizer nor data; the rules for them,
+        and for their files, don't hold then.
     """
     # Before the checks, which ask for the converters that it may register.
     _import_custom_module(job_config.experimental.custom_import)
     world_size = _world_size(job_config)
-    check_job_config(job_config, world_size, known_converters=known_converter_names())
+    check_job_config(job_config, world_size, known_converter_names(), builds_data)
     train_spec = find_train_spec(job_config)
-    check_against_spec(job_config, train_spec, world_size, needs_tokenizer)
-    _check_dataset_names(job_config, train_spec)
+    check_against_spec(job_config, train_spec, world_size, builds_data)
+    if builds_data:
+        _check_dataset_names(job_config, train_spec)
     return train_spec
 
 

@@ -25,7 +25,7 @@ class Trainer(TrainingEngine):
     itself; its caller feeds batches to `forward_backward_step` and `optim_step`.
     """
 
-    needs_tokenizer = True
+    builds_data = True
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)

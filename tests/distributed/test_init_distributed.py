@@ -50,24 +50,36 @@ def test_without_torchrun_one_process_is_its_own_world(tmp_path):
     (result,) = run_ranks(init_without_torchrun, 1, str(tmp_path), init_process_group=False)
     size, backend, changed, reduced, mesh_sizes = result
     assert (size, backend, reduced, mesh_sizes) == (1, "gloo", [1.0] * 3, {1})
-    assert changed == {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "TORCH_FR_BUFFER_SIZE",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "TORCH_FR_DUMP_TEMP_FILE",
-    }
-    assert (tmp_path / "comm_traces").is_dir()
+    assert changed == {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE"}
+    assert not list(tmp_path.iterdir()), "gloo leaves no traces"
 
 
-def test_only_a_setting_of_the_users_own_is_overruled_with_a_warning(monkeypatch, caplog, tmp_path):
+@pytest.fixture
+def recorder_unset(monkeypatch):
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("recorder_unset")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplog, tmp_path):
+    (tmp_path / "file").touch()
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path / "file"), backend)
+    assert "a hang will leave no traces" in caplog.text
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), backend)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "comm_traces"))
+    assert (tmp_path / "comm_traces").is_dir()
+
+
+@pytest.mark.usefixtures("recorder_unset")
+def test_only_a_setting_of_the_users_own_is_overruled_with_a_warning(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what torchrun gives to everybody
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path))
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and not caplog.text
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path))
+    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING changes from '2' to '3'" in caplog.text
 
 
@@ -101,12 +113,12 @@ def init_over_existing_group(folder):
     with messages_of_torchtitan() as messages:
         size = dist_utils.init_distributed(Comm(init_timeout_seconds=1), base_folder=folder)
     same = group is dist.distributed_c10d._get_default_group()
-    return size, same, messages, "TORCH_FR_DUMP_TEMP_FILE" in os.environ
+    return size, same, messages
 
 
 def test_existing_group_is_reused_with_a_warning(tmp_path):
-    for size, same, messages, recorder_set in run_ranks(init_over_existing_group, 2, str(tmp_path)):
-        assert size == 2 and same and recorder_set
+    for size, same, messages in run_ranks(init_over_existing_group, 2, str(tmp_path)):
+        assert size == 2 and same
         (message,) = messages
         assert "exists already" in message and "comm.init_timeout_seconds" in message
 

@@ -577,3 +577,9 @@ def test_global_batch_below_one_is_refused(global_batch):
     config = config_with(training__global_batch_size=global_batch)
     message = message_of(check_job_config, config, 1)
     assert f"got {global_batch}" in message and "the nearest that fits is 8" in message
+
+
+def test_rows_that_no_dataloader_makes_need_not_divide_over_context_parallel_ranks():
+    config = config_with(parallelism__context_parallel_degree=2, training__seq_len=2050)
+    assert "training.seq_len" in message_of(check_against_spec, config, train_spec())
+    check_against_spec(config, train_spec(), builds_data=False)

@@ -159,6 +159,40 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("batch", "labels", "message"),
+    [
+        ({"tokens": torch.ones(1, 4).long()}, (1, 4), r"needs 'input'.*the keys .*'tokens'"),
+        ({"input": [[1, 2]]}, (1, 2), "needs 'input'.*got list"),
+        ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
+        ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
+    ],
+)
+def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
+    batch, labels, message, tmp_path
+):
+    engine = make_engine(tmp_path)
+    labels = torch.ones(labels).long()
+    for call in (
+        lambda: engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1
+        ),
+        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("denominator", [0, -1.0, float("nan"), torch.tensor(0)])
+def test_denominator_that_divides_nothing_is_refused(denominator, tmp_path):
+    engine = make_engine(tmp_path)
+    batch, labels = random_batch(1, 8)
+    with pytest.raises(ValueError, match=r"global_valid_tokens must be above 0 .*max\(count, 1\)"):
+        engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=denominator
+        )
+
+
 def test_optim_step_reports_norm_and_learning_rate_of_the_first_step(tmp_path):
     engine = make_engine(tmp_path, "--optimizer.lr=1e-3")
     batch, labels = random_batch(2, 32)

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.layout_matrix import Layout, batch_flags, build_engine, register_tiny
+from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.tools import host
+from torchtitan.train import Trainer
 
 FLAGS = [
     "--checkpoint.enable",
@@ -198,6 +200,42 @@ def test_actor_and_reference_share_nothing(tmp_path):
     actor.close()
     assert train_a_step(reference) > 0
     reference.close()
+
+
+def test_engines_that_save_in_one_folder_are_warned_of_once(tmp_path, caplog):
+    def build(name, *flags):
+        return TrainingEngine(config_of(ALONE, tmp_path / name, *flags))
+
+    apart = [
+        build("a"),
+        build("b"),
+        build("a", "--checkpoint.folder=other"),
+        build("a", "--checkpoint.load_only"),
+        build("a", "--checkpoint.no_enable"),
+    ]
+    assert "two engines" not in caplog.text
+    together = [build("a"), build("a")]
+    (warning,) = [message for message in caplog.messages if "two engines" in message]
+    assert str(tmp_path / "a" / "checkpoint") in warning
+    assert "job.dump_folder" in warning and "checkpoint.folder" in warning
+    for engine in apart + together:
+        engine.close()
+
+
+def test_guest_that_saves_nothing_needs_no_place_to_write_and_no_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        "--training.seq_len=33",
+        "--training.dataset=of_nobody",
+        "--training.dataset_path=./not/there",
+    ]
+    with TrainingEngine(config_of(ALONE, "/proc/x", *flags, "--checkpoint.no_enable")) as engine:
+        assert train_a_step(engine) > 0
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"job\.dump_folder must be writable"):
+        TrainingEngine(config_of(ALONE, "/proc/x", *flags))
+    with pytest.raises(ConfigError, match=r"training\.dataset_path"):
+        Trainer(config_of(ALONE, tmp_path, *flags))
 
 
 def test_setting_that_the_host_changed_meanwhile_is_the_hosts(monkeypatch):

@@ -405,6 +405,14 @@ class CheckpointManager:
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
 
+    def saves_where(self, other: "CheckpointManager") -> bool:
+        """Whether both write step folders, and side by side."""
+        both = (self, other)
+        return self is not other and (
+            all(manager.enable and not manager.load_only for manager in both)
+            and _resolved(self.folder) == _resolved(other.folder)
+        )
+
     def _check_may_save(self, path: str | None) -> None:
         if self.load_only:
             raise ValueError(

@@ -27,11 +27,13 @@ def check_job_config(
     job_config: JobConfig,
     world_size: int | None = None,
     known_converters: Collection[str] | None = None,
+    builds_data: bool = True,
 ) -> None:
     """Raise ConfigError at the first rule the config breaks, as far as it alone can tell.
 
     world_size: number of processes in the job; None leaves out the rules that depend on it.
     known_converters: the registered names; None leaves the names unchecked.
+    builds_data: False for a bare engine, which reads no data and writes less.
     """
     check_choices(job_config)
     check_smallest_values(job_config)
@@ -48,8 +50,10 @@ def check_job_config(
     layouts.check_quantized_tensor_parallel(job_config)
     layouts.check_early_step_in_backward(job_config)
     check_fault_tolerance_is_off(job_config)
-    check_dump_folder(job_config)
-    check_dataset_paths(job_config)
+    if builds_data or _engine_writes(job_config):
+        check_dump_folder(job_config)
+    if builds_data:
+        check_dataset_paths(job_config)
     check_validation_seq_len(job_config)
     check_validation_steps(job_config)
     check_profiling_cycle(job_config)
@@ -71,21 +75,21 @@ def check_against_spec(
     job_config: JobConfig,
     train_spec: Any,
     world_size: int | None = None,
-    needs_tokenizer: bool = True,
+    builds_data: bool = True,
 ) -> None:
     """Raise ConfigError at the first rule the config breaks for the model it names.
 
     train_spec: the `TrainSpec` that belongs to `job_config.model.name`.
-    world_size: as in `check_job_config`. needs_tokenizer: whether one is built, if the spec can.
+    world_size, builds_data: as in `check_job_config`.
     """
     check_flavor(job_config, train_spec)
     check_attention(job_config, train_spec)
     layouts.check_tensor_parallel_sizes(job_config, train_spec)
     layouts.check_num_experts(job_config, train_spec)
-    check_hf_assets(job_config, needs_tokenizer and train_spec.build_tokenizer_fn is not None)
+    check_hf_assets(job_config, builds_data and train_spec.build_tokenizer_fn is not None)
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
-    layouts.check_context_parallel(job_config, train_spec)
+    layouts.check_context_parallel(job_config, train_spec, builds_data)
     layouts.check_pipeline_schedule(job_config)
     layouts.check_pipeline_stages(job_config, train_spec)
 
@@ -321,6 +325,14 @@ def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
 
 
 # --- Files ------------------------------------------------------------------------------------
+
+
+def _engine_writes(job_config: JobConfig) -> bool:
+    return (
+        job_config.checkpoint.enable
+        or job_config.job.save_config_file is not None
+        or job_config.activation_checkpoint.visualize_memory_budget_pareto
+    )
 
 
 def check_dump_folder(job_config: JobConfig) -> None:

@@ -188,7 +188,10 @@ def check_expert_parallel_comm_backend(job_config: JobConfig) -> None:
 # --- Context parallelism ----------------------------------------------------------------------
 
 
-def check_context_parallel(job_config: JobConfig, train_spec: Any) -> None:
+def check_context_parallel(
+    job_config: JobConfig, train_spec: Any, builds_data: bool = True
+) -> None:
+    """An engine pads the rows that it is given; rows of a dataloader have to fit."""
     parallelism, model = job_config.parallelism, job_config.model
     cp = parallelism.context_parallel_degree
     if cp == 1:
@@ -198,7 +201,7 @@ def check_context_parallel(job_config: JobConfig, train_spec: Any) -> None:
         multiple = sequence_multiple(balancer, cp)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in data_sections(job_config):
+    for name in data_sections(job_config) if builds_data else []:
         seq_len = getattr(job_config, name).seq_len
         if seq_len % multiple:
             nearest = max(1, round(seq_len / multiple)) * multiple

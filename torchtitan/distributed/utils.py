@@ -44,7 +44,7 @@ def init_distributed(
 
     Outside torchrun (no RANK, no WORLD_SIZE) this process becomes a group of one, and needs no
     environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators.
-    Communication traces of a hang go below `base_folder`.
+    NCCL's traces of a hang go below `base_folder`.
 
     Raises ValueError if torchrun's variables are there only in part, and if an existing group
     cannot communicate on this machine's device.
@@ -54,7 +54,10 @@ def init_distributed(
         init_fake_mode(world_size, comm_config.mode)
         _destroy_group_at_end()
         return world_size
-    _configure_flight_recorder(comm_config, base_folder)
+    backend = (
+        dist.get_backend_config() if dist.is_initialized() else _default_backend(enable_cpu_backend)
+    )
+    _configure_flight_recorder(comm_config, base_folder, backend)
     if dist.is_initialized():
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
@@ -66,7 +69,7 @@ def init_distributed(
         return dist.get_world_size()
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
     dist.init_process_group(
-        backend=_default_backend(enable_cpu_backend),
+        backend=backend,
         timeout=timeout,
         _ranks=ranks or [],
         **_rendezvous(timeout),
@@ -153,15 +156,19 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
             )
 
 
-def _configure_flight_recorder(comm_config: Comm, base_folder: str) -> None:
+def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
     """Have NCCL record its last collectives and write them down when one times out."""
     # 3: a failed collective ends the process but does not wait for the other ranks to notice.
     # torchrun sets 1 for everybody, so replacing it overrules nobody.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     _set_environment("TORCH_FR_BUFFER_SIZE", str(comm_config.trace_buf_size))
-    if comm_config.trace_buf_size > 0:
+    if comm_config.trace_buf_size > 0 and "nccl" in backend:
         folder = os.path.join(base_folder, comm_config.save_traces_folder)
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:  # a guest may have no place to write
+            warn_once(logger, f"a hang will leave no traces: {error}; set job.dump_folder")
+            return
         _set_environment("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         _set_environment(
             "TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, comm_config.save_traces_file_prefix)

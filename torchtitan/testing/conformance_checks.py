@@ -1038,13 +1038,20 @@ def grouped_query_attention(kit: Kit) -> None:
 
 @check("3")
 def two_engines_share_nothing(kit: Kit) -> None:
-    """A second engine (a reference model) keeps its weights, folder and length while one trains."""
+    """A second engine (a reference model) keeps its weights and length while one trains, and its
+    checkpoints if it was given a folder of its own."""
+    options = {"checkpoint": {"enable": True}}
     with (
-        kit.own_engine(folder="actor", training={"seq_len": 48}) as actor,
-        kit.own_engine(folder="reference", training={"seq_len": 40}, seed=3) as reference,
+        kit.own_engine(folder="actor", training={"seq_len": 48}, **options) as actor,
+        kit.own_engine(
+            folder="reference", training={"seq_len": 40}, seed=3, **options
+        ) as reference,
     ):
         before = whole_weights(reference)
+        reference.checkpointer.save(curr_step=1)
         run_step(actor, make_documents(26))
+        actor.checkpointer.save(curr_step=1)
+        reference.checkpointer.load()
         _scores(reference, make_documents(26))
         for name, tensor in whole_weights(reference).items():
             assert torch.equal(tensor, before[name]), name

@@ -51,6 +51,11 @@ def move_out(engine: Any) -> None:
         change.take_back()
 
 
+def engines() -> list[Any]:
+    """Those that live here now."""
+    return list(_engines)
+
+
 def at_last_move_out(farewell: Callable[[], None]) -> None:
     """Have `farewell` called when the last engine is closed; never, if there is none now."""
     if _engines:
