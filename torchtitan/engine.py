@@ -595,8 +595,9 @@ class TrainingEngine:
             context parallelism it sees this rank's tokens, as `forward_step`'s output_fn does.
         head: computed in place of logits, such as `TokenLogProbs()`; loss_fn gets its outputs.
             Without a loss_fn the loss is minus the sum of their log-probs.
-        Returns this rank's sum divided by the denominator, fp32; summed over data- and context-parallel
-        ranks it is the loss of the global batch. All ranks of a pipeline return the same.
+        Returns this rank's sum divided by the denominator, fp32; summed over data- and
+        context-parallel ranks it is the loss of the global batch. All ranks of a pipeline return
+        the same.
 
         Raises ValueError for a second microbatch before `optim_step` under
         `optimizer.early_step_in_backward`, which cannot accumulate.

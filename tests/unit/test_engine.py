@@ -412,6 +412,17 @@ def test_load_of_weights_alone_is_a_new_version_and_a_full_load_the_saved_one(tm
         assert engine.weights_version == 4
 
 
+def test_load_brings_optimizer_state_where_it_was_put(tmp_path):
+    engine = make_engine(tmp_path)
+    backward(engine)
+    engine.optim_step()
+    engine.save(str(tmp_path / "saved"))
+    # As on an accelerator after to("cpu", optimizer=False); "meta" stands for it.
+    engine._offloader.places["optimizer"] = torch.device("meta")
+    engine.load(str(tmp_path / "saved"))
+    assert all(state["exp_avg"].is_meta for state in engine.optimizers.state.values())
+
+
 @pytest.mark.parametrize(("local_rank", "expected"), [(None, 3), ("1", 1)])
 def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expected, monkeypatch):
     class Accelerator:
