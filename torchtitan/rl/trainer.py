@@ -55,7 +55,9 @@ class PolicyTrainer:
 
     @property
     def policy_version(self) -> int:
-        """How many optimizer steps made these weights; a resumed run goes on counting."""
+        """Optimizer steps that made these weights, and loads of weights alone; a resumed run goes
+        on counting.
+        """
         return self.engine.weights_version
 
     # ---- one step ----
