@@ -375,3 +375,21 @@ def sharded_steps_equal_unsharded_ones(implementation: str, in_backward: bool) -
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_sharded_parameters_step_and_save_like_whole_ones(implementation, in_backward):
     run_ranks(sharded_steps_equal_unsharded_ones, 2, implementation, in_backward)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_saving_before_the_first_step_changes_no_step(implementation):
+    trained = []
+    for saves in (False, True):
+        parts = two_parts()
+        config = Optimizer(implementation=implementation, lr=0.1)
+        optimizers = build_optimizers(parts, config, one_rank())
+        if saves:
+            optimizers.load_state_dict(optimizers.state_dict())
+        for _ in range(2):
+            backward(parts)
+            optimizers.step()
+            optimizers.zero_grad()
+        trained.append(weights(parts))
+    for without, with_save in zip(*trained, strict=True):
+        assert torch.equal(without, with_save)

@@ -86,6 +86,11 @@ class OptimizersContainer(Optimizer, Generic[T]):
         self._reshard()
         state_dict: dict[str, Any] = {}
         for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
+            fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+            if fresh:
+                # torch makes missing states by a step with zero gradients, and counts it.
+                get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+                _forget_steps(fresh)
             state_dict.update(
                 get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
             )
@@ -222,6 +227,13 @@ def build_optimizers_with_moe_load_balancing(
             lambda *_: _balance_expert_load(_moe_blocks(model_parts), parallel_dims)
         )
     return optimizers
+
+
+def _forget_steps(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
 
 
 class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
