@@ -182,3 +182,21 @@ def test_compiled_blocks_give_the_same_loss_and_gradients():
     torch.testing.assert_close(losses[0], losses[1])
     for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_normed_queries_and_keys_have_the_dtype_of_values():
+    model = Qwen3Model(tiny_args())
+    with torch.no_grad():
+        model.init_weights()
+    attention = model.layers["0"].attention
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.extend(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+    attention.inner_attention.register_forward_pre_hook(look, with_kwargs=True)
+    for norm in (attention.q_norm, attention.k_norm):  # as autocast on CUDA norms
+        norm.register_forward_hook(lambda module, args, output: output.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randint(0, 64, (1, 8)))
+    assert len(seen) == 3 and set(seen) == {torch.bfloat16}

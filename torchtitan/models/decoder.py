@@ -120,7 +120,8 @@ class Attention(nn.Module):
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # Autocast may norm in fp32 (CUDA, torch 2.13), which varlen's kernel does not round.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.apply_rope is not None:
             q, k = self.apply_rope(q, k, rope)
         if self.mask_name is not None and isinstance(attention_masks, dict):
