@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.decoder import FeedForward
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.parallelize import (
     _ops_saved_by_selective_checkpointing,
+    apply_compile,
     parallelize_decoder,
 )
 
@@ -143,3 +146,12 @@ def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
         ValueError, match="'allgather'.*got training.mixed_precision_param = 'float32'"
     ):
         parallelize_decoder(tiny_model(), dims(cp=2), config)
+
+
+def test_more_kinds_of_blocks_compile_than_torch_allows_a_function_by_itself(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    model = tiny_model(n_layers=10)
+    for i, block in enumerate(model.layers.values()):
+        block.feed_forward = FeedForward(32, 16 * (i + 1))
+    apply_compile(model, Compile(backend="eager"))
+    assert model(torch.randint(0, 64, (1, 8))).isfinite().all()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -299,6 +300,10 @@ def apply_compile(model: nn.Module, compile_config: "Compile", ep_enabled: bool 
     Blocks whose experts wait for the device to know how many tokens they get, under expert
     parallelism or in a loop, are compiled in pieces around that. A second call does nothing.
     """
+    # Blocks share one budget of variants: kinds of layers, static and dynamic shapes, with and
+    # without gradients, shares of context parallelism. With fullgraph, one too many is an error.
+    dynamo = torch._dynamo.config
+    host.change_attribute(dynamo, "recompile_limit", max(dynamo.recompile_limit, 64))
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
     for name, block in model.layers.named_children():
         if isinstance(block, torch._dynamo.OptimizedModule):
