@@ -769,6 +769,8 @@ class TrainingEngine:
         if lr is not None:
             for optimizer in self.optimizers:
                 set_lrs(optimizer, [lr] * len(optimizer.param_groups))
+        # Offloaded gradients have it on the host.
+        grad_norm = grad_norm.to(self.device)
         result = OptimStepResult(grad_norm, self.lr if lr is None else lr, skipped)
         if skipped:
             self._forget_token_counts()
