@@ -1,6 +1,7 @@
 """Microbatches of any shapes through every schedule, against one process that takes them in turn."""
 
 import functools
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -241,6 +242,43 @@ def run_replicas():
                 expected[name] = expected.get(name, 0) + gradient
     for name, gradient in pipeline.take_gradients().items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+class FailsOn:
+    """A function that fails at its n-th call."""
+
+    def __init__(self, n, function):
+        self.n, self.function = n, function
+
+    def __call__(self, *args, **kwargs):
+        self.n -= 1
+        if self.n == 0:
+            raise FailedOnPurpose
+        return self.function(*args, **kwargs)
+
+
+def run_after_failures(name):
+    """Nothing is sent after the places where calls fail here, so the other rank ends its own."""
+    pipeline = Pipeline(job_config(name, 2))
+    lengths = LENGTHS[:4]
+    with pytest.raises(FailedOnPurpose) if pipeline.last else nullcontext():
+        loss_fn = FailsOn(len(lengths), sum_loss)
+        pipeline.schedule.eval(**pipeline.inputs(lengths), losses=[], loss_fn=loss_fn)
+    check_forward(pipeline, lengths)
+
+    stage = pipeline.schedule.stages[0]
+    num_backwards = len(lengths) if pipeline.first else -1
+    backward = FailsOn(num_backwards, stage.backward_one_chunk)
+    with patch.object(stage, "backward_one_chunk", backward):
+        with pytest.raises(FailedOnPurpose) if pipeline.first else nullcontext():
+            pipeline.schedule.step(**pipeline.inputs(lengths), return_outputs=False)
+    pipeline.take_gradients()
+    check_training(pipeline, lengths, bitwise=True)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_call_after_one_that_failed_gives_what_one_process_gives(name):
+    run_ranks(run_after_failures, 2, name)
 
 
 def gradients_of(lengths, seed):

@@ -403,6 +403,10 @@ class PipelineSchedule:
                 return None
             (last,) = (stage for stage in self.stages if stage.is_last)
             return list(last.output_chunks)
+        except BaseException:
+            # Torch's schedule goes on with the losses and counts of the call that failed.
+            self._schedules.pop((n, forward_only), None)
+            raise
         finally:
             self._loss_fn_of_step = None
             for stage in self.stages:
