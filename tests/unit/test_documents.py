@@ -163,6 +163,37 @@ def test_one_row_of_positions_serves_all_rows():
     assert PositionSeparator().document_ids(batch).tolist() == [[0, 0, 1]] * 2
 
 
+def test_one_row_of_document_ids_serves_all_rows():
+    batch = {"input": torch.ones(2, 3), "document_ids": torch.tensor([[0, 1, 1]])}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]] * 2
+
+
+def test_one_row_of_lengths_may_be_flat():
+    batch = {"input": torch.ones(1, 3), "seq_lens": torch.tensor([1, 2])}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "key, value, match",
+    [
+        ("document_ids", [[0, 1, 1, 1]], r"shape of its 'input', \(2, 3\).*got \(1, 4\)"),
+        ("document_ids", [0, 1, 1, 0, 0, 0], r"got \(6,\); give each token its entry"),
+        ("positions", [[0, 1]] * 2, r"shape of its 'input'.*got \(2, 2\)"),
+        ("seq_lens", [1, 2, 3], r"row for each of the 2 of its 'input', got shape \(3,\)"),
+        ("seq_lens", [[1, 2]], r"got shape \(1, 2\); give each row its documents"),
+        ("cu_seqlens", [[0, 3, 6]], r"row for each of the 2 .*got shape \(1, 3\)"),
+        ("seq_lens", [[1, 2], [2, 2]], "add up to 3 tokens at most, got 4"),
+        ("cu_seqlens", [[0, 1, 3], [0, 2, 5]], "add up to 3 tokens at most, got 5"),
+        ("cu_seqlens", [0, 3, 7], "add up to 6 tokens at most, got 7"),
+    ],
+)
+def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):
+    batch = {"input": torch.ones(2, 3), key: torch.tensor(value)}
+    with pytest.raises(ValueError, match=match) as error:
+        read_document_ids(batch, "position_block_causal", EOS)
+    assert key in str(error.value)
+
+
 def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
     batch = {"input": torch.ones(2, 3), "cu_seqlens": torch.tensor([0, 2, 3, 6])}
     starts = document_starts(LengthsSeparator().document_ids(batch))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.components.context_sharding import ContextSharding
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.config.job_config import Training
@@ -177,9 +178,21 @@ def test_batch_that_needs_no_split_stays_one():
 
 
 @pytest.mark.parametrize(
-    "key, value", [("attention_masks", "own"), ("cu_seqlens", torch.tensor([0, 3, 8]))]
+    "key, value",
+    [
+        ("attention_masks", "own"),
+        ("cu_seqlens", torch.tensor([0, 3, 8])),
+        ("seq_lens", torch.tensor([[1, 1]])),
+    ],
 )
 def test_what_cannot_be_split_by_rows_is_named(key, value):
     batch = {"input": torch.zeros(4, 2), key: value}
     with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
         split_rows(batch, batch["input"], 2)
+
+
+def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    batch = {"input": torch.ones(1, 3), "cu_seqlens": torch.tensor([[0, 1, 3]])}
+    padded, _ = two_ranks.pad(batch, None)
+    assert policy().document_ids(padded).tolist() == [[0, 1, 1, -1]]

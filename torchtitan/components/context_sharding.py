@@ -70,7 +70,7 @@ class ContextSharding:
             )
         padded = {
             key: _lengthen(value, n_more, _PADDING_OF.get(key, 0))
-            if _has_tokens(value, n_rows, seq_len)
+            if key not in ("seq_lens", "cu_seqlens") and _has_tokens(value, n_rows, seq_len)
             else value
             for key, value in batch.items()
         }

@@ -157,7 +157,7 @@ def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], 
         return [batch], [labels]
     for key, value in batch.items():
         is_kernels_mask = key == "attention_masks" and not isinstance(value, Tensor)
-        if is_kernels_mask or (isinstance(value, Tensor) and not _has_rows(value, num_rows)):
+        if is_kernels_mask or (isinstance(value, Tensor) and not _has_rows(key, value, num_rows)):
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             raise ValueError(
                 f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and "
@@ -174,9 +174,11 @@ def split_rows(batch: Batch, labels: Tensor, n_rows: int) -> tuple[list[Batch], 
     return batches, [labels[first : first + n_rows] for first in firsts]
 
 
-def _has_rows(value: Tensor, num_rows: int) -> bool:
-    """Whether it has B rows, one for all, or is one number for all."""
-    return value.dim() == 0 or (value.dim() >= 2 and len(value) in (1, num_rows))
+def _has_rows(key: str, value: Tensor, num_rows: int) -> bool:
+    """Whether it has B rows, one for all (no row of lengths is), or is one number for all."""
+    if value.dim() < 2:
+        return value.dim() == 0
+    return len(value) == num_rows or (len(value) == 1 and key not in ("seq_lens", "cu_seqlens"))
 
 
 def _is_of_rows(value: Any, num_rows: int) -> bool:

@@ -64,7 +64,14 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7], repeated entries being empty documents
         (which get no id). Returns [B, seq_len] int32.
+    Raises ValueError for documents that end beyond `seq_len`; on an accelerator, where looking
+    would mean waiting for it, they are cut off.
     """
+    if cu_seqlens.device.type == "cpu" and (cu_seqlens[:, -1] > seq_len).any():
+        raise ValueError(
+            f"the lengths of documents ('seq_lens', 'cu_seqlens') must add up to {seq_len} tokens "
+            f"at most, got {int(cu_seqlens[:, -1].max())}; cut them off where the tokens end"
+        )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
     # How many documents have ended at or before each column, empty ones not counted.
@@ -161,7 +168,8 @@ class DocumentSeparator(Protocol):
     def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
         """Return [B, T] int32 ids for a batch such as {"input": [B, T], "positions": [B, T]}.
 
-        Raises ValueError if the batch lacks the entry that this separator reads.
+        Raises ValueError if the batch lacks the entry that this separator reads, or if that does
+        not fit the shape of the input.
         """
         ...
 
@@ -170,6 +178,29 @@ def _entry(batch: Mapping[str, Any], key: str) -> Tensor:
     if batch.get(key) is None:
         raise ValueError(f"the batch has no {key!r}, only {sorted(batch)}; put it in")
     return batch[key]
+
+
+def _per_token(batch: Mapping[str, Any], key: str) -> Tensor:
+    """An entry [B, T], or [1, T] for all rows, as [B, T]."""
+    tokens, values = _entry(batch, "input"), _entry(batch, key)
+    n_rows, seq_len = tokens.shape[:2]
+    if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
+        raise ValueError(
+            f"the batch's {key!r} must have the shape of its 'input', {(n_rows, seq_len)}, or "
+            f"{(1, seq_len)} for all rows, got {tuple(values.shape)}; give each token its entry"
+        )
+    return values.expand(n_rows, seq_len)
+
+
+def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
+    """An entry [B, n], not one row for all: that might as well count through all rows."""
+    n_rows, values = len(_entry(batch, "input")), _entry(batch, key)
+    if values.dim() != 2 or len(values) != n_rows:
+        raise ValueError(
+            f"the batch's {key!r} must have a row for each of the {n_rows} of its 'input', got "
+            f"shape {tuple(values.shape)}; give each row its documents, filled up to the longest"
+        )
+    return values
 
 
 @dataclass(frozen=True)
@@ -193,33 +224,37 @@ class PositionSeparator:
                 f" and the batch has only {sorted(batch)}; put 'positions' [B, T] into it, or set "
                 "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
             )
-        return document_ids_from_positions(batch["positions"].expand(_entry(batch, "input").shape))
+        return document_ids_from_positions(_per_token(batch, "positions"))
 
 
 @dataclass(frozen=True)
 class LengthsSeparator:
     """Documents have the lengths of `seq_lens` [B, n], or begin at `cu_seqlens` [B, n + 1].
 
-    A 1-D `cu_seqlens` counts through the rows of the batch laid end to end.
+    A 1-D `cu_seqlens` counts through the rows of the batch laid end to end; a 1-D `seq_lens` is
+    for a batch of one row.
     """
 
     def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
         n_rows, seq_len = _entry(batch, "input").shape
-        if batch.get("seq_lens") is not None:
-            return document_ids_from_lengths(batch["seq_lens"], seq_len)
+        seq_lens = batch.get("seq_lens")
+        if seq_lens is not None:
+            is_only_row = seq_lens.dim() == 1 and n_rows == 1
+            lengths = seq_lens if is_only_row else _per_row(batch, "seq_lens")
+            return document_ids_from_lengths(lengths, seq_len)
         cu_seqlens = _entry(batch, "cu_seqlens")
-        if cu_seqlens.dim() == 2:
-            return document_ids_from_cu_seqlens(cu_seqlens, seq_len)
+        if cu_seqlens.dim() != 1:
+            return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
         flat = document_ids_from_cu_seqlens(cu_seqlens[None], n_rows * seq_len)
         return flat.view(n_rows, seq_len)
 
 
 @dataclass(frozen=True)
 class DocumentIdSeparator:
-    """The batch carries `document_ids` [B, T] itself."""
+    """The batch carries `document_ids` itself, [B, T] or [1, T] for all rows."""
 
     def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        return _entry(batch, "document_ids").to(torch.int32)
+        return _per_token(batch, "document_ids").to(torch.int32)
 
 
 _EOS = "end-of-text tokens"
@@ -271,7 +306,8 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     once if the two disagree, with the first place where they do. To find that out on an
     accelerator one has to wait for it: there only the first such batch is compared, on the CPU
     all until a disagreement was found.
-    Raises ValueError like `choose_separator`, or if the batch lacks the source in force.
+    Raises ValueError like `choose_separator`, or if the batch lacks the source in force, or if a
+    source does not fit the shape of the input.
     """
     name, separator = _source_in_force(batch, attn_mask_type, eos_id)
     document_ids = separator.document_ids(batch)
