@@ -1,5 +1,7 @@
 """The one parallelize plan on a single process: what it applies, in which order, what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.decoder import FeedForward
+from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.parallelize import (
     _ops_saved_by_selective_checkpointing,
@@ -137,18 +140,80 @@ def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(deg
         parallelize_decoder(tiny_model(), dims(**degrees), config)
 
 
-def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
-    config = JobConfig()
-    config.activation_checkpoint.mode = "none"
-    config.training.mixed_precision_param = "float32"
+def on_an_accelerator(monkeypatch, mixed_precision_param="bfloat16", **parallelism):
     monkeypatch.setattr("torchtitan.models.parallelize.get_device_type", lambda: "cuda")
+    config = JobConfig()
+    config.model.name = "some_model"
+    config.activation_checkpoint.mode = "none"
+    config.training.mixed_precision_param = mixed_precision_param
+    for key, value in parallelism.items():
+        setattr(config.parallelism, key, value)
+    return config
+
+
+VARLEN = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
+
+
+def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
+    config = on_an_accelerator(monkeypatch, "float32")
     with pytest.raises(
         ValueError, match="'allgather'.*got training.mixed_precision_param = 'float32'"
     ):
         parallelize_decoder(tiny_model(), dims(cp=2), config)
 
 
-@torch._dynamo.config.patch(recompile_limit=8)  # torch's own; engines before may have raised it
+@pytest.mark.parametrize(
+    "degrees, mixed_precision_param, key",
+    [
+        ({}, "float32", "training.mixed_precision_param"),
+        ({"dp_shard": 2}, "float32", "training.mixed_precision_param"),
+        # Without FSDP nothing casts split models.
+        ({"tp": 2}, "bfloat16", "training.dtype"),
+        ({"pp": 2}, "bfloat16", "training.dtype"),
+    ],
+)
+def test_varlen_in_fp32_is_refused_on_accelerators_alone(
+    degrees, mixed_precision_param, key, monkeypatch
+):
+    config = on_an_accelerator(monkeypatch, mixed_precision_param)
+    with pytest.raises(ValueError, match=f"'varlen' needs 16.*got {key} = 'float32'.*'flex'"):
+        parallelize_decoder(tiny_model(**VARLEN), dims(**degrees), config)
+
+
+def test_varlen_in_bf16_and_fp32_on_the_cpu_are_not_refused(monkeypatch):
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.mixed_precision_param = "float32"
+    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
+    parallelize_decoder(tiny_model(**VARLEN), dims(), on_an_accelerator(monkeypatch))
+    config = on_an_accelerator(monkeypatch, "float32")
+    config.training.dtype = "bfloat16"
+    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
+
+
+@pytest.mark.parametrize(
+    "attn_type, degrees, method, match",
+    [
+        ("varlen", {}, "allgather", "'varlen' gives no.*'some_model'.*set the type to 'flex'"),
+        ("varlen", {"cp": 2}, "alltoall", "'varlen' gives no gradient.*set the type to 'flex'"),
+        (
+            "flex",
+            {"cp": 2},
+            "allgather",
+            "'allgather' gives no gradient.*set the method to 'alltoall'",
+        ),
+    ],
+)
+def test_log_sum_exp_that_no_kernel_gives_is_refused(
+    attn_type, degrees, method, match, monkeypatch
+):
+    config = on_an_accelerator(monkeypatch, context_parallel_rotate_method=method)
+    with torch.device("meta"):
+        model = GptOssModel(replace(gptoss_configs["debugmodel_small"], attn_type=attn_type))
+    with pytest.raises(ValueError, match=match):
+        parallelize_decoder(model, dims(**degrees), config)
+
+
 def test_more_kinds_of_blocks_compile_than_torch_allows_a_function_by_itself():
     model = tiny_model(n_layers=10)
     for i, block in enumerate(model.layers.values()):

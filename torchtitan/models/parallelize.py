@@ -31,8 +31,7 @@ def parallelize_decoder(
     model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
 ) -> nn.Module:
     """Apply the job's parallelism, checkpointing and compilation in place; return the model."""
-    if parallel_dims.cp_enabled:
-        _refuse_gathered_keys_in_fp32(job_config)
+    _refuse_what_kernels_lack(model, parallel_dims, job_config)
     if parallel_dims.ep_enabled:
         _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
@@ -45,20 +44,46 @@ def parallelize_decoder(
     return model
 
 
-# ---- context parallelism ----
+# ---- attention kernels ----
 
 
-def _refuse_gathered_keys_in_fp32(job_config: "JobConfig") -> None:
-    """Whatever model.attn_type is, queries meet gathered keys in the kernel of "varlen"."""
+def _refuse_what_kernels_lack(
+    model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
+) -> None:
+    """The limits of "varlen", whose kernel meets gathered keys whatever model.attn_type is.
+
+    They are an accelerator's: the kernel for the CPU is our own.
+    """
     method = job_config.parallelism.context_parallel_rotate_method
-    dtype = job_config.training.mixed_precision_param
-    if method == "allgather" and dtype == "float32" and get_device_type() != "cpu":
+    if get_device_type() == "cpu":
+        return
+    if parallel_dims.cp_enabled and method == "allgather":
+        setting = "parallelism.context_parallel_rotate_method = 'allgather'"
+        remedy = "the method to 'alltoall', and model.attn_type to 'flex' if it is 'varlen'"
+    elif getattr(getattr(model, "model_args", None), "attn_type", None) == "varlen":
+        setting, remedy = "model.attn_type = 'varlen'", "the type to 'flex'"
+    else:
+        return
+    if any(getattr(module, "needs_log_sum_exp", False) for module in model.modules()):
         raise ValueError(
-            "parallelism.context_parallel_rotate_method = 'allgather' needs 16-bit numbers on an "
-            f"accelerator, as its attention kernel knows no others, got "
-            f"training.mixed_precision_param = {dtype!r}; set it to 'bfloat16', or the method to "
-            "'alltoall' with model.attn_type 'sdpa' or 'flex'"
+            f"{setting} gives no gradient through the log-sum-exp of the scores on an "
+            f"accelerator, and model {job_config.model.name!r} needs it; set {remedy}"
         )
+    key, dtype = _compute_dtype(parallel_dims, job_config)
+    if dtype == "float32":
+        raise ValueError(
+            f"{setting} needs 16-bit numbers on an accelerator, as its attention kernel knows no "
+            f"others, got {key} = {dtype!r}; set that to 'bfloat16', or {remedy}"
+        )
+
+
+def _compute_dtype(parallel_dims: "ParallelDims", job_config: "JobConfig") -> tuple[str, str]:
+    """(key, value) of what decides; see `maybe_enable_amp` for where autocast is off."""
+    training = job_config.training
+    is_split = parallel_dims.tp_enabled or parallel_dims.pp_enabled
+    if not parallel_dims.uses_fsdp and (is_split or training.dtype == "bfloat16"):
+        return "training.dtype", training.dtype
+    return "training.mixed_precision_param", training.mixed_precision_param
 
 
 # ---- tensor parallelism ----

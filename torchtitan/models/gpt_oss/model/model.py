@@ -60,6 +60,7 @@ class Attention(decoder.Attention):
     """
 
     reads_local_parameters: ClassVar[bool] = True
+    needs_log_sum_exp: ClassVar[bool] = True
 
     def __init__(self, model_args: GptOssModelArgs, use_sliding_attention: bool):
         super().__init__(
