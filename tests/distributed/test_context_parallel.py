@@ -1,14 +1,16 @@
 """Attention over tokens that are spread over ranks equals attention of one process."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
-from torchtitan.distributed.context_parallel import ShardedMask, cp_shard
+from torchtitan.distributed.context_parallel import ShardedMask, TokenShards, cp_shard
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.models.attention import (
     attend,
@@ -220,3 +222,27 @@ def test_runs_on_shared_rows_equal_those_of_one_process(tmp_path):
         # Mean and largest of both steps, and the validations after them.
         assert len(losses) == 6 and losses == pytest.approx(expected[1], rel=1e-5)
         assert "layers.4 is the first layer" in message
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_layers_copy_no_order_of_chunks_to_the_device():
+    # "meta" stands for the accelerator.
+    group = SimpleNamespace(group_name="")
+    axis = SimpleNamespace(device_type="meta", get_group=lambda: group, get_local_rank=lambda: 1)
+    shards = TokenShards.of(torch.tensor([[0, 3], [1, 2]]), axis)
+    x = torch.empty(8, 2, device="meta")
+    with Operators() as operators:
+        shards.in_order(x)
+        shards.by_rank(x)
+        shards.shard(x, dim=0)
+    assert operators.seen.count("aten.index_select.default") == 3
+    assert "aten._to_copy.default" not in operators.seen

@@ -45,10 +45,11 @@ _OPS = torch.ops._c10d_functional
 class TokenShards:
     """Which chunks of a row each rank of the axis holds.
 
-    chunks: int64 [cp, n] on the CPU; rank r holds chunks[r], in this order, of the cp * n equal
-        chunks of a row.
+    chunks: int64 [cp, n]; rank r holds chunks[r], in this order, of the cp * n equal chunks of a
+        row.
     place_of_chunk: int64 [cp * n], where each chunk stands in `chunks`, read row after row.
-    mesh, group_name: the axis, and its process group.
+    mesh, group_name: the axis, and its process group. Both tensors are on its device: every
+        attention layer reads them.
     """
 
     # Plain fields all of them: compiled blocks cannot trace a cached_property, and FSDP makes
@@ -60,7 +61,9 @@ class TokenShards:
 
     @classmethod
     def of(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
-        return cls(chunks, chunks.flatten().argsort(), mesh, mesh.get_group().group_name)
+        place_of_chunk = chunks.flatten().argsort()
+        on_device = (x.to(mesh.device_type) for x in (chunks, place_of_chunk))
+        return cls(*on_device, mesh, mesh.get_group().group_name)
 
     @property
     def cp(self) -> int:
@@ -247,9 +250,8 @@ def _cumulative(lengths: Tensor) -> Tensor:
 def _place_among_ranks(shards: TokenShards, n_rows: int, seq_len: int) -> Tensor:
     """int64 [B, T]: where each token stands when all ranks' packed tokens are laid end to end."""
     n_local = seq_len // shards.cp
-    rank = torch.arange(shards.cp)[:, None, None]
-    row = torch.arange(n_rows)[:, None]
-    places = (rank * n_rows + row) * n_local + torch.arange(n_local)  # [cp, B, T/cp]
+    n_tokens = n_rows * seq_len
+    places = torch.arange(n_tokens, device=shards.chunks.device).view(shards.cp, n_rows, n_local)
     return shards.in_order(places.transpose(1, 2).flatten(0, 1)).T
 
 
