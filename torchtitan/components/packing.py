@@ -121,7 +121,7 @@ class PackingPolicy:
         elif self.attn_type != "sdpa" and "attention_masks" not in batch:
             for_masks = dict(extra_inputs)
             if self.separates_documents:
-                # Read once: the mask gets them as the one source that it has to ask.
+                # The mask gets these as the one source: it reads none anew, nor warns once more.
                 document_ids = self.document_ids(batch)
                 for key in (*BOUNDARY_KEYS, "positions"):
                     for_masks.pop(key, None)

@@ -1,8 +1,8 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
-All three SUM gradients over ranks; `scale_gradients` makes that a mean. The loss is a sum over tokens divided by the number of valid
-tokens in the global batch, so the sum over ranks is the gradient of the global mean, however
-unevenly the valid tokens are spread.
+All three SUM gradients over ranks; `scale_gradients` makes that a mean. The loss is a sum over
+tokens divided by the number of valid tokens in the global batch, so the sum over ranks is the
+gradient of the global mean, however unevenly the valid tokens are spread.
 
 The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`
 and `output`, each but `layers` possibly None on a pipeline stage.

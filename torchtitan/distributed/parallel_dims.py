@@ -281,8 +281,9 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """Sequence lengths must be multiples of this.
+        """A multiple that every layout of these degrees takes but for load balancer "ptrr".
 
-        tp shards the sequence of activations; cp cuts it into two chunks per rank.
+        The reference's number, for clients that ask for it. Nothing here does: tp takes rows of
+        any length, and what cp needs depends on the balancer (`sequence_multiple`).
         """
         return self.tp * (self.cp * 2)
