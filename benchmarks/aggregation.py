@@ -2,8 +2,8 @@
 
     python benchmarks/aggregation.py [--splits 60] [--ranks 2 4]
 
-First a linear layer in one process: each split deals the same sequences to 1 to 4 ranks, 1 to 12
-microbatches and packed, padded rows. Then a tiny model through the engine on gloo ranks: the
+First a linear layer: each split deals the same sequences to 1 to 4 ranks, up to 12 microbatches
+each and packed, padded rows, in one process and on gloo ranks. Then a tiny model through the engine on gloo ranks: the
 largest difference of any parameter's gradient to one process, relative to its largest entry.
 """
 
@@ -24,7 +24,12 @@ from tests.distributed.test_loss_layouts import (
     measure,
     measure_all,
 )
-from tests.unit.loss_splits import NUM_SPLITS, largest_differences
+from tests.unit.loss_splits import (
+    LOSSES,
+    NUM_SPLITS,
+    largest_differences,
+    largest_differences_on_ranks,
+)
 from torchtitan.components.loss import LOSS_AGGREGATIONS
 from torchtitan.testing.gloo import run_ranks
 
@@ -35,13 +40,27 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{args.splits} splits, largest relative difference of (loss, gradient)")
-    for mode in LOSS_AGGREGATIONS:
+    dtypes = (torch.float64, torch.float32)
+    print(f"{args.splits} splits in one process, largest relative difference of (loss, gradient)")
+    for loss in LOSSES:
+        for mode in LOSS_AGGREGATIONS:
+            found = [largest_differences(mode, dtype, args.splits, loss) for dtype in dtypes]
+            texts = [
+                "({:.1e}, {:.1e}) in {}".format(*differences, dtype)
+                for differences, dtype in zip(found, dtypes, strict=True)
+            ]
+            print(f"{loss:8}{mode:26}{'  '.join(texts)}")
+
+    print(f"{args.splits} splits over gloo ranks, largest relative difference of the gradient")
+    for n in (1, 2, 3, 4):
+        found = run_ranks(largest_differences_on_ranks, n, args.splits)[0]
         texts = [
-            "({:.1e}, {:.1e}) in {}".format(*largest_differences(mode, dtype, args.splits), dtype)
-            for dtype in (torch.float64, torch.float32)
+            f"{max(worst for (*_, of), worst in found.items() if of == dtype):.1e} in {dtype}"
+            for dtype in dtypes
         ]
-        print(f"{mode:26}{'  '.join(texts)}")
+        print(f"{n} ranks, any loss and mode: {'  '.join(texts)}")
+
+    print("the engine on gloo ranks, largest relative difference of the gradient")
 
     folder = tempfile.mkdtemp()
     families = {family for n in args.ranks for _, family in LAYOUTS[n]}

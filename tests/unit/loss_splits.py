@@ -1,20 +1,27 @@
 """Sequences of one optimizer step, split at random, and the gradient by each aggregation's text.
 
-For tests and benchmarks. The model is a linear layer with cross entropy: F features, V classes.
+For tests and benchmarks. The model is a linear layer, F features and V classes, under cross
+entropy, a policy's or a value's loss.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from torchtitan.components.loss import (
     IGNORE_INDEX,
+    LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
+    weighted_policy_loss,
+    weighted_value_loss,
 )
 
 N_FEATURES, N_CLASSES = 6, 11
@@ -24,10 +31,11 @@ NUM_SPLITS = 60
 
 @dataclass(frozen=True)
 class Sequence:
-    """features: [T, F]. labels, mask: [T]. prompt: which one it answers."""
+    """features: [T, F]. labels, mask, targets (advantages or returns): [T]. prompt it answers."""
 
     features: Tensor
     labels: Tensor
+    targets: Tensor
     mask: Tensor
     prompt: int
 
@@ -43,11 +51,12 @@ def random_step(dtype: torch.dtype, seed: int = 0) -> list[Sequence]:
             mask[:] = False
         features = torch.randn(length, N_FEATURES, generator=generator, dtype=torch.float64)
         labels = torch.randint(0, N_CLASSES, (length,), generator=generator)
-        step.append(Sequence(features.to(dtype), labels, mask, prompt=i % 5))
+        targets = torch.randn(length, generator=generator, dtype=torch.float64)
+        step.append(Sequence(features.to(dtype), labels, targets.to(dtype), mask, prompt=i % 5))
     return step
 
 
-def weights_of_step(step: list[Sequence], mode: str, **options) -> list[Tensor]:
+def weights_of_step(step: Items[Sequence], mode: str, **options) -> list[Tensor]:
     return aggregation_weights(
         [sequence.mask for sequence in step],
         mode,
@@ -57,29 +66,74 @@ def weights_of_step(step: list[Sequence], mode: str, **options) -> list[Tensor]:
     )
 
 
+# ---- losses: ours of packed rows, and that of each token as their text has it ----
+
+
+def _logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    index = labels.clamp(min=0)[..., None]
+    return logits.log_softmax(-1).gather(-1, index)[..., 0]
+
+
+class Loss(NamedTuple):
+    """weighted: of logits [B, T, V]; labels, targets, weights [B, T]. per_token: [T] of one."""
+
+    weighted: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    per_token: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+LOSSES = {
+    "sft": Loss(
+        lambda z, y, _, w: weighted_cross_entropy(z, y, {"loss_weights": w}),
+        lambda z, y, _: F.cross_entropy(z, y, reduction="none"),
+    ),
+    "policy": Loss(
+        lambda z, y, advantages, w: weighted_policy_loss(_logprobs(z, y), advantages, w),
+        lambda z, y, advantages: -advantages * (z[range(len(y)), y] - z.logsumexp(-1)),
+    ),
+    "value": Loss(
+        lambda z, _, returns, w: weighted_value_loss(z[..., 0], returns, w),
+        lambda z, _, returns: F.mse_loss(z[:, 0], returns, reduction="none") / 2,
+    ),
+}
+
+
 # ---- splits ----
 
 
-def random_microbatches(n: int, split: random.Random) -> Iterator[list[list[int]]]:
-    """The numbers below n in random order, dealt to rows of microbatches of 1 to 4 ranks.
+class Microbatch(NamedTuple):
+    """Numbers of the sequences of each row, and tokens of padding after the longest row."""
 
-    Ranks have 1 to 12 microbatches each, unequally many; some are empty, some have empty rows.
+    rows: list[list[int]]
+    n_more: int
+
+
+def random_split(n: int, split: random.Random, n_ranks: int | None = None) -> list[list]:
+    """The numbers below n in random order, dealt to the microbatches of 1 to 4 ranks.
+
+    Ranks have up to 12 microbatches each, unequally many; some are empty, some have empty rows.
     """
     order = split.sample(range(n), n)
-    ranks = [[[] for _ in range(split.randint(1, 12))] for _ in range(split.randint(1, 4))]
+    n_ranks = n_ranks or split.randint(1, 4)
+    # Only the first rank has one for sure.
+    ranks = [[[] for _ in range(split.randint(r == 0, 12))] for r in range(n_ranks)]
+    everywhere = [members for rank in ranks for members in rank]
     for i in order:
-        split.choice(split.choice(ranks)).append(i)
-    for members in (microbatch for rank in ranks for microbatch in rank):
+        split.choice(everywhere).append(i)
+
+    def packed(members: list[int]) -> Microbatch:
         rows: list[list[int]] = [[] for _ in range(split.randint(1, len(members) + 1))]
         for i in members:
             split.choice(rows).append(i)
-        yield rows
+        return Microbatch(rows, split.randint(0, 3))
+
+    return [[packed(members) for members in rank] for rank in ranks]
 
 
 def pack(
-    step: list[Sequence], weights: list[Tensor], rows: list[list[int]], n_more: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features [B, T, F], labels and weights [B, T] of rows of sequences, padded at the end."""
+    step: list[Sequence], weights: Mapping[int, Tensor], microbatch: Microbatch
+) -> tuple[Tensor, ...]:
+    """Features [B, T, F]; labels, targets, weights [B, T] of rows of sequences, padded at the end."""
+    rows, n_more = microbatch
     length = n_more + max(sum(len(step[i].labels) for i in row) for row in rows)
 
     def padded(parts: list[Tensor], empty: Tensor, value: float) -> Tensor:
@@ -87,35 +141,46 @@ def pack(
         more = joined.new_full((length - len(joined), *joined.shape[1:]), value)
         return torch.cat((joined, more))
 
-    features, labels, row_weights = [], [], []
+    features, labels, targets, row_weights = [], [], [], []
     for row in rows:
         features.append(padded([step[i].features for i in row], step[0].features[:0], 7.0))
         labels.append(padded([step[i].labels for i in row], step[0].labels[:0], IGNORE_INDEX))
-        row_weights.append(padded([weights[i] for i in row], weights[0][:0], 0.0))
-    return torch.stack(features), torch.stack(labels), torch.stack(row_weights)
+        targets.append(padded([step[i].targets for i in row], step[0].targets[:0], 7.0))
+        row_weights.append(padded([weights[i] for i in row], step[0].targets[:0], 0.0))
+    return tuple(torch.stack(x) for x in (features, labels, targets, row_weights))
 
 
 def accumulated(
-    step: list[Sequence], weights: list[Tensor], theta: Tensor, split: random.Random
+    step: list[Sequence],
+    weights: Items[Tensor] | Mapping[int, Tensor],
+    theta: Tensor,
+    microbatches: list[Microbatch],
+    loss: str = "sft",
 ) -> tuple[float, Tensor]:
-    """Loss and gradient with respect to theta [F, V] of one random split."""
+    """Loss and gradient with respect to theta [F, V], summed over microbatches."""
     theta = theta.detach().requires_grad_()
+    theta.grad = torch.zeros_like(theta)
     total = 0.0
-    for rows in random_microbatches(len(step), split):
-        features, labels, row_weights = pack(step, weights, rows, split.randint(0, 3))
-        loss = weighted_cross_entropy(features @ theta, labels, {"loss_weights": row_weights})
-        loss.backward()
-        total += loss.item()
+    for microbatch in microbatches:
+        features, *rest = pack(step, weights, microbatch)
+        value = LOSSES[loss].weighted(features @ theta, *rest)
+        value.backward()
+        total += value.item()
     return total, theta.grad
+
+
+def all_ranks(split: list[list[Microbatch]]) -> list[Microbatch]:
+    return [microbatch for rank in split for microbatch in rank]
 
 
 # ---- the reference: the text of each aggregation, sequence by sequence ----
 
 
-def aggregated_loss(step: list[Sequence], mode: str, theta: Tensor) -> Tensor:
+def aggregated_loss(step: list[Sequence], mode: str, theta: Tensor, loss: str = "sft") -> Tensor:
     sums = []
     for sequence in step:
-        losses = F.cross_entropy(sequence.features @ theta, sequence.labels, reduction="none")
+        logits = sequence.features @ theta
+        losses = LOSSES[loss].per_token(logits, sequence.labels, sequence.targets)
         sums.append(losses[sequence.mask].sum())
     counts = [int(sequence.mask.sum()) for sequence in step]
     counted = [i for i, n in enumerate(counts) if n]
@@ -142,18 +207,65 @@ def random_theta(dtype: torch.dtype) -> Tensor:
     return torch.randn(N_FEATURES, N_CLASSES, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def largest_differences(mode: str, dtype: torch.dtype, num_splits: int) -> tuple[float, float]:
+def expected_gradient(mode: str, theta: Tensor, loss: str = "sft") -> tuple[float, Tensor]:
+    """Loss and gradient in float64."""
+    theta = theta.detach().double().clone().requires_grad_()
+    value = aggregated_loss(random_step(torch.float64), mode, theta, loss)
+    value.backward()
+    return value.item(), theta.grad
+
+
+def relative_difference(gradient: Tensor, expected: Tensor) -> float:
+    return ((gradient.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def largest_differences(
+    mode: str, dtype: torch.dtype, num_splits: int, loss: str = "sft"
+) -> tuple[float, float]:
     """Largest relative difference of (loss, gradient) of random splits to the text of the mode."""
     step, theta = random_step(dtype), random_theta(dtype)
-    expected_theta = theta.double().requires_grad_()
-    expected = aggregated_loss(random_step(torch.float64), mode, expected_theta)
-    expected.backward()
-    gradient = expected_theta.grad
+    expected, gradient = expected_gradient(mode, theta, loss)
     weights = weights_of_step(step, mode, dtype=dtype)
     worst_loss = worst_gradient = 0.0
     for seed in range(num_splits):
-        loss, grad = accumulated(step, weights, theta, random.Random(seed))
-        worst_loss = max(worst_loss, abs(loss / expected.item() - 1))
-        difference = (grad.double() - gradient).abs().max() / gradient.abs().max()
-        worst_gradient = max(worst_gradient, difference.item())
+        microbatches = all_ranks(random_split(len(step), random.Random(seed)))
+        value, grad = accumulated(step, weights, theta, microbatches, loss)
+        worst_loss = max(worst_loss, abs(value / expected - 1))
+        worst_gradient = max(worst_gradient, relative_difference(grad, gradient))
     return worst_loss, worst_gradient
+
+
+def largest_differences_on_ranks(num_splits: int) -> dict[tuple, float]:
+    """By (loss, mode, dtype), that of gradients summed over the process group.
+
+    A rank reads no sequences but its own; what it needs of the others' comes through the group.
+    Every split has cross entropy, every fifth the other losses too: they weigh tokens alike.
+    """
+    group, found = dist.group.WORLD, {}
+    cases = [(loss, mode) for mode in LOSS_AGGREGATIONS for loss in LOSSES]
+    for dtype in (torch.float64, torch.float32):
+        step, theta = random_step(dtype), random_theta(dtype)
+        expected = {(loss, mode): expected_gradient(mode, theta, loss)[1] for loss, mode in cases}
+        for seed in range(num_splits):
+            split = random_split(len(step), random.Random(seed), dist.get_world_size())
+            microbatches = split[dist.get_rank()]
+            mine = [i for microbatch in microbatches for row in microbatch.rows for i in row]
+            own = [step[i] for i in mine]
+            weights = {
+                mode: dict(
+                    zip(mine, weights_of_step(own, mode, dtype=dtype, group=group), strict=True)
+                )
+                for mode in LOSS_AGGREGATIONS
+            }
+            now = [case for case in cases if case[0] == "sft" or seed % 5 == 0]
+            gradients = torch.stack(
+                [
+                    accumulated(step, weights[mode], theta, microbatches, loss)[1]
+                    for loss, mode in now
+                ]
+            )
+            dist.all_reduce(gradients)
+            for case, gradient in zip(now, gradients, strict=True):
+                difference = relative_difference(gradient, expected[case])
+                found[*case, dtype] = max(found.get((*case, dtype), 0.0), difference)
+    return found

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tests.unit.loss_splits import (
+    LOSSES,
     NUM_SPLITS,
     accumulated,
     aggregated_loss,
+    all_ranks,
     largest_differences,
+    random_split,
     random_step,
     random_theta,
     weights_of_step,
@@ -24,6 +27,10 @@ from torchtitan.components.loss import (
 )
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
+
+
+def split_of(step, seed):
+    return all_ranks(random_split(len(step), random.Random(seed)))
 
 
 @pytest.mark.parametrize(
@@ -58,21 +65,21 @@ def test_prompts_may_be_told_apart_by_a_tensor():
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_loss_and_gradient_are_the_same_for_every_split(mode, dtype, tolerance):
-    assert max(largest_differences(mode, dtype, NUM_SPLITS)) < tolerance
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
+    assert max(largest_differences(mode, dtype, NUM_SPLITS, loss)) < tolerance
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_deferred_denominator_gives_the_same_gradient(mode):
     step, theta = random_step(torch.float64), random_theta(torch.float64)
-    expected = accumulated(
-        step, weights_of_step(step, mode, dtype=torch.float64), theta, random.Random(0)
-    )[1]
+    weights = weights_of_step(step, mode, dtype=torch.float64)
+    expected = accumulated(step, weights, theta, split_of(step, 0))[1]
     gradient, denominator = torch.zeros_like(theta), 0.0
     for prompts in ((0, 3), (1,), (2, 4)):  # three calls, with whole prompts
         part = [sequence for sequence in step if sequence.prompt in prompts]
         weights, share = weights_of_step(part, mode, dtype=torch.float64, normalize=False)
-        gradient += accumulated(part, weights, theta, random.Random(1))[1]
+        gradient += accumulated(part, weights, theta, split_of(part, 1))[1]
         denominator += share
     assert (denominator == 0) == (mode == "token-sum")
     torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-12, atol=1e-15)
@@ -86,7 +93,7 @@ def test_duplicating_the_step_doubles_a_sum_and_leaves_means(mode):
     weights = aggregation_weights(
         [s.mask for s in twice], mode, norm=16.0, prompt_ids=prompts, dtype=torch.float64
     )
-    loss, _ = accumulated(twice, weights, theta, random.Random(0))
+    loss, _ = accumulated(twice, weights, theta, split_of(twice, 0))
     factor = 2 if mode == "token-sum" else 1
     assert loss == pytest.approx(factor * aggregated_loss(step, mode, theta).item(), rel=1e-12)
 
