@@ -152,9 +152,9 @@ def test_mistakes_are_named(client, call, message):
 def test_example_learns_in_a_few_steps():
     from examples.rl.copy_with_client import learn
 
-    shares = list(learn(steps=15))
+    shares = list(learn(steps=35))
     assert max(shares[:3]) < 0.1
-    assert max(shares[-3:]) > 0.1
+    assert max(shares[-3:]) > 0.25
 
 
 def test_step_with_a_failed_call_is_not_taken_in_part(client):
