@@ -17,9 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torchtitan
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
-from torchtitan.config.manager import exit_on_config_error
 from torchtitan.job import resolve_job
 from torchtitan.tools.logging import init_logger, logger
 
@@ -49,6 +48,8 @@ def main(
         `checkpointer`. config_cls, check_config: an extended config and its own rules.
     Exit code 2: the config cannot run; 1: data or files are not what the config says.
     """
+    from torchtitan.config.manager import ConfigManager, exit_on_config_error
+
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     with exit_on_config_error():

@@ -49,6 +49,17 @@ def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):
     assert not heavy_among(modules_loaded_by(statement))
 
 
+def test_import_of_trainer_is_no_command_line():
+    code = (
+        "import sys; sys.argv = ['x', '--not.a.flag']\n"
+        "from torchtitan.train import Trainer\n"
+        "assert sys.argv == ['x', '--not.a.flag']\n"
+        "assert 'tyro' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("family", sorted(_supported_models))
 def test_flavors_of_a_family_are_light_and_its_train_spec_loads_no_compiler(family):
     modules = modules_loaded_by(

@@ -1,3 +1,5 @@
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 # Stands before the imports below: other modules import it while this package is loading.
@@ -25,7 +27,9 @@ from torchtitan.config.job_config import (  # noqa: E402
     Training,
     Validation,
 )
-from torchtitan.config.manager import ConfigManager  # noqa: E402
+
+if TYPE_CHECKING:
+    from torchtitan.config.manager import ConfigManager
 
 __all__ = [
     "JobConfig",
@@ -47,3 +51,12 @@ __all__ = [
     "Validation",
     "Debug",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line's parser is of no use to programs that make a JobConfig themselves.
+    if name == "ConfigManager":
+        from torchtitan.config.manager import ConfigManager
+
+        return ConfigManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
