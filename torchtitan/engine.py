@@ -150,6 +150,9 @@ class TrainingEngine:
     weights_version: int
     """Counts changes of the weights: optimizer steps, and loads that bring weights alone."""
 
+    # Makes sums, in steps of its own, of the means that a client's own backward has.
+    _gradient_factor = 1.0
+
     # Set under pipeline parallelism.
     pp_schedule: "PipelineSchedule | None" = None
     pp_has_first_stage: bool | None = None
@@ -663,7 +666,7 @@ class TrainingEngine:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = loss_of(logits, microbatch)
             del logits  # [B, T, V]: free before backward needs the memory
-            loss.backward()
+            (loss * self._gradient_factor).backward()
         return loss.detach()
 
     def _pipeline_forward_backward(

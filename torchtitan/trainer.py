@@ -51,6 +51,18 @@ class Trainer(TrainingEngine):
                 job_config=config,
             )
 
+    def _maybe_average_gradients(self) -> None:
+        """Besides, a client's own backward has the mean over replicas that nothing shards: it
+        counts on the reference's DDP there, and multiplies its loss by the number of ranks."""
+        super()._maybe_average_gradients()
+        dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
+        replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
+        if self.dataloader is None and replicas_only and reduction == "sum":
+            from torchtitan.distributed.fsdp import scale_gradients
+
+            scale_gradients(self.model_parts[0], 1 / self.dp_size)
+            self._gradient_factor = float(self.dp_size)
+
     def _build_metrics(self) -> None:
         from torchtitan.components.metrics import build_metrics_processor
 

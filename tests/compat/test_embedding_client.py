@@ -40,6 +40,7 @@ SIZES = (32, 2, 2048)  # dim, layers and vocabulary, as a client finds its flavo
 DEGREES = {
     "one rank": {},
     "FSDP": {"data_parallel_shard_degree": 2},
+    "replicas": {"data_parallel_replicate_degree": 2},
     "TP": {"tensor_parallel_degree": 2},
     "CP": {"context_parallel_degree": 2},
 }
@@ -67,7 +68,10 @@ class Client:
             if (args.dim, args.n_layers, args.vocab_size) == SIZES
         )
         flavors.get(flavor).attn_type = attn_type
-        self.degrees = {"data_parallel_shard_degree": 1} | degrees
+        self.degrees = {
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": 1,
+        } | degrees
         self.trainer = Trainer(
             JobConfig(
                 model=Model(name="qwen3", flavor=flavor, hf_assets_path=hf_folder),
@@ -76,7 +80,6 @@ class Client:
                 ),
                 lr_scheduler=LRScheduler(warmup_steps=0, decay_type="linear", min_lr_factor=0.0),
                 parallelism=Parallelism(
-                    data_parallel_replicate_degree=1,
                     fsdp_reshard_after_forward="default",
                     pipeline_parallel_degree=1,
                     expert_parallel_degree=1,
@@ -96,7 +99,7 @@ class Client:
         (self.model,) = self.trainer.model_parts
         self.dims = ParallelDims(
             dp_shard=self.degrees["data_parallel_shard_degree"],
-            dp_replicate=1,
+            dp_replicate=self.degrees["data_parallel_replicate_degree"],
             cp=self.degrees.get("context_parallel_degree", 1),
             tp=self.degrees.get("tensor_parallel_degree", 1),
             pp=1,
@@ -105,11 +108,13 @@ class Client:
             world_size=torch.distributed.get_world_size(),
         )
         self.dims.build_mesh()
-        fsdp = self.dims.get_optional_mesh("fsdp")
-        shards_data = self.dims.dp_shard > 1
-        self.dp_rank = fsdp.get_local_rank() if shards_data else 0
-        self.dp_size = fsdp.size() if shards_data else 1
-        if shards_data:  # as its other engines have it: gradients are averaged
+        splits_data = self.dims.dp_shard > 1 or self.dims.dp_replicate > 1
+        name = "fsdp" if self.dims.dp_shard > 1 else "dp_replicate"
+        mesh = self.dims.get_optional_mesh(name) if splits_data else None
+        self.dp_rank = mesh.get_local_rank() if splits_data else 0
+        self.dp_size = mesh.size() if splits_data else 1
+        # As its other engines have it, gradients are averaged; those of replicas are by DDP.
+        if self.dims.dp_shard > 1:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(float(self.dp_size))
@@ -153,6 +158,7 @@ class Client:
             )
         with self.trainer.train_context(), self.trainer.maybe_enable_amp:
             logits = self.model(inputs, **extra_inputs, **extra_kwargs)
+        assert isinstance(logits, DTensor) == self.dims.tp_enabled
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -258,7 +264,7 @@ def make_hf_folder(folder):
 
 CASES = {
     1: [("one rank", "flex"), ("one rank", "varlen")],
-    2: [("FSDP", "flex"), ("TP", "varlen"), ("CP", "flex"), ("CP", "varlen")],
+    2: [("FSDP", "flex"), ("replicas", "flex"), ("TP", "varlen"), ("CP", "flex"), ("CP", "varlen")],
 }
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -26,11 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import job_config as sections
+from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.tiny_jobs import (
@@ -276,10 +279,13 @@ def client_train_spec(**changes: Any) -> Iterator[None]:
         train_spec_module.get_train_spec = original
 
 
+FAMILIES = ("qwen3", "llama3", "llama4", "deepseek_v3", "gpt_oss")
+
+
 @check("1c")
 def train_spec_names(kit: Kit) -> None:
     """get_train_spec knows qwen3, llama3, llama4, deepseek_v3 and gpt_oss."""
-    for name in ("qwen3", "llama3", "llama4", "deepseek_v3", "gpt_oss"):
+    for name in FAMILIES:
         assert train_spec_module.get_train_spec(name).model_args
 
 
@@ -290,14 +296,25 @@ def train_spec_replaced(kit: Kit) -> None:
         assert trainer.dataloader is None and trainer.train_spec.build_dataloader_fn is None
 
 
+def _has_experts(args: Any) -> bool:
+    return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
+
+
 @check("1c")
 def train_spec_flavors(kit: Kit) -> None:
-    """model_args is a mapping; the first flavor of a dim, depth and vocabulary can be found."""
+    """model_args is a mapping; the first flavor of a dim, depth and vocabulary is the dense one."""
     flavors = train_spec_module.get_train_spec(FAMILY).model_args
     sizes = (32, 2, VOCAB)
     found = [n for n, a in flavors.items() if (a.dim, a.n_layers, a.vocab_size) == sizes]
     assert found[0] == "tiny" and set(found) <= set(flavors.keys())
     assert flavors.get("tiny") is flavors["tiny"] and flavors.get("no such flavor") is None
+    for family in FAMILIES:
+        first: dict[tuple[int, ...], Any] = {}
+        for name, args in train_spec_module.get_train_spec(family).model_args.items():
+            found_args = first.setdefault((args.dim, args.n_layers, args.vocab_size), args)
+            assert _has_experts(args) or not _has_experts(found_args), f"{family} {name}"
+            if family == "qwen3" and not name.startswith(("debugmodel", "tiny")):
+                assert found_args is args, f"{name} is not the first of its sizes"
 
 
 @check("1c")
@@ -341,14 +358,31 @@ def trainer_fsdp_modules(kit: Kit) -> None:
     """Without a dataloader the model is an FSDPModule on any number of ranks, one included."""
     from torch.distributed.fsdp import FSDPModule
 
-    with kit.client_trainer() as trainer:
+    layouts = ("fsdp", "ddp", "tp", "hsdp") if kit.world_size > 1 else ("fsdp",)
+    for layout in layouts if kit.world_size > 2 else layouts[:3]:
+        with kit.client_trainer(layout) as trainer:
+            (model,) = trainer.model_parts
+            assert isinstance(model, FSDPModule), layout
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            _client_loss(trainer, model).backward()
+            model.reshard()
+
+
+@check("1d", min_ranks=2)
+def replicas_of_a_client(kit: Kit) -> None:
+    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
+    documents = make_documents(47)
+    with kit.client_trainer("ddp", training={"max_norm": 1e9}) as trainer:
         (model,) = trainer.model_parts
-        assert isinstance(model, FSDPModule)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-        _client_loss(trainer, model).backward()
-        model.reshard()
+        plain = PlainLoop(trainer)
+        _, expected = plain.run_step(documents)
+        _client_loss(trainer, model, seed=47).backward()  # the same documents on all ranks
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        trainer.optimizers.zero_grad()
+        norms = [norm, run_step(trainer, documents)[1]]
+        assert_close(norms, [expected] * 2, rtol=1e-5, atol=0)
 
 
 def client_masks(attn_type: str, positions: Tensor) -> Any:
@@ -452,8 +486,12 @@ def forward_logits_of_tensor_parallel(kit: Kit) -> None:
         plain = PlainLoop(engine)
         documents = make_documents(3, (5, 8))
         batch, labels = pack(documents)
-        logits = _client_logits(engine, model, batch)
-        assert logits.shape == (1, 13, VOCAB)
+        masks = client_masks(engine.model_args.attn_type, batch["positions"])
+        with engine.train_context(), engine.maybe_enable_amp:
+            pred = model(batch["input"], positions=batch["positions"], attention_masks=masks)
+        assert isinstance(pred, DTensor)
+        logits = pred.full_tensor()
+        assert logits.shape == pred.shape == (1, 13, VOCAB)
         loss = -_logprobs_of(logits, labels).sum()
         assert_close(loss, -sum(plain.logprobs(d).sum() for d in documents), rtol=1e-5, atol=0)
         loss.backward()
@@ -575,6 +613,28 @@ def maybe_enable_amp_is_reusable(kit: Kit) -> None:
                 logits.append(model(batch["input"], positions=positions, attention_masks=masks))
         assert logits[0].dtype == torch.bfloat16
         assert torch.equal(logits[0], logits[1])
+
+
+@check("1d")
+def forward_under_autocast(kit: Kit) -> None:
+    """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
+    batch, labels = pack(make_documents(46))
+    layouts = ("fsdp", "tp") if kit.world_size > 1 else ("fsdp",)
+    for layout, attn_type in itertools.product(layouts, ("flex", "varlen")):
+        training = {"mixed_precision_param": "bfloat16"}
+        with kit.client_trainer(layout, attn_type=attn_type, training=training) as trainer:
+            (model,) = trainer.model_parts
+            with torch.no_grad():
+                plain = PlainLoop(trainer)
+                expected = torch.cat([plain.logprobs(d) for d in make_documents(46)])
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = _client_logits(trainer, model, batch)
+            assert logits.dtype == torch.bfloat16
+            logprobs = _logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
+            assert_close(logprobs, expected, rtol=0, atol=5e-2)
+            (-logprobs.sum()).backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
 @check("1d")
@@ -796,6 +856,24 @@ def padded_batches_by_the_engine(kit: Kit) -> None:
     (logits,) = engine.forward_step([{"input": tokens, "attention_masks": mask}])
     ours = _logprobs_of(logits[:, :6], document[None, 1:])[0]
     assert_close(ours, PlainLoop(engine).logprobs(document).detach(), rtol=0, atol=5e-6)
+
+    documents = make_documents(13, (7, 11))
+    batch = {
+        "input": torch.stack([F.pad(d, (0, 11 - len(d))) for d in documents]),
+        "attention_masks": torch.stack([(torch.arange(11) < len(d)).int() for d in documents]),
+    }
+    labels = torch.stack([F.pad(d[1:], (0, 12 - len(d)), value=IGNORE_INDEX) for d in documents])
+    for attn_type in ("sdpa", "flex", "varlen"):
+        with kit.own_engine(attn_type=attn_type, attn_mask_type="causal") as engine:
+            plain = PlainLoop(engine)
+            loss = engine.forward_backward_step(
+                input_dict=batch,
+                labels=labels,
+                global_valid_tokens=num_valid(documents) * engine.dp_size,
+            )
+            loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+            ours = loss, float(engine.optim_step().grad_norm)
+            assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
 
 
 @check("1e")
