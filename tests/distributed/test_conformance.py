@@ -107,3 +107,20 @@ def test_table_names_results_and_counts(capsys):
     assert "1 passed, 0 failed, 0 skipped, on 1 rank(s)" in output
     with pytest.raises(ValueError, match="is in no check's name"):
         conformance.run_checks(1, "no such check")
+
+
+def test_failed_check_is_printed_with_its_problem_and_exit_code_1(monkeypatch, capsys):
+    results = [
+        conformance.Result("fine", "1a", "pass", 0.1, "what is fine"),
+        conformance.Result(
+            "broken", "1d", "FAIL", 0.2, "what should hold", "Traceback: 1 is not 2"
+        ),
+        conformance.Result("left out", "1d", "skip", 0.0, "pipelines", "needs 2 ranks"),
+    ]
+    monkeypatch.setattr(conformance, "run_checks", lambda nproc, only: results)
+    assert conformance.main([]) == 1
+    output = capsys.readouterr().out
+    assert "FAIL  1d   broken" in output and "1 passed, 1 failed, 1 skipped" in output
+    assert output.endswith("\nbroken: what should hold\nTraceback: 1 is not 2\n")
+    monkeypatch.setattr(conformance, "run_checks", lambda nproc, only: [results[0], results[2]])
+    assert conformance.main([]) == 0

@@ -123,6 +123,20 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         assert "exists already" in message and "comm.init_timeout_seconds" in message
 
 
+def settings_over_existing_group(folder):
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun leaves it
+    os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
+    with messages_of_torchtitan() as messages:
+        dist_utils.init_distributed(Comm(trace_buf_size=77), base_folder=folder)
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    return [os.environ[name] for name in names], len(messages)
+
+
+def test_settings_that_are_not_about_the_group_are_applied_over_an_existing_one(tmp_path):
+    assert run_ranks(settings_over_existing_group, 1, str(tmp_path)) == [(["77", "3"], 1)]
+    assert not list(tmp_path.iterdir())
+
+
 def refusal_on(device_type, backend, enable_cpu_backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     module = torch.get_device_module(device_type)
