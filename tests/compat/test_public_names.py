@@ -1,9 +1,18 @@
-"""Names of the reference that other programs import: each is there, and says so if it cannot work."""
+"""What other programs need of the package: names to import, and versions beside which it installs.
+
+Names of the reference are there, and say so if they cannot work.
+"""
 
 import importlib
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
     "torchtitan.config.job_config": (
@@ -104,3 +113,34 @@ def test_no_job_overlaps_experts_with_another_microbatch():
     with torch.device("meta"):
         model = spec.model_cls(spec.model_args["debugmodel_moe_small"])
     assert _count_moe_modules(model) == 4
+
+
+def versions_of_constraints() -> list[tuple[str, str]]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [tuple(line.split("==")) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "package, version",
+    [
+        *versions_of_constraints(),
+        # Those of an embedding client whose other packages admit no later ones.
+        ("torch", "2.11.0"),
+        ("transformers", "4.57.0"),
+        ("datasets", "4.0.0"),
+        ("datasets", "4.8.4"),
+        ("huggingface_hub", "0.36.0"),
+        ("tokenizers", "0.22.0"),
+    ],
+)
+def test_dependency_ranges_admit_tested_versions_and_those_of_a_client(package, version):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    for requirement in (Requirement(line) for lines in lists for line in lines):
+        if canonicalize_name(requirement.name) == canonicalize_name(package):
+            assert requirement.specifier.contains(version), requirement
+
+
+def test_python_of_a_client_is_admitted():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert Requirement(f"python{project['requires-python']}").specifier.contains("3.11.0")

@@ -130,3 +130,20 @@ def test_changing_layouts_neither_recompile_nor_wait_for_the_device(attn_type):
     n_syncs = [train(lengths) for lengths in LAYOUTS[3:]]
     assert counters["stats"]["unique_graphs"] == before
     assert max(n_syncs) <= (1 if attn_type == "varlen" else 0)
+
+
+def test_mask_of_every_other_length_compiles_nothing_after_warm_up():
+    """A new closure, which holds a new tensor, and a new length per call, as clients have them."""
+    from torch._dynamo.utils import counters
+    from torch.nn.attention.flex_attention import and_masks
+
+    counts = []
+    for seq_len in range(300, 780, 40):
+        mask_mod = and_masks(
+            get_document_id_mask_mod(ids_of([100, seq_len - 100])),
+            get_sliding_window_mask_mod(40),
+        )
+        mask = create_attention_mask(mask_mod, 1, None, seq_len, seq_len, device="cuda")
+        assert mask.shape == (1, 1, seq_len, seq_len)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[2:] == [counts[2]] * 10

@@ -61,6 +61,31 @@ def test_steps_after_a_stay_in_host_memory_are_the_same(family, sharded, tmp_pat
     assert step(engine, 1) == expected[1]
 
 
+def test_step_after_a_stay_that_a_client_arranged_itself_is_the_same(tmp_path, monkeypatch):
+    """Without `engine.to`: the FSDP module is moved, and tensors of the optimizers' state."""
+    wrap_for_fsdp(monkeypatch)
+    plain, engine = (make_engine(tmp_path, "--debug.deterministic") for _ in range(2))
+    expected = [step(plain, seed) for seed in range(2)]
+    found = [step(engine, 0)]
+
+    def move(device):
+        for part in engine.model_parts:
+            part.to(device)
+        optimizers = engine.optimizers
+        for parameter in (p for group in optimizers.param_groups for p in group["params"]):
+            state = optimizers.state[parameter]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+
+    move("cpu")
+    assert {p.device.type for p in engine.model_parts[0].parameters()} == {"cpu"}
+    assert {s["exp_avg"].device.type for s in engine.optimizers.state.values()} == {"cpu"}
+    move("cuda")
+    assert [*found, step(engine, 1)] == expected
+
+
 def test_each_kind_of_state_moves_by_itself(tmp_path):
     engine = make_engine(tmp_path)
     step(engine, 0)

@@ -461,6 +461,33 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
     assert n_compiled[1:] == [n_compiled[1]] * 5
 
 
+def masks_of_many_lengths(create_mask):
+    """The count of compiled graphs after each of 12 masks, with a closure and a length each."""
+    from torch._dynamo.utils import counters
+
+    counts = []
+    for seq_len in range(130, 250, 10):
+        ids = torch.arange(seq_len)[None] // 50
+        mask_mod = and_masks(get_document_id_mask_mod(ids), get_sliding_window_mask_mod(40))
+        mask = create_mask(mask_mod, 1, None, seq_len, seq_len, device="cpu")
+        assert mask.shape == (1, 1, seq_len, seq_len)
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
+
+
+def test_mask_of_every_other_length_compiles_nothing_on_the_cpu():
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    assert masks_of_many_lengths(create_attention_mask) == [before] * 12
+
+
+def test_compiled_mask_is_compiled_anew_for_the_second_length_at_most():
+    """What accelerators run, traced here without their compiler."""
+    counts = masks_of_many_lengths(torch.compile(create_block_mask, backend="eager"))
+    assert counts[1:] == [counts[1]] * 11
+
+
 def test_importing_the_protocols_loads_no_kernel():
     code = (
         "import sys, torch; before = set(sys.modules)\n"
