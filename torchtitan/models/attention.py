@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.documents import document_ids_from_eos, document_starts
+from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -190,20 +191,29 @@ _compiled_create_block_mask = _CompiledOnFirstCall(_load_create_block_mask)
 # ---- masks ----
 
 
-def create_attention_mask(*args: Any, **kwargs: Any) -> "BlockMask":
-    """`create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`, compiled off the CPU.
+def create_attention_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> "BlockMask":
+    """torch's `create_block_mask` with the same arguments, compiled off the CPU.
+
+    device: None is the accelerator, or the CPU where there is none.
 
     Evaluates mask_mod everywhere. For documents `create_document_block_mask` is much faster.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    device = kwargs.get("device", args[5] if len(args) > 5 else None)
     if device is None:
-        on_cpu = not torch.accelerator.is_available()
-    else:
-        on_cpu = torch.device(device).type == "cpu"
+        device = get_device_type()
     # On a CPU compiling takes the better part of a minute and saves seconds.
-    return (create_block_mask if on_cpu else _compiled_create_block_mask)(*args, **kwargs)
+    on_cpu = torch.device(device).type == "cpu"
+    create = create_block_mask if on_cpu else _compiled_create_block_mask
+    return create(mask_mod, B, H, Q_LEN, KV_LEN, device, **kwargs)
 
 
 def create_document_varlen_metadata(document_ids: Tensor) -> VarlenMetadata:
