@@ -62,8 +62,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"{', '.join(name for name in known if name not in ('self', 'dataset'))}"
             )
         if not kwargs.get("num_workers"):
-            kwargs.pop("persistent_workers", None)
-            kwargs.pop("prefetch_factor", None)
+            for of_workers in ("persistent_workers", "prefetch_factor"):
+                kwargs.pop(of_workers, None)
 
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.

@@ -28,11 +28,11 @@ class LRSchedulersContainer:
         assert len(optimizers) > 0, "there must be at least one optimizer to schedule"
         self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
 
-    def __iter__(self) -> Iterator[LambdaLR]:
-        return iter(self.schedulers)
-
     def __len__(self) -> int:
         return len(self.schedulers)
+
+    def __iter__(self) -> Iterator[LambdaLR]:
+        yield from self.schedulers
 
     def step(self) -> None:
         for scheduler in self.schedulers:
@@ -53,7 +53,8 @@ class LRSchedulersContainer:
             scheduler._last_lr = lrs
 
     def state_dict(self) -> dict[str, Any]:
-        return self.schedulers[0].state_dict()
+        one_for_all, *_ = self.schedulers
+        return one_for_all.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self.schedulers:

@@ -213,20 +213,20 @@ class LoggerContainer(BaseLogger):
     def __init__(self) -> None:
         self._loggers: list[BaseLogger] = []
 
-    def add_logger(self, logger_instance: BaseLogger) -> None:
-        self._loggers.append(logger_instance)
+    def add_logger(self, backend: BaseLogger) -> None:
+        self._loggers.append(backend)
 
     @property
     def number_of_loggers(self) -> int:
         return len(self._loggers)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        for logger_instance in self._loggers:
-            logger_instance.log(metrics, step)
+        for backend in self._loggers:
+            backend.log(metrics, step)
 
     def close(self) -> None:
-        for logger_instance in self._loggers:
-            logger_instance.close()
+        for backend in self._loggers:
+            backend.close()
 
 
 def ensure_pp_loss_visible(

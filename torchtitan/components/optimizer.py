@@ -286,13 +286,13 @@ def _optimizer_kwargs(config: OptimizerConfig) -> dict[str, Any]:
             f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
             f"got {config.implementation!r}"
         )
-    return {
+    kernel = {name: name == config.implementation for name in ("fused", "foreach")}
+    betas = config.beta1, config.beta2
+    return kernel | {
         "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
+        "betas": betas,
         "eps": config.eps,
         "weight_decay": config.weight_decay,
-        "fused": config.implementation == "fused",
-        "foreach": config.implementation == "foreach",
     }
 
 
