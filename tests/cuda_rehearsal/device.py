@@ -1,0 +1,295 @@
+"""A CUDA device that computes nothing, for a torch that was built without CUDA.
+
+    from tests.cuda_rehearsal.device import load_device
+    load_device()          # before the first `import torch` of the process
+    import torch
+    patch_cuda()
+
+Autograd, FSDP, the compiler's front end and pinned memory then take the branches that they take
+on CUDA. Tensors "on cuda" must be fake ones, see `rehearsal.py`. Streams and events record who
+waits for whom, so that a missing wait can be found; a call that makes the host wait is reported
+to `on_host_wait`.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Autograd wants a guard: one device, with one stream whose work is always done. The pinned
+# allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
+_SOURCE = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+namespace {
+std::mutex mutex;
+std::map<const char*, size_t> blocks;  // start and size of each pinned block
+
+void unpin(void* block) {
+  std::lock_guard<std::mutex> lock(mutex);
+  blocks.erase(static_cast<const char*>(block));
+  std::free(block);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* block = nullptr;
+    TORCH_CHECK(posix_memalign(&block, 64, size ? size : 1) == 0, "out of memory");
+    std::lock_guard<std::mutex> lock(mutex);
+    blocks[static_cast<const char*>(block)] = size;
+    return {block, block, &unpin, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+};
+PinnedAllocator pinned;
+}  // namespace
+
+namespace c10::impl {
+struct RehearsalGuard final : NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream exchangeStream(Stream s) const noexcept override { return s; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, RehearsalGuard)
+}  // namespace c10::impl
+
+namespace at {
+struct CUDAHooks : CUDAHooksInterface {  // torch looks for this name
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto after = blocks.upper_bound(static_cast<const char*>(data));
+    if (after == blocks.begin()) return false;
+    const auto& [start, size] = *--after;
+    return static_cast<const char*>(data) < start + size;
+  }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}  // namespace at
+"""
+
+
+def why_not() -> str | None:
+    """Why this machine cannot rehearse, in words; None if it can."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "torch is not installed"
+    if sys.platform != "linux":
+        return f"loads a Linux library, and this is {sys.platform}"
+    if (Path(torch.origin).parent / "lib/libtorch_cuda.so").exists():
+        return "this torch was built with CUDA; the stand-in needs a CPU build"
+    if shutil.which("g++") is None:
+        return "there is no C++ compiler (g++)"
+    return None
+
+
+def load_device() -> None:
+    """Compile the stand-in (2 s, once per torch version) and load it; torch must not be imported.
+
+    torch asks for CUDA once, while it is imported, and remembers the answer.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("load_device() has to come before the first `import torch`")
+    root = Path(importlib.util.find_spec("torch").origin).parent
+    digest = hashlib.sha1((_SOURCE + (root / "version.py").read_text()).encode()).hexdigest()[:12]
+    library = Path(tempfile.gettempdir()) / f"cuda_rehearsal_{os.getuid()}_{digest}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / library.name
+            command = f"g++ -O0 -std=c++20 -shared -fPIC -x c++ -I{root}/include -L{root}/lib"
+            command = [*command.split(), "-o", str(made), "-", "-lc10", "-ltorch_cpu"]
+            subprocess.run(command, input=_SOURCE.encode(), check=True)
+            # Renamed in one go: several test processes may build at the same time.
+            shutil.copy(made, f"{library}.{os.getpid()}")
+            os.replace(f"{library}.{os.getpid()}", library)
+    for path in (root / "lib/libc10.so", root / "lib/libtorch_cpu.so", library):
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+
+
+# ---- streams and events ----
+
+Clock = Counter
+"""How many operations of each stream (by its id) are known to be finished: a vector clock."""
+
+_numbers = itertools.count(1)
+_current = threading.local()
+on_host_wait: Callable[[str], None] = lambda what: None
+
+
+class HostClock(threading.local):
+    """What the host knows to be finished, in each of its threads."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+
+
+host = HostClock()
+
+
+class Event:
+    """A point in a stream; `clock` is what was finished or queued before it."""
+
+    def __init__(self, *_args, **_kwargs) -> None:
+        self.clock = Clock()
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        self.clock = Clock((stream or current_stream()).clock)
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        (stream or current_stream()).clock |= self.clock
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        on_host_wait("event.synchronize")
+        host.clock |= self.clock
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+def make_stream_class(torch: types.ModuleType) -> type:
+    """A subclass of torch's, for annotations and isinstance checks."""
+
+    class Stream(torch.cpu.Stream):
+        device_type = 1
+
+        def __init__(self, *_args, **_kwargs) -> None:
+            self.stream_id = next(_numbers)
+            self.clock = Clock()
+
+        @property
+        def device(self):
+            return torch.device("cuda", 0)
+
+        device_index = 0
+
+        def tick(self) -> None:
+            """One more operation is queued here."""
+            self.clock[self.stream_id] += 1
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: "Stream") -> None:
+            self.clock |= stream.clock
+
+        def synchronize(self) -> None:
+            on_host_wait("stream.synchronize")
+            host.clock |= self.clock
+
+        def query(self) -> bool:
+            return True
+
+        def is_capturing(self) -> bool:
+            return False
+
+    return Stream
+
+
+default_stream: "Stream"  # noqa: F821 (made by patch_cuda)
+
+
+def current_stream(device=None) -> "Stream":  # noqa: F821
+    """Each thread has its own current stream, the default one until it says otherwise."""
+    return getattr(_current, "stream", default_stream)
+
+
+@contextlib.contextmanager
+def stream(chosen: "Stream | None") -> Iterator[None]:  # noqa: F821
+    before = current_stream()
+    _current.stream = chosen or before
+    try:
+        yield
+    finally:
+        _current.stream = before
+
+
+def _synchronize(device=None) -> None:
+    on_host_wait("torch.cuda.synchronize")
+    host.clock |= default_stream.clock
+
+
+def patch_cuda(memory_gib: int = 141) -> None:
+    """Let `torch.cuda` and `torch.accelerator` speak of an H200 of `memory_gib`."""
+    global default_stream
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    stream_class = make_stream_class(torch)
+    default_stream = stream_class()
+    card = types.SimpleNamespace(
+        name="NVIDIA H200", total_memory=memory_gib * 2**30, major=9, minor=0,
+        multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": _synchronize,
+        "get_device_name": lambda device=None: card.name,
+        "get_device_properties": lambda device=None: card,
+        "get_device_capability": lambda device=None: (card.major, card.minor),
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed_all": lambda seed: None,
+        "memory_stats": lambda device=None: {},
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "Stream": stream_class,
+        "Event": Event,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: default_stream,
+        "stream": stream,
+        "device": lambda device: contextlib.nullcontext(),
+    }.items():
+        setattr(torch.cuda, name, value)
+    torch.accelerator.current_stream = current_stream
+    torch.accelerator.synchronize = _synchronize
+    torch.accelerator.current_device_index = lambda: 0
+    FakeTensorMode.avoid_device_init = True
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") passes our mode by

@@ -1,0 +1,272 @@
+"""The dispatch mode under which tensors on "cuda" are fake, and all others real.
+
+It raises where a tensor of the host meets one of the device, and notes in `waits` each place
+where the host waits for the device or copies from pageable memory, and in `races` each place
+where a stream reads or writes what another one may still be working on.
+
+Not covered: kernels and their limits, device memory, NCCL.
+"""
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cuda_rehearsal import device
+
+aten = torch.ops.aten
+
+READS = {aten._local_scalar_dense.default, aten.equal.default}
+SIZED_BY_VALUES = {
+    aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
+    aten.masked_select.default,
+    aten._unique2.default,
+}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+# What the host reads is not known, and made up: 1 of its type, unless a function of the project
+# needs something that fits its other numbers: function -> (its local variables) -> a number.
+ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "_token_dispatch": lambda local: local["routed"].shape[0] // local["num_ranks"],
+}
+
+
+class Rehearsal(TorchDispatchMode):
+    """waits: what and where -> how often; see the module.
+
+    made_up: how many numbers were read that only a device could have told.
+    on_read: called with (what, frame) before a number is made up.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, on_read: Callable[[str, Any], None] = lambda what, frame: None) -> None:
+        super().__init__()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.waits: Counter[str] = Counter()
+        self.races: Counter[str] = Counter()
+        self.made_up = 0
+        self.on_read = on_read
+        self._uses: dict[int, _Uses] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # or the compiler would not compile inside
+
+    def __enter__(self) -> "Rehearsal":
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def forget(self) -> None:
+        """Begin to count again."""
+        self.waits.clear()
+        self.races.clear()
+
+    def _note(self, what: str) -> None:
+        self.waits[f"{what} in {place()[0]}"] += 1
+
+    def _made_up(self, what: str) -> float:
+        where, frame = place()
+        self.on_read(what, frame)
+        self.made_up += 1
+        answer = ANSWERS.get(frame.f_code.co_name) if frame else None
+        return 1 if answer is None else answer(frame.f_locals)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # what it does to its local tensors passes by here
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor or the compiler, finding out shapes
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if isinstance(source, FakeTensor) and source.is_cuda:
+            if func in READS:
+                self._note(func.name())
+                value = self._made_up(func.name())
+                return bool(value) if func is aten.equal.default else _as(source.dtype, value)
+            if func in SIZED_BY_VALUES and kwargs.get("output_size") is None:
+                self._note(func.name())
+                n = int(self._made_up(func.name()))
+                shape = (n, source.dim()) if func is aten.nonzero.default else (n,)
+                with self.fake_mode:
+                    return torch.zeros(shape, dtype=torch.int64, device="cuda")
+        if func is aten._to_copy.default and "device" in kwargs:
+            return self._copy_to(func, source, kwargs)
+        if func is aten.copy_.default and isinstance(args[1], torch.Tensor):
+            return self._copy_into(func, *args[:2], kwargs)
+        on_device = torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        with self.fake_mode if on_device else contextlib.nullcontext():
+            out = func(*args, **kwargs)
+        self._track(func, args, kwargs, out)
+        return out
+
+    # ---- copies between host and device ----
+
+    def _copy_to(self, func, source, kwargs):
+        to_device = torch.device(kwargs["device"]).type == "cuda"
+        if source.is_cuda and not to_device:
+            return self._read(source, kwargs)
+        if to_device and not source.is_cuda:
+            self._check_source(source, kwargs.get("non_blocking", False))
+        with self.fake_mode if to_device else contextlib.nullcontext():
+            out = func(source, **kwargs)
+        self._track(func, (source,), {}, out)
+        return out
+
+    def _copy_into(self, func, target, source, kwargs):
+        if target.is_cuda == source.is_cuda:
+            out = func(target, source, **kwargs)
+            self._track(func, (target, source), {}, out)
+            return out
+        non_blocking = kwargs.get("non_blocking", False)
+        if target.is_cuda:
+            self._check_source(source, non_blocking)
+            with self.fake_mode:
+                out = func(target, source, **kwargs)
+            self._track(func, (target,), {}, out)
+            return out
+        self._track(func, (source,), {}, None)
+        if not (non_blocking and target.is_pinned()):
+            self._note("copy to host")
+        return target
+
+    def _read(self, source, kwargs):
+        self._track(aten.clone.default, (source,), {}, None)
+        self._note("copy to host, async" if kwargs.get("non_blocking") else "copy to host")
+        value = self._made_up("copy to host")
+        dtype = kwargs.get("dtype") or source.dtype
+        return torch.full(source.shape, _as(dtype, value), dtype=dtype)
+
+    def _check_source(self, source, non_blocking: bool) -> None:
+        """The host goes on at once only while it copies from pinned memory.
+
+        A number that was made on the host is not a copy of memory.
+        """
+        if source.dim() == 0 and source.numel() == 1 and not non_blocking:
+            self._note("copy of a number")
+        elif not source.is_pinned():
+            self._note("copy of pageable" + (", async" if non_blocking else ""))
+        elif not non_blocking:
+            self._note("copy of pinned, not async")
+
+    # ---- streams ----
+
+    def _track(self, func, args, kwargs, out) -> None:
+        """Note who reads and writes, and what of that another stream may be in the middle of."""
+        with self._lock:
+            used = [(t, False) for t in _tensors(args)] + [(t, False) for t in _tensors(kwargs)]
+            if not used and out is None:
+                return
+            written = {
+                id(args[i])
+                for i, argument in enumerate(func._schema.arguments)
+                if i < len(args) and argument.alias_info is not None and argument.alias_info.is_write
+            } if hasattr(func, "_schema") else set()  # fmt: skip
+            stream = device.current_stream()
+            keys = set()
+            is_first = True
+            for tensor, _ in used:
+                if not (isinstance(tensor, FakeTensor) and tensor.is_cuda):
+                    continue
+                if is_first:
+                    stream.tick()
+                    is_first = False
+                key = tensor.untyped_storage()._cdata
+                keys.add(key)
+                uses = self._uses.setdefault(key, _Uses())
+                is_write = id(tensor) in written
+                if not uses.is_safe(stream, is_write):
+                    what = "write" if is_write else "read"
+                    self.races[f"{what} of {func} in {place()[0]}"] += 1
+                uses.add(stream, is_write)
+            for tensor in _tensors(out):
+                if isinstance(tensor, FakeTensor) and tensor.is_cuda:
+                    key = tensor.untyped_storage()._cdata
+                    if key not in keys:  # new memory
+                        if is_first:
+                            stream.tick()
+                            is_first = False
+                        self._uses[key] = _Uses()
+                        self._uses[key].add(stream, True)
+
+
+class _Uses:
+    """Of some memory: when each stream last wrote to it, and last used it at all."""
+
+    __slots__ = ("writes", "uses")
+
+    def __init__(self) -> None:
+        self.writes: dict[int, int] = {}
+        self.uses: dict[int, int] = {}
+
+    def is_safe(self, stream, is_write: bool) -> bool:
+        before = self.uses if is_write else self.writes
+        return all(stream.clock[other] >= tick for other, tick in before.items())
+
+    def add(self, stream, is_write: bool) -> None:
+        number = stream.stream_id
+        self.uses[number] = stream.clock[number]
+        if is_write:
+            self.writes = {number: stream.clock[number]}
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    if isinstance(values, list | tuple | type({}.values())):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _as(dtype: torch.dtype, value: float) -> Any:
+    if dtype is torch.bool:
+        return bool(value)
+    return float(value) if dtype.is_floating_point else int(value)
+
+
+_SKIPPED = "__torch_dispatch__", "<listcomp>", "<dictcomp>", "<genexpr>", "<lambda>"
+
+
+def place() -> tuple[str, Any]:
+    """("file function" of the innermost frame of the project or its tests, that frame)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        in_project = "/torchtitan/" in name or ("/tests/" in name and "site-packages" not in name)
+        if in_project and "/cuda_rehearsal/" not in name and function not in _SKIPPED:
+            file = name.rpartition("/torchtitan/" if "/torchtitan/" in name else "/tests/")[2]
+            return f"{file} {function}", frame
+        frame = frame.f_back
+    return "backward", None
+
+
+def patch_kernels() -> None:
+    """Uncompiled: flex attention as the operator that compiled code calls, varlen as it is."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.varlen import varlen_attn
+
+    from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
+
+    def flex(*args, **kwargs):
+        with mock.patch("torch.compiler.is_dynamo_compiling", lambda: True):
+            return flex_attention(*args, **kwargs)
+
+    FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex)
+    VarlenAttentionWrapper._compiled_varlen_attn = staticmethod(varlen_attn)
