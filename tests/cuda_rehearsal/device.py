@@ -24,8 +24,9 @@ import tempfile
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Autograd wants a guard: one device, with one stream whose work is always done. The pinned
 # allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
@@ -143,7 +144,10 @@ Clock = Counter
 
 _numbers = itertools.count(1)
 _current = threading.local()
-on_host_wait: Callable[[str], None] = lambda what: None
+
+
+def on_host_wait(what: str) -> None:
+    """Called when the host waits for a stream, an event or the device; a rehearsal replaces it."""
 
 
 class HostClock(threading.local):
@@ -162,10 +166,10 @@ class Event:
     def __init__(self, *_args, **_kwargs) -> None:
         self.clock = Clock()
 
-    def record(self, stream: "Stream | None" = None) -> None:
+    def record(self, stream: Any = None) -> None:
         self.clock = Clock((stream or current_stream()).clock)
 
-    def wait(self, stream: "Stream | None" = None) -> None:
+    def wait(self, stream: Any = None) -> None:
         (stream or current_stream()).clock |= self.clock
 
     def query(self) -> bool:
@@ -207,12 +211,20 @@ def make_stream_class(torch: types.ModuleType) -> type:
         def wait_event(self, event: Event) -> None:
             event.wait(self)
 
-        def wait_stream(self, stream: "Stream") -> None:
+        def wait_stream(self, stream: Any) -> None:
             self.clock |= stream.clock
 
         def synchronize(self) -> None:
             on_host_wait("stream.synchronize")
             host.clock |= self.clock
+
+        def __enter__(self) -> "Stream":
+            self._inside = stream(self)
+            self._inside.__enter__()
+            return self
+
+        def __exit__(self, *error) -> None:
+            self._inside.__exit__(*error)
 
         def query(self) -> bool:
             return True
@@ -223,16 +235,16 @@ def make_stream_class(torch: types.ModuleType) -> type:
     return Stream
 
 
-default_stream: "Stream"  # noqa: F821 (made by patch_cuda)
+default_stream: Any  # a Stream, made by patch_cuda
 
 
-def current_stream(device=None) -> "Stream":  # noqa: F821
+def current_stream(device=None) -> Any:
     """Each thread has its own current stream, the default one until it says otherwise."""
     return getattr(_current, "stream", default_stream)
 
 
 @contextlib.contextmanager
-def stream(chosen: "Stream | None") -> Iterator[None]:  # noqa: F821
+def stream(chosen: Any) -> Iterator[None]:
     before = current_stream()
     _current.stream = chosen or before
     try:
@@ -288,7 +300,10 @@ def patch_cuda(memory_gib: int = 141) -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    torch.accelerator.current_stream = current_stream
+    # Objects of their own: the compiler has a handler for each.
+    torch.Stream = type("Stream", (stream_class,), {})
+    torch.Event = type("Event", (Event,), {})
+    torch.accelerator.current_stream = lambda device=None: current_stream()
     torch.accelerator.synchronize = _synchronize
     torch.accelerator.current_device_index = lambda: 0
     FakeTensorMode.avoid_device_init = True

@@ -108,8 +108,11 @@ class Rehearsal(TorchDispatchMode):
         if func is aten._to_copy.default and "device" in kwargs:
             return self._copy_to(func, source, kwargs)
         if func is aten.copy_.default and isinstance(args[1], torch.Tensor):
-            return self._copy_into(func, *args[:2], kwargs)
+            return self._copy_into(func, *args, **kwargs)
         on_device = torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        if "device" in kwargs and not on_device and isinstance(source, FakeTensor):
+            # empty_like, new_zeros and the like: a real tensor of this shape, at no cost.
+            args = (torch.empty((), dtype=source.dtype).expand(source.shape), *args[1:])
         with self.fake_mode if on_device else contextlib.nullcontext():
             out = func(*args, **kwargs)
         self._track(func, args, kwargs, out)
@@ -128,16 +131,15 @@ class Rehearsal(TorchDispatchMode):
         self._track(func, (source,), {}, out)
         return out
 
-    def _copy_into(self, func, target, source, kwargs):
+    def _copy_into(self, func, target, source, non_blocking=False):
         if target.is_cuda == source.is_cuda:
-            out = func(target, source, **kwargs)
+            out = func(target, source, non_blocking)
             self._track(func, (target, source), {}, out)
             return out
-        non_blocking = kwargs.get("non_blocking", False)
         if target.is_cuda:
             self._check_source(source, non_blocking)
             with self.fake_mode:
-                out = func(target, source, **kwargs)
+                out = func(target, source, non_blocking)
             self._track(func, (target,), {}, out)
             return out
         self._track(func, (source,), {}, None)

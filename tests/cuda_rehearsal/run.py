@@ -4,6 +4,8 @@ python -m tests.cuda_rehearsal.run                  # all cases, and where each 
 python -m tests.cuda_rehearsal.run "llama3 flex"    # this one
 """
 
+# ruff: noqa: E402 (the device has to be there before torch)
+
 import argparse
 import contextlib
 import os
