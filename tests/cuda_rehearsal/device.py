@@ -304,7 +304,7 @@ def patch_cuda(memory_gib: int = 141) -> None:
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.current_stream = lambda device=None: current_stream()
-    torch.accelerator.synchronize = _synchronize
+    torch.accelerator.synchronize = lambda device=None: _synchronize()
     torch.accelerator.current_device_index = lambda: 0
     FakeTensorMode.avoid_device_init = True
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") passes our mode by
