@@ -31,6 +31,7 @@ from typing import Any
 # Autograd wants a guard: one device, with one stream whose work is always done. The pinned
 # allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
 _SOURCE = r"""
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstdlib>
@@ -86,6 +87,10 @@ struct CUDAHooks : CUDAHooksInterface {  // torch looks for this name
   void setCurrentDevice(DeviceIndex) const override {}
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  Generator getNewGenerator(DeviceIndex) const override { return detail::createCPUGenerator(); }
+  const Generator& getDefaultGenerator(DeviceIndex) const override {
+    return detail::getDefaultCPUGenerator();
+  }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isPinnedPtr(const void* data) const override {
     std::lock_guard<std::mutex> lock(mutex);

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -33,9 +33,13 @@ SIZED_BY_VALUES = {
 }
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-# What the host reads is not known, and made up: 1 of its type, unless a function of the project
-# needs something that fits its other numbers: function -> (its local variables) -> a number.
+# What the host reads is not known, and made up: 1 for a number, zeros for a tensor that it copies,
+# unless a function of the project needs something that fits its other numbers:
+# function -> (its local variables) -> a number.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "_on_any_rank": lambda _: 0,  # none of them saw a leak
+    "check": lambda _: 0,
+    "_next_microbatches": lambda _: 0,  # no rank ran out of data
     "_token_dispatch": lambda local: local["routed"].shape[0] // local["num_ranks"],
 }
 
@@ -66,6 +70,7 @@ class Rehearsal(TorchDispatchMode):
     def __enter__(self) -> "Rehearsal":
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
+        self._stack.enter_context(mock.patch.object(threading.Thread, "run", _in_thread(self)))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -80,12 +85,12 @@ class Rehearsal(TorchDispatchMode):
     def _note(self, what: str) -> None:
         self.waits[f"{what} in {place()[0]}"] += 1
 
-    def _made_up(self, what: str) -> float:
+    def _made_up(self, what: str, default: float = 1) -> float:
         where, frame = place()
         self.on_read(what, frame)
         self.made_up += 1
         answer = ANSWERS.get(frame.f_code.co_name) if frame else None
-        return 1 if answer is None else answer(frame.f_locals)
+        return default if answer is None else answer(frame.f_locals)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -150,7 +155,7 @@ class Rehearsal(TorchDispatchMode):
     def _read(self, source, kwargs):
         self._track(aten.clone.default, (source,), {}, None)
         self._note("copy to host, async" if kwargs.get("non_blocking") else "copy to host")
-        value = self._made_up("copy to host")
+        value = self._made_up("copy to host", default=0)
         dtype = kwargs.get("dtype") or source.dtype
         return torch.full(source.shape, _as(dtype, value), dtype=dtype)
 
@@ -205,6 +210,26 @@ class Rehearsal(TorchDispatchMode):
                             is_first = False
                         self._uses[key] = _Uses()
                         self._uses[key].add(stream, True)
+
+
+def _in_thread(rehearsal: Rehearsal) -> Callable[[threading.Thread], None]:
+    """What a thread runs that is started inside: dispatch modes are each thread's own."""
+    run = threading.Thread.run
+
+    def run_inside(thread: threading.Thread) -> None:
+        with _push_mode(rehearsal):
+            run(thread)
+
+    return run_inside
+
+
+@contextlib.contextmanager
+def _push_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 class _Uses:
