@@ -52,3 +52,6 @@ CASES = {
     "gpt_oss op flex": (8, f"{OP} {FLEX}"),
     "gpt_oss tp ep": (8, f"{TP}2 {EP}2"),
 }
+
+# name -> part -> where the host waits, and how often. Nothing that is not here may wait.
+ALLOWED: dict[str, dict[str, dict[str, int]]] = {}

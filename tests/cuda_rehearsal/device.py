@@ -311,5 +311,9 @@ def patch_cuda(memory_gib: int = 141) -> None:
     torch.accelerator.current_stream = lambda device=None: current_stream()
     torch.accelerator.synchronize = lambda device=None: _synchronize()
     torch.accelerator.current_device_index = lambda: 0
+    init_process_group = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: init_process_group(
+        backend and backend.replace("nccl", "fake"), *args, **kwargs
+    )
     FakeTensorMode.avoid_device_init = True
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") passes our mode by

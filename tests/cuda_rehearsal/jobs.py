@@ -56,7 +56,7 @@ def engine_of(world_size: int, *flags: str, rank: int = 0) -> Iterator[tuple]:
         yield engine, rehearsal
 
 
-def rehearse(name: str, n_steps: int = 2) -> dict[str, int]:
+def rehearse(name: str, n_steps: int = 2) -> dict[str, dict[str, int]]:
     """Build the engine of a case and train; returns what was noted in the last step."""
     world_size, flags, rank = (*CASES[name], 0)[:3]
     flags = f"--model.name={name.split()[0]}", *flags.split()
@@ -69,4 +69,4 @@ def rehearse(name: str, n_steps: int = 2) -> dict[str, int]:
             )
             result = engine.optim_step()
         assert loss.device == result.grad_norm.device == torch.device("cuda", 0)
-        return dict(rehearsal.waits + rehearsal.races)
+        return {"step": dict(rehearsal.waits + rehearsal.races)}

@@ -40,6 +40,7 @@ ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "_on_any_rank": lambda _: 0,  # none of them saw a leak
     "check": lambda _: 0,
     "_next_microbatches": lambda _: 0,  # no rank ran out of data
+    "continue_prompts": lambda _: 1,  # one token each
     "_token_dispatch": lambda local: local["routed"].shape[0] // local["num_ranks"],
 }
 
@@ -71,6 +72,7 @@ class Rehearsal(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
         self._stack.enter_context(mock.patch.object(threading.Thread, "run", _in_thread(self)))
+        self._stack.enter_context(mock.patch.object(torch.Tensor, "tolist", _tolist))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -210,6 +212,11 @@ class Rehearsal(TorchDispatchMode):
                             is_first = False
                         self._uses[key] = _Uses()
                         self._uses[key].add(stream, True)
+
+
+def _tolist(tensor: torch.Tensor, tolist: Callable[[Any], Any] = torch.Tensor.tolist) -> Any:
+    """One copy to the host, as on a device; of a fake tensor torch would read each number."""
+    return tolist(tensor.cpu() if tensor.is_cuda else tensor)
 
 
 def _in_thread(rehearsal: Rehearsal) -> Callable[[threading.Thread], None]:

@@ -7,14 +7,17 @@ python -m tests.cuda_rehearsal.run "llama3 flex"    # this case
 # ruff: noqa: E402 (the device has to be there before torch)
 
 import argparse
+import json
 import time
 import traceback
+from collections.abc import Callable
 
 from tests.cuda_rehearsal.device import load_device, patch_cuda
 
 load_device()
 
 from tests.cuda_rehearsal.cases import CASES
+from tests.cuda_rehearsal.faults import FAULTS
 from tests.cuda_rehearsal.jobs import rehearse
 from tests.cuda_rehearsal.rehearsal import patch_kernels
 from tests.cuda_rehearsal.scenarios import SCENARIOS
@@ -26,22 +29,38 @@ patch_kernels()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     args = parser.parse_args()
+    table = FAULTS if args.faults else {**dict.fromkeys(CASES, rehearse), **SCENARIOS}
     failed = 0
-    for name in args.names or [*CASES, *SCENARIOS]:
-        started = time.process_time()
-        try:
-            notes = SCENARIOS[name]() if name in SCENARIOS else {"step": rehearse(name)}
-        except Exception:
-            failed += 1
-            print(f"FAILED  {name}", flush=True)
-            traceback.print_exc(limit=-6, chain=False)
-            continue
-        print(f"ok      {name} ({time.process_time() - started:.1f} s)", flush=True)
-        for part, noted in notes.items():
-            for what, count in sorted(noted.items()):
-                print(f"            {part}: {count} x {what}", flush=True)
+    for name in args.names or table:
+        record = run(name, table[name])
+        failed += record["error"] is not None
+        print(json.dumps(record) if args.json else in_words(record), flush=True)
     raise SystemExit(failed)
+
+
+def run(name: str, function: Callable) -> dict:
+    """name, cpu_seconds, error (a text, or None), notes (part -> what -> how often)."""
+    started = time.process_time()
+    notes, error = {}, None
+    try:
+        notes = function(name)
+    except Exception:
+        error = traceback.format_exc(limit=-8, chain=False)
+    seconds = round(time.process_time() - started, 1)
+    return {"name": name, "cpu_seconds": seconds, "error": error, "notes": notes}
+
+
+def in_words(record: dict) -> str:
+    lines = [
+        f"{'ok' if record['error'] is None else 'FAILED':7} {record['name']} "
+        f"({record['cpu_seconds']} s)"
+    ]
+    for part, noted in record["notes"].items():
+        lines += [f"            {part}: {n} x {what}" for what, n in sorted(noted.items())]
+    return "\n".join([*lines, *([record["error"]] if record["error"] else [])])
 
 
 if __name__ == "__main__":

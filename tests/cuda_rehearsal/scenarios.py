@@ -11,10 +11,10 @@ from tests.cuda_rehearsal.rehearsal import Rehearsal
 Notes = dict[str, dict[str, int]]
 """Part of the scenario -> what the host waited for there -> how often."""
 
-SCENARIOS: dict[str, Callable[[], Notes]] = {}
+SCENARIOS: dict[str, Callable[[str], Notes]] = {}
 
 
-def scenario(function: Callable[[], Notes]) -> Callable[[], Notes]:
+def scenario(function: Callable[[str], Notes]) -> Callable[[str], Notes]:
     SCENARIOS[function.__name__.replace("_", " ")] = function
     return function
 
@@ -60,17 +60,17 @@ def _train(world_size: int, *flags: str) -> Notes:
 
 
 @scenario
-def trainer() -> Notes:
+def trainer(_name: str) -> Notes:
     return _train(1)
 
 
 @scenario
-def trainer_accumulates() -> Notes:
+def trainer_accumulates(_name: str) -> Notes:
     return _train(8, "--training.global_batch_size=64")
 
 
 @scenario
-def trainer_validates() -> Notes:
+def trainer_validates(_name: str) -> Notes:
     return _train(
         4,
         "--validation.enable",
@@ -88,22 +88,22 @@ CHECKPOINTS = "--checkpoint.enable", "--checkpoint.interval=1", "--parallelism.a
 
 
 @scenario
-def checkpoint_sync() -> Notes:
+def checkpoint_sync(_name: str) -> Notes:
     return _train(1, *CHECKPOINTS)
 
 
 @scenario
-def checkpoint_async() -> Notes:
+def checkpoint_async(_name: str) -> Notes:
     return _train(1, *CHECKPOINTS, "--checkpoint.async_mode=async")
 
 
 @scenario
-def checkpoint_pinned() -> Notes:
+def checkpoint_pinned(_name: str) -> Notes:
     return _train(1, *CHECKPOINTS, "--checkpoint.async_mode=async_with_pinned_mem")
 
 
 @scenario
-def scores_lists() -> Notes:
+def scores_lists(_name: str) -> Notes:
     """Lists of unlike microbatches, log-probs without logits, a denominator that comes last."""
     from torchtitan.components.logprobs import TokenLogProbs
 
@@ -127,7 +127,7 @@ def scores_lists() -> Notes:
 
 
 @scenario
-def to_host_and_back() -> Notes:
+def to_host_and_back(_name: str) -> Notes:
     notes: Notes = {}
     tokens = torch.zeros(2, 256, dtype=torch.int64)
     with engine_of(8) as (engine, rehearsal):
@@ -144,7 +144,7 @@ def to_host_and_back() -> Notes:
 
 
 @scenario
-def weight_stream() -> Notes:
+def weight_stream(_name: str) -> Notes:
     notes: Notes = {}
     with engine_of(8, "--parallelism.tensor_parallel_degree=2") as (engine, rehearsal):
         for dtype in (None, torch.bfloat16):
@@ -158,7 +158,7 @@ def weight_stream() -> Notes:
 
 
 @scenario
-def generation() -> Notes:
+def generation(_name: str) -> Notes:
     from torchtitan.generation.sampling import generate
 
     notes: Notes = {}
@@ -173,7 +173,7 @@ def generation() -> Notes:
 
 
 @scenario
-def rl_step() -> Notes:
+def rl_step(_name: str) -> Notes:
     """The controller's own loop: rollouts, rescoring, a policy gradient, an update."""
     from torchtitan.config import ConfigManager
     from torchtitan.rl.controller import Controller

@@ -1,0 +1,81 @@
+"""Training on CUDA, rehearsed without it: what runs there, and where the host waits for it.
+
+In processes of their own, as the device has to be there before torch is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_rehearsal.cases import ALLOWED, CASES
+from tests.cuda_rehearsal.device import why_not
+from tests.cuda_rehearsal.faults import FAULTS
+from tests.cuda_rehearsal.scenarios import SCENARIOS
+
+ROOT = Path(__file__).resolve().parents[2]
+reason = why_not()
+pytestmark = pytest.mark.skipif(reason is not None, reason=f"cannot rehearse CUDA: {reason}")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def records_of(names, *flags):
+    """One record for each name; two processes share the work."""
+
+    def share(part):
+        done = run("tests.cuda_rehearsal.run", "--json", *flags, *part)
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
+        assert len(lines) == len(part), done.stderr[-4000:]
+        return [json.loads(line) for line in lines]
+
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        shares = pool.map(share, (names[::2], names[1::2]))
+    return {record["name"]: record for records in shares for record in records}
+
+
+@pytest.fixture(scope="module")
+def rehearsed():
+    return records_of([*CASES, *SCENARIOS])
+
+
+@pytest.fixture(scope="module")
+def seeded():
+    return records_of(FAULTS, "--faults")
+
+
+@pytest.mark.parametrize("name", [*CASES, *SCENARIOS])
+def test_host_waits_for_the_device_only_where_the_table_says(rehearsed, name):
+    record = rehearsed[name]
+    assert record["error"] is None, record["error"]
+    noted = {part: waits for part, waits in record["notes"].items() if waits}
+    assert noted == ALLOWED.get(name, {})
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_seeded_fault_is_caught(seeded, name):
+    assert seeded[name]["error"] is None, seeded[name]["error"]
+
+
+def test_engine_and_document_tests_pass_on_the_device_up_to_the_numbers():
+    """They pass, or are skipped where they ask for a number that only a device knows."""
+    files = sorted(str(file) for file in (ROOT / "tests/unit").glob("test_document*.py"))
+    done = run(
+        *("pytest", "-q", "-p", "tests.cuda_rehearsal.plugin", "-p", "no:cacheprovider"),
+        *("--tb=short", "--durations=0", "tests/unit/test_engine.py", *files),
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
