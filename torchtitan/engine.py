@@ -29,14 +29,15 @@ from torchtitan.components.context_sharding import (
 )
 from torchtitan.components.fillers import (
     filler_batch,
+    forget_counts,
     num_fillers,
-    token_counters,
     without_counting,
     zero_loss,
 )
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.lr_scheduler import set_lrs
 from torchtitan.components.offload import Offloader
+from torchtitan.components.optimizer import skipped_where, skips_on_device
 from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -91,12 +92,40 @@ class OptimStepResult:
 
     grad_norm: the norm of all gradients before clipping, a tensor on the engine's device.
     lr: the learning rate that the step used.
-    skipped: True if the norm was not finite and nothing was updated.
+    skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
+        read waits until the device has computed the norm.
     """
 
     grad_norm: torch.Tensor
     lr: float
     skipped: bool
+
+
+class _LateOptimStepResult(OptimStepResult):
+    """Of a step whose norm the device has looked at, and the host not yet."""
+
+    def __init__(self, grad_norm: torch.Tensor, lr: float, verdict: "_Verdict"):
+        self.__dict__.update(grad_norm=grad_norm, lr=lr, _verdict=verdict)
+
+    @property
+    def skipped(self) -> bool:
+        return self._verdict.skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """What the device says of one step's gradients.
+
+    read: returns [1 if the step updated the weights, gradient norm, sum of the denominators];
+        waits for the device to have come so far.
+    """
+
+    step: int
+    read: Callable[[], list[float]]
+
+    @property
+    def skipped(self) -> bool:
+        return not self.read()[0]
 
 
 def resolve_batch_size(job_config: JobConfig, dp_degree: int) -> tuple[int, int]:
@@ -147,8 +176,6 @@ class TrainingEngine:
     loss_fn: LossFunction
     step: int
     ntokens_seen: int
-    weights_version: int
-    """Counts changes of the weights: optimizer steps, and loads that bring weights alone."""
 
     # Makes sums, in steps of its own, of the means that a client's own backward has.
     _gradient_factor = 1.0
@@ -189,10 +216,18 @@ class TrainingEngine:
         self._build_optimizers()
         self.step = 0
         self.ntokens_seen = 0
-        self.weights_version = 0
+        self._verdict: _Verdict | None = None  # of the last step, until the host has read it
+        self._weights_version = 0
         self._loaded_step = self._loaded_version = 0
         self._skipped_in_a_row = 0
         self._num_early_steps = 0  # since the last optim_step
+        self._more_follow = False
+        self._defers_sync = job_config.training.defer_gradient_sync
+        if self._defers_sync and self.pp_schedule is not None:
+            logger.warning(
+                "training.defer_gradient_sync has no effect under pipeline parallelism, whose "
+                "schedule reduces gradients after the last microbatch of a call anyway"
+            )
         self.checkpointer = self._build_checkpointer()
         self._build_contexts()
 
@@ -342,6 +377,12 @@ class TrainingEngine:
         )
         self.optimizers.register_step_post_hook(self._count_version)
         self._offloader = Offloader(self.model_parts, self.optimizers, self.device)
+        # Offloaded gradients are on the host before the optimizer step: reading them is free.
+        self._skips_on_device = (
+            self.device.type != "cpu"
+            and not config.training.enable_cpu_offload
+            and skips_on_device(self.optimizers)
+        )
 
     def _build_checkpointer(self) -> CheckpointManager:
         adapter_cls = self.train_spec.state_dict_adapter
@@ -444,7 +485,7 @@ class TrainingEngine:
     def to_device(self, batch: Batch) -> Batch:
         """Copy of `batch` with its tensors on the engine's device; other values as they are."""
         return {
-            key: value.to(self.device, non_blocking=True)
+            key: utils.copy_to_device(value, self.device)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in batch.items()
@@ -470,7 +511,7 @@ class TrainingEngine:
     ) -> _Microbatch:
         batch = self.to_device(batch)
         if labels is not None:
-            labels = labels.to(self.device, non_blocking=True)
+            labels = utils.copy_to_device(labels, self.device)
         seq_len = batch["input"].shape[1]
         if self.context_sharding is not None:
             batch, labels = self.context_sharding.pad(batch, labels)
@@ -486,20 +527,22 @@ class TrainingEngine:
         )
         return _Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
 
-    def _fillers(self, microbatches: Batch | Sequence[Batch], n: int) -> list[_Microbatch]:
-        """What to run after `n` microbatches of one's own until all data-parallel ranks are done.
+    def _num_fillers(self, microbatches: Batch | Sequence[Batch], n: int) -> Callable[[], int]:
+        """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
 
         A single batch is what every rank has; for a list this is collective.
         """
-        missing = (
-            0 if isinstance(microbatches, dict) else num_fillers(n, self.dp_group, self.device)
-        )
-        if not missing:
+        group = None if isinstance(microbatches, dict) else self.dp_group
+        return num_fillers(n, group, self.device)
+
+    def _fillers(self, n: int) -> list[_Microbatch]:
+        """What to run after one's own microbatches until all data-parallel ranks are done."""
+        if not n:
             return []
         batch, labels = filler_batch(
             self.job_config.training.seq_len, self.packing.separates_documents
         )
-        return [dataclasses.replace(self._prepare(batch, labels), is_filler=True)] * missing
+        return [dataclasses.replace(self._prepare(batch, labels), is_filler=True)] * n
 
     @torch.no_grad()
     def forward_step(
@@ -529,7 +572,7 @@ class TrainingEngine:
         label_list = [None if head is None else _labels_of(batch) for batch in batches]
         for batch, labels in zip(batches, label_list, strict=True):
             _check_shapes(batch, labels)
-        fillers = self._fillers(microbatches, len(batches))
+        n_fillers = self._num_fillers(microbatches, len(batches))
 
         def output_of(logits: torch.Tensor, microbatch: _Microbatch) -> Any:
             logits = whole_tensor(logits)
@@ -541,7 +584,7 @@ class TrainingEngine:
                     self._prepare(batch, labels, head)
                     for batch, labels in zip(batches, label_list, strict=True)
                 ]
-                outputs = self._pipeline_forward(prepared, fillers, output_of)
+                outputs = self._pipeline_forward(prepared, self._fillers(n_fillers()), output_of)
             else:
                 outputs = []
                 (model,) = self.model_parts
@@ -550,7 +593,7 @@ class TrainingEngine:
                     with self.train_context(), self.maybe_enable_amp:
                         logits = model(microbatch.inputs, **microbatch.kwargs)
                         outputs.append(output_of(logits, microbatch))
-                for filler in fillers:
+                for filler in self._fillers(n_fillers()):
                     with self.train_context(), self.maybe_enable_amp:
                         model(filler.inputs, **filler.kwargs)
         # Without backward FSDP keeps units gathered, whose gradients nobody would see then.
@@ -624,8 +667,9 @@ class TrainingEngine:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
 
-        fillers = self._fillers(input_dict, len(batches))
-        self._refuse_second_early_step(len(batches) + len(fillers))
+        n_fillers = self._num_fillers(input_dict, len(batches))
+        if self.job_config.optimizer.early_step_in_backward:
+            self._refuse_second_early_step(len(batches) + n_fillers())
 
         def loss_of(logits: torch.Tensor, microbatch: _Microbatch) -> torch.Tensor:
             if microbatch.is_filler:
@@ -645,15 +689,51 @@ class TrainingEngine:
                     self._prepare(batch, batch_labels, head)
                     for batch, batch_labels in zip(batches, label_list, strict=True)
                 ]
+                fillers = self._fillers(n_fillers())
                 return self._pipeline_forward_backward(prepared + fillers, loss_of)
-            losses = [
-                self._forward_backward(self._prepare(batch, batch_labels, head), loss_of)
-                for batch, batch_labels in zip(batches, label_list, strict=True)
-            ]
-            for filler in fillers:
-                with without_counting(self.model_parts):
+            losses = []
+            for i, (batch, batch_labels) in enumerate(zip(batches, label_list, strict=True)):
+                microbatch = self._prepare(batch, batch_labels, head)
+                # Asked for after the others are queued, and only where the answer matters.
+                is_last = i + 1 == len(batches) and not (self._defers_sync and n_fillers())
+                with self._reducing_gradients(now=is_last):
+                    losses.append(self._forward_backward(microbatch, loss_of))
+            fillers = self._fillers(n_fillers())
+            for i, filler in enumerate(fillers):
+                with (
+                    without_counting(self.model_parts),
+                    self._reducing_gradients(now=i + 1 == len(fillers)),
+                ):
                     self._forward_backward(filler, loss_of)
             return self._sum_of(losses)
+
+    @contextlib.contextmanager
+    def _more_microbatches_follow(self) -> Iterator[None]:
+        """Calls of `forward_backward_step` inside are not the last ones before `optim_step`."""
+        before, self._more_follow = self._more_follow, True
+        try:
+            yield
+        finally:
+            self._more_follow = before
+
+    @contextlib.contextmanager
+    def _reducing_gradients(self, now: bool) -> Iterator[None]:
+        """Run a microbatch. Unless it is the last one its gradients may be reduced with the next's.
+
+        now: it is the last of a call, and so of the step if none follows.
+        """
+        if not (self._more_follow or (self._defers_sync and not now)):
+            yield
+            return
+        from torchtitan.distributed.fsdp import reduce_later
+
+        (model,) = self.model_parts
+        keeps_weights = self.job_config.parallelism.fsdp_reshard_after_forward == "never"
+        reduce_later(model, True, whole=self._defers_sync, keeps_weights=keeps_weights)
+        try:
+            yield
+        finally:
+            reduce_later(model, False, whole=self._defers_sync, keeps_weights=keeps_weights)
 
     def _forward_backward(
         self,
@@ -716,14 +796,10 @@ class TrainingEngine:
         try:
             yield
         except BaseException:
-            self._forget_token_counts()
+            # Or the next step would balance experts by tokens whose gradients it never saw.
+            forget_counts(self.model_parts)
             self._num_early_steps = 0
             raise
-
-    def _forget_token_counts(self) -> None:
-        """Or the next step would balance experts by tokens whose gradients it never saw."""
-        for counter in token_counters(self.model_parts):
-            counter.zero_()
 
     def _reshard(self) -> None:
         if "torch.distributed.fsdp" not in sys.modules:  # nobody has sharded anything
@@ -753,13 +829,18 @@ class TrainingEngine:
         A norm that is not finite is handled by `training.nonfinite_grad_norm`: "skip" leaves
         weights and optimizer state as they are and goes on (at most 10 times in a row),
         "stop" raises FloatingPointError, "ignore" updates all the same.
+
+        On an accelerator the optimizer leaves everything as it is by itself, and the host learns
+        of it a step late: the warning and the error, and a ValueError for a `denominator` whose sum
+        is negative or not finite, come with the next `optim_step` before it updates, or with the
+        next `save` or look at `weights_version` if that is earlier. Hooks of the optimizers run in
+        skipped steps, too. Optimizers other than "fused" have the host wait instead.
         Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`.
         """
         self._offloader.check_here("optim_step", "model", "optimizer", "grad")
         self._refuse_after_early_step(lr=lr, max_norm=max_norm, denominator=denominator)
         self._reshard()  # parameters that a client's own forward left gathered have no gradients
-        if denominator is not None:
-            self._divide_gradients(denominator)
+        total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm if max_norm is None else max_norm,
@@ -767,18 +848,33 @@ class TrainingEngine:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        skipped = self._is_step_to_skip(grad_norm)
+        self._settle()  # the step before
+        skip = self._is_to_skip(grad_norm, total)
+        if skip is not None:
+            numbers = [~skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
+            numbers = torch.stack([number.double() for number in numbers])
+            step = self.step if self._caller_counts_steps else self._steps_done + 1
+            verdict = self._verdict = _Verdict(step, utils.read_later(numbers))
+            if not self._skips_on_device:
+                self._settle()
         self.checkpointer.maybe_wait_for_staging()
         if lr is not None:
             for optimizer in self.optimizers:
                 set_lrs(optimizer, [lr] * len(optimizer.param_groups))
         # Offloaded gradients have it on the host.
         grad_norm = grad_norm.to(self.device)
-        result = OptimStepResult(grad_norm, self.lr if lr is None else lr, skipped)
-        if skipped:
-            self._forget_token_counts()
+        lr = self.lr if lr is None else lr
+        if skip is not None and self._skips_on_device:
+            result = _LateOptimStepResult(grad_norm, lr, verdict)
+            forget_counts(self.model_parts, where=skip)
+            with skipped_where(self.optimizers, skip):
+                self.optimizers.step()
         else:
-            self.optimizers.step()
+            result = OptimStepResult(grad_norm, lr, skip is not None and verdict.skipped)
+            if result.skipped:
+                forget_counts(self.model_parts)
+            else:
+                self.optimizers.step()
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self._num_early_steps = 0
@@ -795,8 +891,6 @@ class TrainingEngine:
 
     def _refuse_second_early_step(self, n_microbatches: int) -> None:
         """n_microbatches: with fillers, so that data-parallel ranks agree."""
-        if not self.job_config.optimizer.early_step_in_backward:
-            return
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -805,40 +899,72 @@ class TrainingEngine:
             )
         self._num_early_steps += n_microbatches
 
-    def _divide_gradients(self, denominator: torch.Tensor | float) -> None:
-        total = torch.as_tensor(denominator).detach().to(self.device, torch.float64)
+    def _divide_gradients(self, denominator: torch.Tensor | float) -> torch.Tensor | None:
+        """Return the sum of the denominators, an fp64 scalar, if only the device has looked at it."""
+        total = torch.as_tensor(denominator).detach().reshape(())
         if self.dp_group is not None:
-            total = total.clone()
+            if total.device.type == "cpu":  # a number is queued with the work, memory is copied
+                total = torch.full((), total.item(), dtype=torch.float64, device=self.device)
+            total = total.to(self.device, torch.float64, copy=True)
             torch.distributed.all_reduce(total, group=self.dp_group)
             if self.job_config.training.gradient_reduction == "mean":
                 total /= self.dp_size
-        divisor = total.item()
-        if not (math.isfinite(divisor) and divisor >= 0):
-            raise ValueError(
-                f"optim_step's denominator must add up to a finite number, 0 or more, over the "
-                f"data-parallel ranks, got {divisor}"
-            )
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        if grads and divisor > 0:
-            torch._foreach_div_(grads, divisor)
+        if not self._skips_on_device or total.device.type != self.device.type:
+            divisor = total.item()  # known to the host, or waited for
+            if not 0 <= divisor < math.inf:
+                raise ValueError(_refused_denominator(divisor))
+            if grads and divisor > 0:
+                torch._foreach_div_(grads, divisor)
+            return None
+        if grads:
+            divisor = torch.where(total == 0, 1.0, total)
+            torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+        return total.double()
 
-    def _is_step_to_skip(self, grad_norm: torch.Tensor) -> bool:
-        policy = self.job_config.training.nonfinite_grad_norm
-        # isfinite() waits for the device; "ignore" doesn't.
-        if policy == "ignore" or bool(torch.isfinite(grad_norm)):
+    def _is_to_skip(
+        self, grad_norm: torch.Tensor, total: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Whether the optimizers must leave everything as it is, a bool on the gradients' device.
+
+        None if they need not ask. total: what `_divide_gradients` returned.
+        """
+        skip = None
+        # Steps in backward have been made already.
+        may_skip = not self.job_config.optimizer.early_step_in_backward
+        if may_skip and self.job_config.training.nonfinite_grad_norm != "ignore":
+            skip = ~torch.isfinite(grad_norm)
+        if total is not None:
+            is_refused = ~(torch.isfinite(total) & (total >= 0))
+            skip = is_refused if skip is None else skip | is_refused
+        return skip
+
+    def _settle(self) -> None:
+        """Count, report or raise what the device said of the last step.
+
+        Waits until the device has computed that step's gradient norm, and not for its update.
+        """
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        updated, norm, total = verdict.read()
+        if updated:
             self._skipped_in_a_row = 0
-            return False
+            return
+        if self._skips_on_device:
+            self._weights_version -= 1  # that the optimizers' hooks have counted
+        if not 0 <= total < math.inf:
+            raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1
-        step = self.step if self._caller_counts_steps else self._steps_done + 1
-        what = f"step {step}: the gradient norm is {grad_norm.item()}"
+        what = f"step {verdict.step}: the gradient norm is {norm}"
+        policy = self.job_config.training.nonfinite_grad_norm
         if policy == "stop" or self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW:
             raise FloatingPointError(
                 f"{what}, {self._skipped_in_a_row} time(s) in a row; lower optimizer.lr, look at "
                 "the data of this step, or set training.nonfinite_grad_norm"
             )
         logger.warning("%s; weights and optimizer state were left as they are", what)
-        return True
 
     # ---- state ----
 
@@ -859,6 +985,7 @@ class TrainingEngine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
+        self._verdict = None  # of weights that are gone
         # Older checkpoints count steps only.
         self.weights_version = state_dict.get("weights_version", self.step)
         self._loaded_step, self._loaded_version = self.step, self.weights_version
@@ -875,8 +1002,21 @@ class TrainingEngine:
             return self.step
         return self.step + self.weights_version - self._loaded_version
 
+    @property
+    def weights_version(self) -> int:
+        """Counts changes of the weights: optimizer steps, and loads that bring weights alone.
+
+        Waits for what the device says of the last step, and raises as the next `optim_step` would.
+        """
+        self._settle()
+        return self._weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._weights_version = version
+
     def _count_version(self, *_args: Any, **_kwargs: Any) -> None:
-        self.weights_version += 1
+        self._weights_version += 1
 
     def save(self, path: str | None = None, *, force: bool = True) -> None:
         """Save model, optimizer, schedule and counters. Collective.
@@ -887,6 +1027,7 @@ class TrainingEngine:
         force: False leaves out what is not due: without `checkpoint.enable` everything, and with
             a dataloader what `checkpoint.interval` says. Without one, every save is due.
         """
+        self._settle()
         self.checkpointer.save(self._steps_done, path=path, force=force)
 
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
@@ -1014,6 +1155,13 @@ def _check_denominator(global_valid_tokens: torch.Tensor | float) -> None:
             f"global_valid_tokens must be above 0 and finite, got {float(global_valid_tokens)}; it "
             "divides the loss: give max(count, 1) for a step that may have no valid token"
         )
+
+
+def _refused_denominator(total: float) -> str:
+    return (
+        "optim_step's denominator must add up to a finite number, 0 or more, over the "
+        f"data-parallel ranks, got {total}"
+    )
 
 
 def _labels_of(batch: Batch) -> torch.Tensor:

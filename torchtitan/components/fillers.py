@@ -5,7 +5,7 @@ often. A filler goes through the model as any microbatch does and leaves no trac
 and its tokens count nowhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,21 +14,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.dtensor import local_tensor, whole_tensor
+from torchtitan.tools.utils import read_later
 
 _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
 
 
-def num_fillers(n: int, group: torch.distributed.ProcessGroup | None, device: torch.device) -> int:
-    """How many microbatches a rank with `n` has fewer than the rank of `group` with the most.
+def num_fillers(
+    n: int, group: torch.distributed.ProcessGroup | None, device: torch.device
+) -> Callable[[], int]:
+    """Ask how many microbatches a rank with `n` has fewer than the rank of `group` with the most.
 
-    Collective, and waits for the device; without a group 0 at once.
+    Collective. The answer is for a call of what is returned: it waits for the work that was queued
+    before this function, so queue the rank's own microbatches in between.
     """
     if group is None:
-        return 0
-    most = torch.tensor(n, device=device)
+        return lambda: 0
+    most = torch.full((1,), n, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
-    return int(most.item()) - n
+    answer = read_later(most)
+    return lambda: answer()[0] - n
 
 
 def filler_batch(seq_len: int, separates_documents: bool) -> tuple[dict[str, Any], Tensor]:
@@ -44,6 +49,12 @@ def zero_loss(outputs: Any) -> Tensor:
     """Return a loss of 0 that every output takes part in, so that backward runs as a whole."""
     # 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
     return sum((whole_tensor(x) * 0).sum() for x in tree_leaves(outputs) if isinstance(x, Tensor))
+
+
+def forget_counts(model_parts: Sequence[nn.Module], where: Tensor | None = None) -> None:
+    """Set the experts' token counts to 0; where: a bool on their device, if False they stay."""
+    for counter in map(local_tensor, token_counters(model_parts)):
+        counter.zero_() if where is None else counter.masked_fill_(where, 0)
 
 
 def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:

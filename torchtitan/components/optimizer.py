@@ -1,6 +1,7 @@
 """One optimizer object over all model parts of this rank."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -227,6 +228,23 @@ def build_optimizers_with_moe_load_balancing(
             lambda *_: _balance_expert_load(_moe_blocks(model_parts), parallel_dims)
         )
     return optimizers
+
+
+def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether `skipped_where` has an effect on all of them: torch's "fused" ones let it."""
+    return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+
+
+@contextmanager
+def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
+    """Inside, steps change nothing if `skip`, a bool on the device, is True; nobody reads it."""
+    for optimizer in optimizers:
+        optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del optimizer.found_inf
 
 
 def _forget_steps(optimizers: list[Optimizer]) -> None:

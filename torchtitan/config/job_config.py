@@ -210,6 +210,13 @@ class Training:
     local_batch_size times the data-parallel ranks, without accumulation
     """
 
+    defer_gradient_sync: bool = False
+    """
+    Where several microbatches make a step, sum gradients over data-parallel ranks with the last
+    one only. Saves communication; under FSDP each rank then holds the gradients of the whole
+    model, 4 bytes per parameter. Without it replicas of HSDP are summed with the last one only
+    """
+
     seq_len: int = 2048
     """Tokens per sequence"""
 

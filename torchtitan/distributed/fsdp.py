@@ -166,6 +166,40 @@ def reshard_model(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            _forget_forwards(module)
+
+
+def _forget_forwards(module: FSDPModule) -> None:
+    """Backward goes through the forwards since the last one to gather ahead, and would gather what
+    a forward without backward used last."""
+    for group in _param_groups(module):
+        if hasattr(group.comm_ctx, "post_forward_order"):  # there was a forward
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
+    """While `later`, have backward add up gradients on each rank, for a later backward to reduce.
+
+    whole: reduce nothing. Otherwise HSDP's gradients are still reduce-scattered among the ranks of
+        a copy, and wait as shards to be summed over the copies; FSDP and DDP do as always.
+    keeps_weights: backward does not free what the next forward gathers again.
+    """
+    if not whole:
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(not later)
+        return
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP's or DDP's
+        model.set_requires_gradient_sync(not later)
+    if keeps_weights and isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(not later)
 
 
 def recover_model(model: nn.Module) -> None:
@@ -190,8 +224,9 @@ def recover_model(model: nn.Module) -> None:
 
 def _drop_unreduced_gradients(module: FSDPModule) -> None:
     """Gradients of gathered parameters, which the next backward would reduce with its own."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _param_groups(module):
         for fsdp_param in group.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
             parameter = getattr(fsdp_param, "_unsharded_param", None)
             if parameter is not None:
                 parameter.grad = None
