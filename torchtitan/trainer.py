@@ -1,5 +1,6 @@
 """The trainer: a `TrainingEngine` with a tokenizer, data, metrics, validation and a loop."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -7,8 +8,10 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.checkpoint_contents import DATALOADER
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed import utils as dist_utils
@@ -31,6 +34,7 @@ class Trainer(TrainingEngine):
         super().__init__(job_config)
         with closed_on_error(self):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
+            self._steps_ahead: StepsAhead | None = None
             self._build_metrics()
             self._build_validator()
             self._build_isolation_probe()
@@ -163,7 +167,7 @@ class Trainer(TrainingEngine):
         The counts are summed over ranks together with flags of those that ran out of data or
         failed to read it, so that all ranks stop at the same step: raises
         DataloaderExhaustedError on every rank, or the failure where it happened and ValueError
-        elsewhere.
+        elsewhere. In `train()` that was done while the step before trained.
         """
         microbatches: list[tuple[Batch, torch.Tensor]] = []
         local_valid_tokens, ran_out = 0, 0
@@ -174,29 +178,65 @@ class Trainer(TrainingEngine):
                 labels = self.packing.mask_labels(input_dict, labels)
                 self._attended_pairs += self.packing.attended_pairs(input_dict)
                 self._attending_tokens += input_dict["input"].numel()
-                local_valid_tokens += int((labels != IGNORE_INDEX).sum())
+                local_valid_tokens += _num_valid(labels)
                 microbatches.append((input_dict, labels))
         except (DataloaderExhaustedError, StopIteration):
             ran_out = 1
         except Exception as error:  # raised below, once the other ranks know
             failure = error
-        flags = [local_valid_tokens, ran_out, int(failure is not None)]
-        counts = torch.tensor(flags, device=self.device)
-        if self.dp_group is not None:
-            torch.distributed.all_reduce(counts, group=self.dp_group)
-        global_valid_tokens, num_ran_out, num_failed = counts.tolist()
+        if self._steps_ahead is None:
+            counts = self._sum_over_ranks([local_valid_tokens, ran_out, int(failure is not None)])
+        else:
+            counts = self._steps_ahead.counts
         if failure is not None:
             raise failure
-        if num_failed:
+        if counts.num_failed:
             raise ValueError(
-                f"{num_failed} of {self.dp_size} data-parallel ranks could not read their data; "
-                "their own message says why"
+                f"{counts.num_failed} of {self.dp_size} data-parallel ranks could not read their "
+                "data; their own message says why"
             )
-        if num_ran_out:
+        if counts.num_ran_out:
             raise DataloaderExhaustedError(
-                f"{num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
+                f"{counts.num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
             )
-        return microbatches, local_valid_tokens, global_valid_tokens
+        return microbatches, local_valid_tokens, counts.num_valid_tokens
+
+    def _sum_over_ranks(self, counts: list[int]) -> StepCounts:
+        """Waits for the device, unless one rank reads all data."""
+        if self.dp_group is not None:
+            sums = torch.tensor(counts, device=self.device)
+            torch.distributed.all_reduce(sums, group=self.dp_group)
+            counts = sums.tolist()
+        return StepCounts(*counts)
+
+    @contextlib.contextmanager
+    def _reading_ahead(self) -> Iterator[Iterable[Item]]:
+        """Give the dataloader, read one step ahead of training; checkpoints get its position."""
+        if getattr(self.batch_generator, "__func__", None) is not Trainer.batch_generator:
+            yield self.dataloader  # one's own generator may make other batches of what it reads
+            return
+        states = self.checkpointer.states
+        self._steps_ahead = StepsAhead(
+            self.dataloader,
+            self.gradient_accumulation_steps,
+            self.job_config.training.steps - self.step,
+            lambda item: _num_valid(self.packing.mask_labels(*item)),
+            self.device,
+            None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
+            timedelta(seconds=self.job_config.comm.init_timeout_seconds),
+        )
+        has_position = states[DATALOADER] is self.dataloader and hasattr(
+            self.dataloader, "state_dict"
+        )
+        if has_position:
+            states[DATALOADER] = self._steps_ahead
+        try:
+            yield self._steps_ahead
+        finally:
+            if has_position:
+                states[DATALOADER] = self.dataloader
+            self._steps_ahead.close()
+            self._steps_ahead = None
 
     # ---- one step ----
 
@@ -210,15 +250,18 @@ class Trainer(TrainingEngine):
             if (self.step - 1) % freq == 0:
                 self.isolation_probe.check(self.step, microbatches[0][0])
         losses = []
-        for input_dict, labels in microbatches:
-            loss = self.forward_backward_step(
-                input_dict=input_dict,
-                labels=labels,
-                global_valid_tokens=max(global_valid_tokens, 1),
-            )
+        for i, (input_dict, labels) in enumerate(microbatches):
+            is_last = i + 1 == len(microbatches)
+            with contextlib.nullcontext() if is_last else self._more_microbatches_follow():
+                loss = self.forward_backward_step(
+                    input_dict=input_dict,
+                    labels=labels,
+                    global_valid_tokens=max(global_valid_tokens, 1),
+                )
             losses.append(loss)
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
+            self._settle()  # the norm is read below, so this waits for nothing more
             self._log_step(
                 torch.stack(losses).sum(),
                 local_valid_tokens,
@@ -308,8 +351,14 @@ class Trainer(TrainingEngine):
         logger.info("training completed")
 
     def _loop(self, profilers: list[Any]) -> None:
+        with self._reading_ahead() as batches:
+            self._train_on(self.batch_generator(batches), profilers)
+        self._settle()
+
+    def _train_on(
+        self, data_iterator: Iterator[tuple[Batch, torch.Tensor]], profilers: list[Any]
+    ) -> None:
         config = self.job_config
-        data_iterator = self.batch_generator(self.dataloader)
         first_step = self.step + 1
         while self.should_continue_training():
             self.step += 1
@@ -319,7 +368,10 @@ class Trainer(TrainingEngine):
             except DataloaderExhaustedError as error:
                 self._end_early(str(error))
                 break
-            self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
+            is_last = self.step == config.training.steps
+            if self.checkpointer._should_save(self.step, is_last):
+                self._settle()  # a step that stops the run is not saved
+            self.checkpointer.save(self.step, last_step=is_last)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)
             for profiler in profilers:
@@ -340,6 +392,7 @@ class Trainer(TrainingEngine):
             self.job_config.training.steps,
             reason,
         )
+        self._settle()
         if self.step > 0:
             self.checkpointer.save(self.step, last_step=True)
 
@@ -347,6 +400,10 @@ class Trainer(TrainingEngine):
         if self.metrics_processor is not None:
             self.metrics_processor.close()
         super().close()
+
+
+def _num_valid(labels: torch.Tensor) -> int:
+    return int((labels != IGNORE_INDEX).sum())
 
 
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:

@@ -1,0 +1,170 @@
+"""Reading the next step's batches, and counting what is in them, while this step trains."""
+
+import copy
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.tools.utils import use_device
+
+_SECONDS_TO_END = 1
+
+Item = tuple[dict[str, Any], Tensor]
+"""(input_dict, labels) of a microbatch"""
+
+
+@dataclasses.dataclass
+class StepCounts:
+    """Of one step, over all data-parallel ranks: valid tokens, and ranks that did not get theirs."""
+
+    num_valid_tokens: int
+    num_ran_out: int = 0
+    num_failed: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.num_ran_out or self.num_failed)
+
+
+@dataclasses.dataclass
+class _Step:
+    items: list[Item] = dataclasses.field(default_factory=list)
+    error: Exception | None = None  # what came in place of a further item
+    counts: StepCounts | None = None
+    position: Any = None  # of the dataloader after them
+
+
+class StepsAhead:
+    """Reads a dataloader in a thread of its own, one step ahead of who iterates over this.
+
+    Its state is the position after the last step that was taken, of a dataloader that has one.
+
+    items_per_step, n_steps: nothing is read beyond these.
+    count: number of valid tokens of an item; called in the thread.
+    device: what the dataloader pins memory for.
+    n_duplicates: how many ranks read the same data; None if there is one reader of data. Counts are
+        summed over ranks in host memory, by a process group that all ranks make here.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Item],
+        items_per_step: int,
+        n_steps: int,
+        count: Callable[[Item], int],
+        device: torch.device,
+        n_duplicates: int | None,
+        timeout: timedelta,
+    ) -> None:
+        self._dataloader = dataloader
+        self._items_per_step, self._n_unread = items_per_step, n_steps
+        self._count = count
+        self._device = device
+        self._n_duplicates = n_duplicates
+        self._group = None
+        if n_duplicates is not None:
+            # Used for nothing else: the thread may wait here while others train.
+            backend = "fake" if dist.get_backend() == "fake" else "gloo"
+            self._group = dist.new_group(backend=backend, timeout=timeout)
+        self._keeps_position = isinstance(dataloader, Stateful)
+        self._position = self._read_position()
+        # In this thread: torch draws the seed of data workers from its generator.
+        self._iterator = iter(dataloader)
+        self.counts: StepCounts | None = None
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Step | Exception] = queue.SimpleQueue()
+        # A daemon: a read that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="data of the next step", daemon=True)
+        self._thread.start()
+        self._read_next()
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items; `counts` belongs to the step of the item that was yielded last.
+
+        Ends after an incomplete step. Raises what the dataloader raised, after the items before it.
+        """
+        while True:
+            step = self._steps.get()
+            if isinstance(step, Exception):
+                raise step
+            self.counts = step.counts
+            if step.counts.is_whole:
+                self._position = step.position
+                self._read_next()
+            yield from step.items
+            if step.error is not None:
+                raise step.error
+            if not step.counts.is_whole:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._position
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("the data are being read; load a checkpoint before or after train()")
+
+    def close(self) -> None:
+        """Read no further, and put the dataloader where training has come to."""
+        self._wanted.put(False)
+        self._thread.join(timeout=_SECONDS_TO_END)
+        if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
+            return
+        took_all = self._steps.empty() and (self.counts is None or self.counts.is_whole)
+        if self._keeps_position and not took_all:
+            self._dataloader.load_state_dict(self._position)
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _read_next(self) -> None:
+        if self._n_unread:
+            self._n_unread -= 1
+            self._wanted.put(True)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        use_device(self._device)
+        while self._wanted.get():
+            try:
+                self._steps.put(self._read_step())
+            except Exception as error:  # of communication; data's are in the step
+                self._steps.put(error)
+                return
+
+    def _read_step(self) -> _Step:
+        step = _Step()
+        num_valid_tokens, ran_out = 0, 0
+        try:
+            while len(step.items) < self._items_per_step:
+                item = next(self._iterator)
+                num_valid_tokens += self._count(item)
+                step.items.append(item)
+        except (StopIteration, DataloaderExhaustedError):
+            ran_out = 1
+        except Exception as error:
+            step.error = error
+        step.counts = self._sum(StepCounts(num_valid_tokens, ran_out, int(step.error is not None)))
+        if step.counts.is_whole:
+            step.position = self._read_position()
+        return step
+
+    def _sum(self, counts: StepCounts) -> StepCounts:
+        if self._group is None:
+            return counts
+        sums = torch.tensor(dataclasses.astuple(counts))
+        dist.all_reduce(sums, group=self._group)
+        # Rounded up: data may be broken on some of the ranks that read the same.
+        return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
+
+    def _read_position(self) -> Any:
+        """A copy: what a dataloader hands out may change with the next item."""
+        return copy.deepcopy(self._dataloader.state_dict()) if self._keeps_position else None
