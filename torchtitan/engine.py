@@ -116,8 +116,8 @@ class _LateOptimStepResult(OptimStepResult):
 class _Verdict:
     """What the device says of one step's gradients.
 
-    read: returns [1 if the step updated the weights, gradient norm, sum of the denominators];
-        waits for the device to have come so far.
+    read: returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits for
+        the device to have come so far.
     """
 
     step: int
@@ -125,7 +125,7 @@ class _Verdict:
 
     @property
     def skipped(self) -> bool:
-        return not self.read()[0]
+        return bool(self.read()[0])
 
 
 def resolve_batch_size(job_config: JobConfig, dp_degree: int) -> tuple[int, int]:
@@ -851,7 +851,7 @@ class TrainingEngine:
         self._settle()  # the step before
         skip = self._is_to_skip(grad_norm, total)
         if skip is not None:
-            numbers = [~skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
+            numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             numbers = torch.stack([number.double() for number in numbers])
             step = self.step if self._caller_counts_steps else self._steps_done + 1
             verdict = self._verdict = _Verdict(step, utils.read_later(numbers))
@@ -948,8 +948,8 @@ class TrainingEngine:
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        updated, norm, total = verdict.read()
-        if updated:
+        skipped, norm, total = verdict.read()
+        if not skipped:
             self._skipped_in_a_row = 0
             return
         if self._skips_on_device:

@@ -18,7 +18,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import get_device_type
+from torchtitan.tools.utils import copy_to_device, get_device_type, read_later
 
 ValidationContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -136,17 +136,23 @@ class Validator(BaseValidator):
         input_dict, labels = self._empty_batch()
         max_batches = self.job_config.validation.steps
         num_batches = 0
-        while num_batches != max_batches:
+        if max_batches:
             batch = next(batches, None)
-            if not self._any_rank(batch is not None):
+            no_rank_has_one = self._no_rank(batch is not None)
+        while num_batches != max_batches:
+            if no_rank_has_one():
                 return
             if batch is None:
                 labels = torch.full_like(labels, IGNORE_INDEX)
             else:
                 input_dict, labels = batch
                 self.metrics_processor.ntokens_since_last_log += labels.numel()
-            yield input_dict, labels
             num_batches += 1
+            if num_batches != max_batches:
+                # Asked before this batch is queued, so that the answer is there after it.
+                batch = next(batches, None)
+                no_rank_has_one = self._no_rank(batch is not None)
+            yield input_dict, labels
 
     def _batches_from_the_start(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         # The same text each time, so that losses compare, also across a resumed run.
@@ -160,13 +166,13 @@ class Validator(BaseValidator):
         self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's summed loss and number of valid labels, two scalars."""
-        device_type = get_device_type()
+        device = torch.device(get_device_type())
         labels = self._packing(model_parts).mask_labels(input_dict, labels)
         input_dict = {
-            key: value.to(device_type) if isinstance(value, torch.Tensor) else value
+            key: copy_to_device(value, device) if isinstance(value, torch.Tensor) else value
             for key, value in input_dict.items()
         }
-        labels = labels.to(device_type)
+        labels = copy_to_device(labels, device)
         if self.pp_schedule is not None:
             return self._pipeline_forward(model_parts, input_dict, labels)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
@@ -221,13 +227,16 @@ class Validator(BaseValidator):
         num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
         return loss_sum / num_tokens if num_tokens else None
 
-    def _any_rank(self, here: bool) -> bool:
+    def _no_rank(self, here: bool) -> Callable[[], bool]:
+        """Ask whether it is False on all ranks; call what is returned for the answer."""
         # Ranks that differ in anything but the batch read the same data.
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
-            return here
-        flag = torch.tensor(int(here), device=get_device_type())
-        return dist_utils.dist_max(flag, mesh) > 0
+            return lambda: not here
+        flag = torch.full((1,), int(not here), device=get_device_type())
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+        answer = read_later(flag)
+        return lambda: bool(answer()[0])
 
     def _empty_batch(self) -> tuple[dict[str, Any], torch.Tensor]:
         """What a rank feeds in that never gets a batch."""
