@@ -1,0 +1,230 @@
+"""When gradients are reduced over ranks, how often weights are gathered, and who skips a step."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.testing.gloo import run_ranks
+
+MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
+EP = "--parallelism.expert_parallel_degree=2"
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+NEVER = "--parallelism.fsdp_reshard_after_forward=never"
+BF16 = "--training.mixed_precision_param=bfloat16"
+GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+def make_engine(folder, *flags):
+    from tests.unit.test_engine import make_engine
+
+    return make_engine(folder, *flags)
+
+
+def own_microbatches(engine):
+    """Of different lengths; the last rank has one less, for which it runs a filler."""
+    generator = torch.Generator().manual_seed(engine.dp_rank)
+    rows = [torch.randint(0, 2048, (1, n + 1), generator=generator) for n in (32, 16, 24)]
+    rows = rows[: 3 - (engine.dp_rank + 1 == engine.dp_size)]
+    return [{"input": row[:, :-1]} for row in rows], [row[:, 1:] for row in rows]
+
+
+def step(engine):
+    """A list, and a single batch on top of it: gradients as they are after both."""
+    batches, labels = own_microbatches(engine)
+    engine.forward_backward_step(input_dict=batches, labels=labels, global_valid_tokens=100)
+    engine.forward_backward_step(input_dict=batches[0], labels=labels[0], global_valid_tokens=100)
+    (model,) = engine.model_parts
+    return {name: whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def counting(name):
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
+
+    with mock.patch(f"{GROUP}.{name}", wraps=getattr(group, name)) as function:
+        yield function
+
+
+def gradients_of_both(folder, flags):
+    """Largest difference to the undeferred gradients, relative to their norm; reductions of both."""
+    with make_engine(folder, *flags) as engine:
+        with counting("foreach_reduce") as at_once:
+            expected = step(engine)
+        engine.optimizers.zero_grad()
+        engine._defers_sync = True
+        with counting("foreach_reduce") as deferred:
+            ours = step(engine)
+        largest = max(
+            ((ours[name] - expected[name]).norm() / expected[name].norm()).item() for name in ours
+        )
+        # A step that fails half-way leaves nothing behind for the next.
+        engine.optimizers.zero_grad()
+        with pytest.raises(ZeroDivisionError), engine._more_microbatches_follow():
+            batches, labels = own_microbatches(engine)
+            sizes = iter([1, 1])
+
+            def loss_fn(logits, labels, batch):
+                return logits.sum() if next(sizes, None) else 1 / 0
+
+            for _ in range(3):
+                engine.forward_backward_step(
+                    input_dict=batches[0],
+                    labels=labels[0],
+                    global_valid_tokens=1,
+                    loss_fn=loss_fn,
+                )
+        engine.optimizers.zero_grad()
+        again = step(engine)
+        largest_again = max(
+            ((again[name] - ours[name]).norm() / ours[name].norm()).item() for name in ours
+        )
+        return max(largest, largest_again), at_once.call_count, deferred.call_count
+
+
+def gradients_of_replicas(folder):
+    with make_engine(folder, REPLICAS) as engine:
+        expected = step(engine)
+        engine.optimizers.zero_grad()
+        engine._defers_sync = True
+        ours = step(engine)
+        return max(((ours[n] - expected[n]).norm() / expected[n].norm()).item() for n in ours)
+
+
+def weights_of_accumulating_trainer(folder):
+    """Of both trainers, and how often each reduced and all-reduced."""
+    from tests.distributed.training_runs import full_tensors, make_trainer
+
+    found = []
+    for key in (False, True):
+        flags = [
+            REPLICAS,
+            "--parallelism.data_parallel_shard_degree=2",
+            "--training.local_batch_size=1",
+            "--training.global_batch_size=8",
+            "--training.steps=2",
+            *(["--training.defer_gradient_sync"] if key else []),
+        ]
+        trainer = make_trainer(f"{folder}/{key}", flags)
+        with counting("foreach_reduce") as reduce:
+            trainer.train()
+        # foreach_reduce(..., all_reduce_grads, ...) is its 12th argument.
+        all_reduced = sum(bool(call.args[11]) for call in reduce.call_args_list)
+        found.append((full_tensors(trainer), reduce.call_count, all_reduced))
+        trainer.close()
+    (expected, *counts), (ours, *deferred_counts) = found
+    largest = max((ours[name] - expected[name]).abs().max().item() for name in ours)
+    return largest, counts, deferred_counts
+
+
+def gathers_of_backward(folder):
+    with make_engine(folder, "--parallelism.fsdp_reshard_after_forward=always") as engine:
+        batches, labels = own_microbatches(engine)
+        step = dict(input_dict=batches[0], labels=labels[0], global_valid_tokens=10)
+        counts = []
+        for scores_before in (False, True):
+            if scores_before:
+                engine.forward_step(batches[0])
+            with counting("foreach_all_gather") as gather:
+                engine.forward_backward_step(**step)
+            counts.append(gather.call_count)
+        return counts
+
+
+def late_steps(folder, flags):
+    """Hashes of all local states after the same steps with a host that looks at once, and late."""
+    from tests.unit.test_late_norm import differing, states
+
+    results = []
+    for is_late in (False, True):
+        with make_engine(f"{folder}/{is_late}", *flags) as engine:
+            engine._skips_on_device = is_late
+            batches, labels = own_microbatches(engine)
+            skipped = []
+            for number in range(3):
+                engine.forward_backward_step(
+                    input_dict=batches, labels=labels, global_valid_tokens=1.0
+                )
+                if number == 1 and engine.dp_rank == 0:  # one rank has it, all skip
+                    p = next(engine.model_parts[0].parameters())
+                    p.grad.to_local().fill_(float("inf"))
+                share = sum(label.numel() for label in labels)
+                result = engine.optim_step(denominator=share)
+                skipped.append(result.skipped)
+            local = {
+                name: t.to_local() if hasattr(t, "to_local") else t
+                for name, t in states(engine).items()
+            }
+            results.append((skipped, engine.weights_version, local))
+    (skipped, version, expected), (late_skipped, late_version, ours) = results
+    assert (late_skipped, late_version) == (skipped, version)
+    return skipped, version, differing(expected, ours)
+
+
+# name -> (function of (folder, *arguments), its arguments); those of as many ranks run in one job.
+CASES = {
+    2: {
+        "FSDP": (gradients_of_both, ()),
+        "FSDP bf16 never": (gradients_of_both, (NEVER, BF16)),
+        "EP": (gradients_of_both, (*MOE, EP)),
+        "DDP": (gradients_of_replicas, None),
+        "gathers": (gathers_of_backward, None),
+        "late FSDP": (late_steps, ()),
+        "late EP": (late_steps, (*MOE, EP)),
+    },
+    4: {
+        "HSDP": (gradients_of_both, (REPLICAS,)),
+        "trainer": (weights_of_accumulating_trainer, None),
+    },
+}
+
+
+def run_cases(folder, n_ranks):
+    return {
+        name: function(f"{folder}/{name}") if flags is None else function(f"{folder}/{name}", flags)
+        for name, (function, flags) in CASES[n_ranks].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Name of the case -> what each rank returned."""
+    of_cases = {}
+    for n_ranks in CASES:
+        folder = str(tmp_path_factory.mktemp(f"{n_ranks}_ranks"))
+        of_ranks = run_ranks(
+            run_cases, n_ranks, folder, n_ranks, init_process_group=False, timeout_seconds=300
+        )
+        of_cases |= {name: [results[name] for results in of_ranks] for name in CASES[n_ranks]}
+    return of_cases
+
+
+@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP", "HSDP"])
+def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
+    for largest, at_once, deferred in found[case]:
+        assert largest < 1e-6  # in bf16, too: what waits is added up in fp32
+        assert deferred * 2 == at_once  # of 3 microbatches and 1: with each, or with 2 of them
+
+
+def test_replicas_defer_too(found):
+    assert all(largest < 1e-6 for largest in found["DDP"])
+
+
+def test_trainer_reduces_with_the_last_microbatch(found):
+    for largest, counts, deferred in found["trainer"]:
+        assert largest < 1e-6
+        n = deferred[0]
+        assert deferred == [n, n]
+        assert counts == [2 * n, n]  # HSDP's copies are summed with the last one anyway
+
+
+def test_backward_gathers_no_more_after_a_forward_without_one(found):
+    for without, after in found["gathers"]:
+        assert after == without
+
+
+@pytest.mark.parametrize("case", ["late FSDP", "late EP"])
+def test_all_ranks_skip_on_the_device_what_the_host_would_skip(found, case):
+    assert found[case] == [([False, True, False], 2, [])] * 2
