@@ -985,7 +985,6 @@ class TrainingEngine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
-        self._verdict = None  # of weights that are gone
         # Older checkpoints count steps only.
         self.weights_version = state_dict.get("weights_version", self.step)
         self._loaded_step, self._loaded_version = self.step, self.weights_version
@@ -1041,6 +1040,8 @@ class TrainingEngine:
         Where `weights_version` is not restored, it goes up by one.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
+        with contextlib.suppress(FloatingPointError, ValueError):
+            self._settle()  # what was wrong with the last step goes with its weights
         self._counters_restored = False
         found = self.checkpointer.load(step, path=path, model_only=model_only)
         if found and not self._counters_restored:
