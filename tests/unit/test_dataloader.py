@@ -54,6 +54,13 @@ def test_worker_options_are_dropped_without_workers():
     assert not data.persistent_workers and data.prefetch_factor is None
 
 
+def test_memory_is_not_pinned_without_an_accelerator(recwarn):
+    data = loader(batch_size=4, pin_memory=True)
+    assert not data.pin_memory
+    next(iter(data))
+    assert not [w for w in recwarn if "pin" in str(w.message)]
+
+
 def test_builder_takes_its_options_from_the_config():
     config = ConfigManager().parse_args(
         [

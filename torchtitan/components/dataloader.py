@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import get_device_type
 
 
 class DataloaderExhaustedError(Exception):
@@ -51,7 +52,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
-        """Drop, in place, what only makes sense with data workers; ValueError for unknown names."""
+        """Drop, in place, what makes no sense without data workers, or without an accelerator.
+
+        ValueError for unknown names.
+        """
         if "dataset" in kwargs:
             raise ValueError("Invalid dataloader kwargs: 'dataset' is the first argument already")
         known = inspect.signature(StatefulDataLoader.__init__).parameters
@@ -64,6 +68,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         if not kwargs.get("num_workers"):
             for of_workers in ("persistent_workers", "prefetch_factor"):
                 kwargs.pop(of_workers, None)
+        if get_device_type() == "cpu":
+            kwargs.pop("pin_memory", None)
 
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.

@@ -71,10 +71,9 @@ class StepsAhead:
         self._device = device
         self._n_duplicates = n_duplicates
         self._group = None
-        if n_duplicates is not None:
+        if n_duplicates is not None and dist.get_backend() != "fake":
             # Used for nothing else: the thread may wait here while others train.
-            backend = "fake" if dist.get_backend() == "fake" else "gloo"
-            self._group = dist.new_group(backend=backend, timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._keeps_position = isinstance(dataloader, Stateful)
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.

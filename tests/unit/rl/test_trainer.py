@@ -112,6 +112,16 @@ def test_loss_of_the_caller_takes_the_place_of_the_configs(trainer):
     assert found.loss == pytest.approx(-logprobs.sum().item(), rel=1e-5)
 
 
+def test_step_that_the_device_skips_makes_no_version(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.engine, "_skips_on_device", True)
+    before, version = weights_of(trainer), trainer.policy_version
+    trainer.forward_backward(batcher().batch(toy_samples(3)))
+    next(trainer.engine.model_parts[0].parameters()).grad.fill_(float("nan"))
+    done = trainer.optim_step()
+    assert (done.policy_version, done.skipped) == (version, True)
+    assert all(a.equal(b) for a, b in zip(before, weights_of(trainer), strict=True))
+
+
 def test_step_takes_the_callers_settings_once_and_zeroes(trainer):
     before, version = weights_of(trainer), trainer.policy_version
     groups = [g for optimizer in trainer.engine.optimizers for g in optimizer.param_groups]
