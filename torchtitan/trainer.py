@@ -225,15 +225,13 @@ class Trainer(TrainingEngine):
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
             timedelta(seconds=self.job_config.comm.init_timeout_seconds),
         )
-        has_position = states[DATALOADER] is self.dataloader and hasattr(
-            self.dataloader, "state_dict"
-        )
-        if has_position:
+        is_saved = states[DATALOADER] is self.dataloader and self._steps_ahead.keeps_position
+        if is_saved:
             states[DATALOADER] = self._steps_ahead
         try:
             yield self._steps_ahead
         finally:
-            if has_position:
+            if is_saved:
                 states[DATALOADER] = self.dataloader
             self._steps_ahead.close()
             self._steps_ahead = None

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
-_SECONDS_TO_END = 1
+_SECONDS_TO_END = 5
 
 Item = tuple[dict[str, Any], Tensor]
 """(input_dict, labels) of a microbatch"""
@@ -74,7 +74,7 @@ class StepsAhead:
         if n_duplicates is not None and dist.get_backend() != "fake":
             # Used for nothing else: the thread may wait here while others train.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._keeps_position = isinstance(dataloader, Stateful)
+        self.keeps_position = isinstance(dataloader, Stateful)
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
@@ -118,7 +118,7 @@ class StepsAhead:
         if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
             return
         took_all = self._steps.empty() and (self.counts is None or self.counts.is_whole)
-        if self._keeps_position and not took_all:
+        if self.keeps_position and not took_all:
             self._dataloader.load_state_dict(self._position)
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -166,4 +166,4 @@ class StepsAhead:
 
     def _read_position(self) -> Any:
         """A copy: what a dataloader hands out may change with the next item."""
-        return copy.deepcopy(self._dataloader.state_dict()) if self._keeps_position else None
+        return copy.deepcopy(self._dataloader.state_dict()) if self.keeps_position else None
