@@ -722,7 +722,10 @@ class TrainingEngine:
 
         now: it is the last of a call, and so of the step if none follows.
         """
-        if not (self._more_follow or (self._defers_sync and not now)):
+        later = self._more_follow or not now
+        # Without the key, what waits is the sum over HSDP's copies, in the trainer's own loop.
+        is_cheap = self._more_follow and self.parallel_dims.dp_replicate_enabled
+        if not (later and (self._defers_sync or is_cheap)):
             yield
             return
         from torchtitan.distributed.fsdp import reduce_later
