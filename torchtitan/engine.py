@@ -48,7 +48,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.job import resolve_job
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.tools import host, utils
+from torchtitan.tools import host, host_copy, utils
 from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
@@ -485,7 +485,7 @@ class TrainingEngine:
     def to_device(self, batch: Batch) -> Batch:
         """Copy of `batch` with its tensors on the engine's device; other values as they are."""
         return {
-            key: utils.copy_to_device(value, self.device)
+            key: host_copy.to_device(value, self.device)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in batch.items()
@@ -509,12 +509,12 @@ class TrainingEngine:
     def _prepare(
         self, batch: Batch, labels: torch.Tensor | None = None, head: Head | None = None
     ) -> _Microbatch:
-        batch = self.to_device(batch)
-        if labels is not None:
-            labels = utils.copy_to_device(labels, self.device)
         seq_len = batch["input"].shape[1]
         if self.context_sharding is not None:
             batch, labels = self.context_sharding.pad(batch, labels)
+        batch = self.to_device(batch)
+        if labels is not None:
+            labels = host_copy.to_device(labels, self.device)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(batch, labels)
         kwargs = _taken_by(self.model_parts[0], extra_inputs | extra_kwargs)
         if head is not None:

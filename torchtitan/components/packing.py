@@ -16,10 +16,12 @@ from torchtitan.config.job_config import Training
 from torchtitan.models.documents import (
     BOUNDARY_KEYS,
     PADDING,
+    boundaries_on_host,
     last_tokens,
     positions_from_document_ids,
     read_document_ids,
 )
+from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger, warn_once
 
 Batch = dict[str, Any]
@@ -122,12 +124,13 @@ class PackingPolicy:
             for_masks = dict(extra_inputs)
             if self.separates_documents:
                 # The mask gets these as the one source: it reads none anew, nor warns once more.
-                document_ids = self.document_ids(batch)
+                document_ids = self.document_ids(boundaries_on_host(batch))
                 for key in (*BOUNDARY_KEYS, "positions"):
                     for_masks.pop(key, None)
-                for_masks["document_ids"] = document_ids
+                for_masks["document_ids"] = to_device(document_ids, inputs.device)
                 if self.restart_positions and "positions" not in batch:
-                    extra_inputs["positions"] = positions_from_document_ids(document_ids)
+                    positions = positions_from_document_ids(document_ids)
+                    extra_inputs["positions"] = to_device(positions, inputs.device)
             extra_kwargs["attention_masks"] = model.get_attention_masks(
                 input_batch=inputs, tokenizer=tokenizer, extra_inputs=for_masks
             )

@@ -12,9 +12,10 @@ Both give what one process gives, under every mask that keeps documents apart. T
 attention as a `ShardedMask`, which says of which tokens the rank's own ones are the part.
 """
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
+from torchtitan.models.documents import document_starts
+from torchtitan.tools.host_copy import on_host, pinned, to_device
 
 __all__ = [
     "TokenShards",
@@ -61,8 +64,9 @@ class TokenShards:
 
     @classmethod
     def of(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
+        """chunks: on the host."""
         place_of_chunk = chunks.flatten().argsort()
-        on_device = (x.to(mesh.device_type) for x in (chunks, place_of_chunk))
+        on_device = (to_device(x, mesh.device_type) for x in (chunks, place_of_chunk))
         return cls(*on_device, mesh, mesh.get_group().group_name)
 
     @property
@@ -71,9 +75,7 @@ class TokenShards:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of x, [.., T, ..] -> [.., T/cp, ..]. No communication."""
-        mine = self.chunks[self.mesh.get_local_rank()].to(x.device)
-        n_chunks = self.chunks.numel()
-        return x.unflatten(dim, (n_chunks, -1)).index_select(dim, mine).flatten(dim, dim + 1)
+        return _take_chunks(x, self.chunks.to(x.device), self.mesh.get_local_rank(), dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens in their order from those of each rank, [.., T/cp, ..] -> [.., T, ..].
@@ -97,36 +99,42 @@ class TokenShards:
         return x.index_select(0, order.to(x.device)).flatten(0, 1)
 
 
-def _build_shards(
-    load_balancer: str | None, mesh: DeviceMesh, n_rows: int, seq_len: int, starts: Tensor | None
-) -> TokenShards:
-    """starts: [1 or B, T], the first key of each query; only "ptrr" looks at it."""
-    cp = mesh.size()
+def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
+    """[.., T, ..] -> [.., T/cp, ..], the tokens of a rank; `chunks` on the device of x."""
+    x = x.unflatten(dim, (chunks.numel(), -1))
+    return x.index_select(dim, chunks[rank]).flatten(dim, dim + 1)
+
+
+def _deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
+    """Chunks [cp, n] of each rank. starts: see `_deal_by_work`; only "ptrr" looks at it."""
     multiple = sequence_multiple(load_balancer, cp)
     if seq_len % multiple:
         raise ValueError(
             f"context parallelism over {cp} ranks with load balancer {load_balancer!r} needs rows "
             f"of a multiple of {multiple} tokens, got {seq_len}; pad them"
         )
-    ranks = torch.arange(cp)
+    ranks = torch.arange(cp, device="cpu")
     if not load_balancer:
-        return TokenShards.of(ranks[:, None], mesh)
+        return ranks[:, None]
     if load_balancer == "headtail":
         # Causal work grows along a row: one chunk of each end makes two of the middle.
-        return TokenShards.of(torch.stack((ranks, 2 * cp - 1 - ranks), dim=1), mesh)
+        return torch.stack((ranks, 2 * cp - 1 - ranks), dim=1)
     if starts is None:
         raise ValueError(
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
             "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    return TokenShards.of(_deal_by_work(starts, cp), mesh)
+    return _deal_by_work(starts, cp)
 
 
 def _deal_by_work(starts: Tensor, cp: int) -> Tensor:
-    """Chunks [cp, n], dealt out from the one that costs most, back and forth over the ranks."""
-    columns = torch.arange(starts.shape[1], device=starts.device)
+    """Chunks [cp, n], dealt out from the one that costs most, back and forth over the ranks.
+
+    starts: [1 or B, T] on the host, the first key that each query sees.
+    """
+    columns = torch.arange(starts.shape[1], device="cpu")
     work = (columns - starts + 1).sum(dim=0).view(-1, PTRR_CHUNK).sum(dim=1)
-    rounds = work.cpu().sort(descending=True, stable=True).indices.view(-1, cp)
+    rounds = work.sort(descending=True, stable=True).indices.view(-1, cp)
     rounds[1::2] = rounds[1::2].flip(1)
     return rounds.T.sort(dim=1).values
 
@@ -206,15 +214,23 @@ class _NeededKeys:
     index: Tensor
     window: int | None
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "_NeededKeys":
+        """The same with other tensors."""
+        tensors = {name: getattr(self, name) for name in ("cu_seq_q", "cu_seq_k", "index")}
+        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
-def _needed_keys(starts: Tensor, shards: TokenShards, window: int | None) -> _NeededKeys:
-    """starts: [B, T], the first key that each query sees but for the window."""
+
+def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> _NeededKeys:
+    """On the host, where sizes that follow from values cost no wait.
+
+    starts: [B, T], the first key that each query sees but for the window. chunks: [cp, n]. Both
+    on the host.
+    """
     n_rows, seq_len = starts.shape
-    device = starts.device
-    columns = torch.arange(seq_len, device=device).expand(n_rows, -1)
-    place = shards.shard(columns).flatten()
-    row = torch.arange(n_rows, device=device).repeat_interleave(seq_len // shards.cp)
-    start = shards.shard(starts).flatten()
+    columns = torch.arange(seq_len, device="cpu").expand(n_rows, -1)
+    place = _take_chunks(columns, chunks, rank, dim=1).flatten()
+    row = torch.arange(n_rows, device="cpu").repeat_interleave(seq_len // len(chunks))
+    start = _take_chunks(starts, chunks, rank, dim=1).flatten()
 
     # A stretch ends where the next query is of another row, document or chunk.
     begins = torch.ones_like(place, dtype=torch.bool)
@@ -229,9 +245,9 @@ def _needed_keys(starts: Tensor, shards: TokenShards, window: int | None) -> _Ne
 
     # Number all keys through, and look up each one's column and row by its stretch.
     cu_seq_k = _cumulative(n_keys)
-    stretch = torch.arange(len(first), device=device).repeat_interleave(n_keys)
-    offset = torch.arange(len(stretch), device=device) - cu_seq_k[stretch]
-    where = _place_among_ranks(shards, n_rows, seq_len).to(device)
+    stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
+    offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
+    where = _place_among_ranks(chunks, n_rows, seq_len)
     index = where[row[first][stretch], first_key[stretch] + offset]
     return _NeededKeys(
         _cumulative(n_queries).to(torch.int32),
@@ -247,31 +263,58 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _place_among_ranks(shards: TokenShards, n_rows: int, seq_len: int) -> Tensor:
+# Bounded, and of plain numbers and tensors of the host: no process group lives on in here.
+@functools.lru_cache(maxsize=8)
+def _needed_keys_of_whole_rows(
+    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
+) -> _NeededKeys:
+    """`_needed_keys` of rows that are one document each."""
+    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
+    needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
+    return needed.each(pinned)
+
+
+def _place_among_ranks(chunks: Tensor, n_rows: int, seq_len: int) -> Tensor:
     """int64 [B, T]: where each token stands when all ranks' packed tokens are laid end to end."""
-    n_local = seq_len // shards.cp
-    n_tokens = n_rows * seq_len
-    places = torch.arange(n_tokens, device=shards.chunks.device).view(shards.cp, n_rows, n_local)
-    return shards.in_order(places.transpose(1, 2).flatten(0, 1)).T
+    columns = torch.arange(seq_len, device="cpu")
+    n_local = seq_len // len(chunks)
+    by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
+    # By column: its rank's first token, and how many tokens of its row stand before it there.
+    place = torch.empty_like(columns)
+    place[by_rank] = columns // n_local * (n_rows * n_local) + columns % n_local
+    return place + n_local * torch.arange(n_rows, device="cpu")[:, None]
 
 
-def _starts_of(mask: Any, n_rows: int, seq_len: int) -> tuple[Tensor | None, int | None]:
-    """(first key that each query sees [1 or B, T] but for the window, window) of a mask.
+def _boundaries_of(mask: Any, seq_len: int) -> tuple[Tensor | None, int | None]:
+    """(what says where documents begin, window) of a mask.
 
-    None for the first if the mask does not say.
+    The first is document ids [1 or B, T] or cumulative lengths [documents + 1]; None if the mask
+    does not say.
     """
     if mask is None:
-        return torch.zeros((1, seq_len), dtype=torch.int32), None
-    window = getattr(mask, "window", None)
-    starts = getattr(mask, "document_starts", None)
-    if starts is not None:
-        return starts, window
-    cu_seqlens = getattr(getattr(mask, "varlen_metadata", mask), "cu_seq_q", None)
-    if cu_seqlens is None:
-        return None, window
-    lengths = cu_seqlens.diff()
-    first = cu_seqlens[:-1].repeat_interleave(lengths, output_size=n_rows * seq_len)
-    return first.view(n_rows, seq_len) % seq_len, window
+        return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu"), None
+    boundaries = getattr(mask, "document_ids", None)
+    if boundaries is None:
+        boundaries = getattr(getattr(mask, "varlen_metadata", mask), "cu_seq_q", None)
+    return boundaries, getattr(mask, "window", None)
+
+
+def _read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same on the host; waits for the device once if any is there and no copy of the host's."""
+    tensors = [on_host(x) for x in tensors]
+    away = [x for x in tensors if x.device.type != "cpu"]
+    if not away:
+        return tensors
+    read = iter(torch.cat([x.flatten() for x in away]).cpu().split([x.numel() for x in away]))
+    return [x if x.device.type == "cpu" else next(read).view(x.shape) for x in tensors]
+
+
+def _starts_of(boundaries: Tensor, n_rows: int, seq_len: int) -> Tensor:
+    """[1 or B, T], the first key that each query sees but for the window; all on the host."""
+    if boundaries.dim() == 2:
+        return document_starts(boundaries)
+    first = boundaries[:-1].repeat_interleave(boundaries.diff(), output_size=n_rows * seq_len)
+    return first.view(n_rows, seq_len) % seq_len
 
 
 # ---- what a trainer calls ----
@@ -294,6 +337,9 @@ def cp_shard(
     rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
     No communication. Raises ValueError if T does not divide, or if `rotate_method` is
     "allgather" and a mask does not say where its documents begin.
+    Waits for the device once if only the device knows where documents begin and "allgather" or
+    "ptrr" needs to: for masks that were not made from a batch of the host (see
+    `tools.host_copy`).
     """
     masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
     n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
@@ -302,27 +348,39 @@ def cp_shard(
             "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
             "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
         )
-    starts = {name: _starts_of(mask, n_rows, seq_len) for name, mask in masks.items()}
+    found = {name: _boundaries_of(mask, seq_len) for name, mask in masks.items()}
+    silent = [name for name, (boundaries, _) in found.items() if boundaries is None]
     if rotate_method is None:
-        says_where = all(first is not None for first, _ in starts.values())
-        rotate_method = "allgather" if says_where else "alltoall"
+        rotate_method = "alltoall" if silent else "allgather"
+    if rotate_method == "allgather" and silent:
+        raise ValueError(
+            "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made by the "
+            "model's get_attention_masks, which says where documents begin, got a "
+            f"{type(masks[silent[0]]).__name__}; set it to 'alltoall'"
+        )
+    starts: dict[str, Tensor] = {}
+    if rotate_method == "allgather" or load_balancer_type == "ptrr":
+        known = {name: x for name, (x, _) in found.items() if x is not None}
+        for name, boundaries in zip(known, _read_all([*known.values()]), strict=True):
+            starts[name] = _starts_of(boundaries, n_rows, seq_len)
     # With several masks, the one that is wider decides what is balanced.
-    known = [s for s, _ in starts.values() if s is not None] if attention_masks is not None else []
-    widest = min(known, key=lambda s: int(s.sum()) * n_rows // len(s)) if known else None
-    shards = _build_shards(load_balancer_type, cp_mesh, n_rows, seq_len, widest)
+    widest = None
+    if attention_masks is not None and starts:
+        widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
+    chunks = _deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
+    shards = TokenShards.of(chunks, cp_mesh)
 
     sharded = {}
     for name, mask in masks.items():
         keys = None
         if rotate_method == "allgather":
-            first, window = starts[name]
-            if first is None:
-                raise ValueError(
-                    "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made "
-                    "by the model's get_attention_masks, which says where documents begin, got a "
-                    f"{type(mask).__name__}; set it to 'alltoall'"
-                )
-            keys = _needed_keys(first.to(inputs[0].device).expand(n_rows, -1), shards, window)
+            first, rank, window = starts[name], cp_mesh.get_local_rank(), found[name][1]
+            if first.any():
+                keys = _needed_keys(first.expand(n_rows, -1), chunks, rank, window)
+            else:
+                layout = tuple(map(tuple, chunks.tolist()))
+                keys = _needed_keys_of_whole_rows(n_rows, seq_len, layout, rank, window)
+            keys = keys.each(lambda x: to_device(x, inputs[0].device))
         sharded[name] = ShardedMask(mask, shards, rotate_method, keys)
     parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
     return parts, sharded if isinstance(attention_masks, dict) else sharded[""]

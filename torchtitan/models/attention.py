@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.documents import document_ids_from_eos, document_starts
+from torchtitan.tools.host_copy import on_host, to_device
 from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
@@ -219,11 +220,12 @@ def create_attention_mask(
 def create_document_varlen_metadata(document_ids: Tensor) -> VarlenMetadata:
     """Return the boundaries of documents [B, T], rows laid end to end.
 
-    A padding token is a document by itself. Reads two integers off the device, together.
+    A padding token is a document by itself. Works on the host where ids are a copy from there
+    (see `tools.host_copy`); otherwise reads two integers off the device, together.
     """
     n_rows, seq_len = document_ids.shape
     n_tokens = n_rows * seq_len
-    starts = document_starts(document_ids)
+    starts = document_starts(on_host(document_ids))
     columns = torch.arange(seq_len, device=starts.device, dtype=torch.int32)
     is_start = (starts == columns).flatten()
     longest = (columns - starts).max() + 1
@@ -234,6 +236,7 @@ def create_document_varlen_metadata(document_ids: Tensor) -> VarlenMetadata:
     index = torch.arange(n_tokens, device=starts.device, dtype=torch.int32)
     cu_seqlens = torch.full((n_documents + 1,), n_tokens, device=starts.device, dtype=torch.int32)
     cu_seqlens.scatter_(0, place, torch.where(is_start, index, n_tokens))
+    cu_seqlens = to_device(cu_seqlens, document_ids.device)
     return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
 
 
@@ -259,17 +262,16 @@ def create_document_block_mask(
     window: a query sees no more than itself and the window - 1 tokens before it.
     The block structure is written down from the boundaries, without evaluating any pair of
     tokens and without waiting for the device. A padding token sees itself alone. The mask carries
-    `document_starts` and the `window` for context parallelism, on the CPU the boundaries also as
+    `document_ids` and the `window` for context parallelism, on the CPU the boundaries also as
     `varlen_metadata`, which lets the flex wrapper run attention document by document.
     """
-    first_tokens = document_starts(document_ids)
-    starts = _within_window(first_tokens, window)
+    starts = _within_window(document_starts(document_ids), window)
 
     def causal_document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (kv_idx >= starts[b, q_idx])
 
     mask = _block_mask_from_starts(starts, block_size, causal_document_mask)
-    mask.document_starts = first_tokens
+    mask.document_ids = document_ids
     mask.window = window
     if document_ids.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(document_ids)
@@ -284,10 +286,10 @@ def create_causal_block_mask(
     window: int | None = None,
 ) -> "BlockMask":
     """Return the plain causal mask: one mask for all rows, otherwise as for documents."""
-    row = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
+    row = torch.zeros((1, seq_len), device=device, dtype=torch.int32)  # all one document
     mask_mod = get_causal_mask_mod() if window is None else get_sliding_window_mask_mod(window)
     mask = _block_mask_from_starts(_within_window(row, window), block_size, mask_mod)
-    mask.document_starts = row
+    mask.document_ids = torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
     mask.window = window
     if row.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(row.expand(n_rows, -1))
@@ -596,7 +598,8 @@ def attend(
         rows = (q.shape[0], q.shape[2])
         return _each(out, lambda packed: packed.unflatten(0, rows))
 
-    enable_gqa = q.shape[1] != k.shape[1]
+    # Only a branch makes a plain bool of it where compiled code has sizes as symbols.
+    enable_gqa = True if q.shape[1] != k.shape[1] else False
     if isinstance(inner_attention, FlexAttentionWrapper):
         from torch.nn.attention.flex_attention import BlockMask
 

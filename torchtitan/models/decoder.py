@@ -39,9 +39,14 @@ from torchtitan.models.attention import (
     create_document_varlen_metadata,
     create_padding_mask,
 )
-from torchtitan.models.documents import document_ids_from_padding_mask, read_document_ids
+from torchtitan.models.documents import (
+    boundaries_on_host,
+    document_ids_from_padding_mask,
+    read_document_ids,
+)
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
+from torchtitan.tools.host_copy import on_host, to_device
 from torchtitan.tools.linear import Linear
 
 if TYPE_CHECKING:
@@ -321,7 +326,8 @@ class Decoder(ModelProtocol):
         """The table, lengthened for good if documents reach beyond it.
 
         row_len: T of whole rows, of which a context-parallel rank may hold a part.
-        Looking at positions waits for an accelerator: there, only rows longer than the table do.
+        Looking at positions may wait for an accelerator: there, only rows longer than the table
+        do.
         """
         table = getattr(self, self.rope_buffer_name)
         n_rows = row_len
@@ -329,7 +335,7 @@ class Decoder(ModelProtocol):
             may_wait = table.device.type == "cpu" or row_len > len(table)
             if not may_wait or torch.compiler.is_compiling() or not positions.numel():
                 return table
-            n_rows = int(positions.max()) + 1
+            n_rows = int(on_host(positions).max()) + 1
         if n_rows > len(table):
             args = self.model_args
             self.model_args = dataclasses.replace(args, max_seq_len=n_rows)
@@ -367,7 +373,8 @@ class Decoder(ModelProtocol):
 
         batch = {"input": input_batch, **(extra_inputs or {})}
         eos_id = getattr(tokenizer, "eos_id", None)
-        return self.build_document_masks(read_document_ids(batch, args.attn_mask_type, eos_id))
+        document_ids = read_document_ids(boundaries_on_host(batch), args.attn_mask_type, eos_id)
+        return self.build_document_masks(to_device(document_ids, input_batch.device))
 
     def get_padding_masks(self, padding_mask: Tensor) -> AttentionMasksType | PaddingMask:
         """Return the layers' mask for rows [B, T] of one document each, whatever the mask type.
@@ -375,7 +382,8 @@ class Decoder(ModelProtocol):
         padding_mask: not zero at tokens, zero at padding, which sees itself alone and is seen by
         nobody. Raises ValueError for padding between tokens.
         """
-        document_ids = document_ids_from_padding_mask(padding_mask)
+        document_ids = document_ids_from_padding_mask(on_host(padding_mask))
+        document_ids = to_device(document_ids, padding_mask.device)
         if self.model_args.attn_type == "sdpa":
             return create_padding_mask(document_ids)
         return self.build_document_masks(document_ids)

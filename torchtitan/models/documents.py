@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.logging import logger
 
 PADDING = -1
@@ -297,6 +298,20 @@ _SEPARATOR_OF: dict[str, DocumentSeparator] = {
     "cu_seqlens": LengthsSeparator(),
     "positions": PositionSeparator(),
 }
+
+
+def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with what tells documents apart on the host, if all of that came from there.
+
+    Otherwise the batch as it is: reading sources of two devices would mix them.
+    """
+    copies = {
+        key: on_host(batch[key])
+        for key in ("input", "positions", *BOUNDARY_KEYS)
+        if batch.get(key) is not None
+    }
+    is_on_host = all(x.device.type == "cpu" for x in copies.values())
+    return {**batch, **copies} if is_on_host else batch
 
 
 def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:

@@ -23,6 +23,7 @@ from torchtitan.models.llama3.model.model import Transformer as Llama3
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
+from torchtitan.tools.host_copy import on_host, to_device
 
 __all__ = [
     "Attention",
@@ -96,18 +97,17 @@ class Transformer(Llama3):
         return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
 
     def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
-        chunks = split_documents(
-            torch.zeros_like(input_batch), self.model_args.fixed_attn_block_size
-        )
+        rows = torch.zeros(input_batch.shape, dtype=torch.int32, device="cpu")
+        chunks = split_documents(rows, self.model_args.fixed_attn_block_size)
         return {
-            "rope": create_document_block_mask(chunks),
+            "rope": create_document_block_mask(to_device(chunks, input_batch.device)),
             "nope": super().build_causal_masks(input_batch),
         }
 
     def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
-        chunks = split_documents(document_ids, self.model_args.fixed_attn_block_size)
+        chunks = split_documents(on_host(document_ids), self.model_args.fixed_attn_block_size)
         return {
-            "rope": super().build_document_masks(chunks),
+            "rope": super().build_document_masks(to_device(chunks, document_ids.device)),
             "nope": super().build_document_masks(document_ids),
         }
 
