@@ -18,7 +18,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import copy_to_device, get_device_type, read_later
+from torchtitan.tools.utils import get_device_type, read_later
 
 ValidationContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -166,17 +166,11 @@ class Validator(BaseValidator):
         self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's summed loss and number of valid labels, two scalars."""
-        device = torch.device(get_device_type())
         labels = self._packing(model_parts).mask_labels(input_dict, labels)
-        input_dict = {
-            key: copy_to_device(value, device) if isinstance(value, torch.Tensor) else value
-            for key, value in input_dict.items()
-        }
-        labels = copy_to_device(labels, device)
         if self.pp_schedule is not None:
             return self._pipeline_forward(model_parts, input_dict, labels)
         inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-            input_dict, labels, model_parts
+            *_to_device(input_dict, labels), model_parts
         )
         assert len(model_parts) == 1, "without pipeline parallelism the model is one part"
         with self.validation_context(), self.maybe_enable_amp:
@@ -194,7 +188,7 @@ class Validator(BaseValidator):
         arg_mbs, kwarg_mbs, target_mbs = [], [], []
         for batch, batch_labels in zip(*split_rows(input_dict, labels, n_rows), strict=True):
             inputs, batch_labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-                batch, batch_labels, model_parts
+                *_to_device(batch, batch_labels), model_parts
             )
             arg_mbs.append((inputs,))
             kwarg_mbs.append({**extra_inputs, **extra_kwargs})
@@ -209,7 +203,7 @@ class Validator(BaseValidator):
                 return_outputs=False,
                 input_shapes=[tuple(inputs.shape[:2]) for (inputs,) in arg_mbs],
             )
-        loss = torch.zeros((), device=labels.device)
+        loss = torch.zeros((), device=get_device_type())
         if self.pp_has_last_stage:
             loss += torch.stack(losses).sum()
         num_tokens = sum((target != IGNORE_INDEX).sum() for target in target_mbs)

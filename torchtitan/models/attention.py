@@ -361,7 +361,8 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
-        SDPBackend.MATH,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,  # keeps T * T scores of every head
     ]
 
     def forward(
@@ -376,6 +377,11 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Return [B, H, T, Dv]. attn_mask: bool [B, 1, T, T], in place of `is_causal`."""
+        is_for_flash = attn_mask is None and q.dtype.itemsize == 2
+        if enable_gqa and q.device.type != "cpu" and not is_for_flash:
+            # The memory-efficient kernel groups no heads, and there would be "math" alone.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            enable_gqa = False
         with sdpa_kernel(self.sdpa_backends, set_priority=True):
             return F.scaled_dot_product_attention(
                 q,
