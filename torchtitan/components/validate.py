@@ -17,6 +17,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type, read_later
 
@@ -270,6 +271,17 @@ def build_validator(
         pp_has_first_stage=pp_has_first_stage,
         pp_has_last_stage=pp_has_last_stage,
     )
+
+
+def _to_device(
+    input_dict: dict[str, Any], labels: torch.Tensor
+) -> tuple[dict[str, Any], torch.Tensor]:
+    device = get_device_type()
+    batch = {
+        key: to_device(value, device) if isinstance(value, torch.Tensor) else value
+        for key, value in input_dict.items()
+    }
+    return batch, to_device(labels, device)
 
 
 @contextmanager
