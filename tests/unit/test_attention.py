@@ -389,6 +389,41 @@ def test_sdpa_is_causal():
     assert_same(out, dense(*inputs, torch.ones(9, 9).tril().bool()), inputs, **FP32)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_sdpa_compiles_where_the_numbers_of_heads_are_symbols(kv_heads):
+    # As for the second model of a process: the compiler makes symbols of sizes that change.
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    inner = build_inner_attention("sdpa")
+    inputs = tensors(1, 6, 4, kv_heads)
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 1)
+    expected = attend(inner, *inputs, None)
+    torch.testing.assert_close(compiled(inner, *inputs, None), expected, **FP32)
+
+
+@pytest.mark.parametrize("dtype, has_mask", [(torch.float32, False), (torch.bfloat16, True)])
+def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
+    dtype, has_mask, monkeypatch
+):
+    calls = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **kwargs: calls.append((k, v, kwargs)) or sdpa(q, k, v, **kwargs),
+    )
+    on_cpu = [x.detach().to(dtype) for x in tensors(1, 6, 4, 2)]
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril() if has_mask else None
+    # "meta" stands for the accelerator; on the CPU one kernel does it all.
+    for device in ("cpu", "meta"):
+        inputs = [x.to(device) for x in on_cpu]
+        options = {"attn_mask": None if mask is None else mask.to(device), "enable_gqa": True}
+        out = ScaledDotProductAttentionWrapper()(*inputs, **options)
+        assert out.shape == (1, 4, 6, 8)
+    assert [kwargs["enable_gqa"] for *_, kwargs in calls] == [True, False]
+    assert [k.shape[1] for k, *_ in calls] == [v.shape[1] for _, v, _ in calls] == [2, 4]
+
+
 @pytest.mark.parametrize(
     "attn_type, mask, what",
     [

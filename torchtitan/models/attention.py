@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.documents import document_ids_from_eos, document_starts
-from torchtitan.tools.host_copy import on_host, to_device
+from torchtitan.tools.host_copy import fetch, to_device
 from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
@@ -220,22 +220,14 @@ def create_attention_mask(
 def create_document_varlen_metadata(document_ids: Tensor) -> VarlenMetadata:
     """Return the boundaries of documents [B, T], rows laid end to end.
 
-    A padding token is a document by itself. Works on the host where ids are a copy from there
-    (see `tools.host_copy`); otherwise reads two integers off the device, together.
+    A padding token is a document by itself. Waits for the device once where ids are there and
+    came from nowhere else (see `tools.host_copy`).
     """
-    n_rows, seq_len = document_ids.shape
-    n_tokens = n_rows * seq_len
-    starts = document_starts(on_host(document_ids))
-    columns = torch.arange(seq_len, device=starts.device, dtype=torch.int32)
-    is_start = (starts == columns).flatten()
-    longest = (columns - starts).max() + 1
-    n_documents, max_length = torch.stack((is_start.sum(), longest)).tolist()
-    # nonzero() would ask the device for the count again: write each start to its place instead,
-    # everything that is no start to the last place, where N belongs.
-    place = torch.where(is_start, is_start.cumsum(0) - 1, n_documents)
-    index = torch.arange(n_tokens, device=starts.device, dtype=torch.int32)
-    cu_seqlens = torch.full((n_documents + 1,), n_tokens, device=starts.device, dtype=torch.int32)
-    cu_seqlens.scatter_(0, place, torch.where(is_start, index, n_tokens))
+    starts = document_starts(fetch(document_ids))
+    columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
+    max_length = int((columns - starts).max()) + 1
+    first = (starts == columns).flatten().nonzero().flatten()
+    cu_seqlens = torch.cat((first, first.new_tensor([starts.numel()]))).to(torch.int32)
     cu_seqlens = to_device(cu_seqlens, document_ids.device)
     return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
 

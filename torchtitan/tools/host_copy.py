@@ -36,5 +36,17 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
 
 def on_host(x: Tensor) -> Tensor:
     """Return the host's tensor that x is a copy of; x itself if there is none, or one changed."""
-    source, *versions = getattr(x, "_host_source", (x,))
+    known = getattr(x, "_host_source", None)
+    if known is None:
+        return x
+    source, *versions = known
     return source if versions == [source._version, x._version] else x
+
+
+def fetch(x: Tensor) -> Tensor:
+    """Return `on_host(x)`, after a copy to the host, the one wait for x, where there is none."""
+    known = on_host(x)
+    if known.device.type != "cpu":
+        known = x.cpu()
+        remember_host(x, known)
+    return known

@@ -105,11 +105,10 @@ class Transformer(Llama3):
         }
 
     def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
+        nope = super().build_document_masks(document_ids)  # from here on the host may know them
         chunks = split_documents(on_host(document_ids), self.model_args.fixed_attn_block_size)
-        return {
-            "rope": super().build_document_masks(to_device(chunks, document_ids.device)),
-            "nope": super().build_document_masks(document_ids),
-        }
+        rope = super().build_document_masks(to_device(chunks, document_ids.device))
+        return {"rope": rope, "nope": nope}
 
 
 def _rotate(

@@ -1,0 +1,214 @@
+"""Masks are made of what the host knows: a batch that came from there is never read back.
+
+"meta" stands for the accelerator: whoever reads a number off it fails.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.components.packing import PackingPolicy
+from torchtitan.config.job_config import Training
+from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.models.attention import (
+    VarlenMetadata,
+    create_causal_block_mask,
+    create_document_block_mask,
+    create_document_varlen_metadata,
+)
+from torchtitan.models.documents import document_ids_from_lengths
+from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama4 import Transformer as Llama4
+from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
+from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
+
+EOS = 0
+TOKENS = torch.tensor([[5, 6, EOS, 7, 8, 9, EOS, 4], [3] * 8])
+LENGTHS = torch.tensor([[3, 4, 1], [8, 0, 0]])
+PACKED = {
+    "eos": {},
+    "positions": {"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [*range(8)]])},
+    "seq_lens": {"seq_lens": LENGTHS},
+    "cu_seqlens": {"cu_seqlens": torch.tensor([[0, 3, 7, 8], [0, 8, 8, 8]])},
+    "document_ids": {"document_ids": document_ids_from_lengths(LENGTHS, 8)},
+    "padding": {"attention_masks": torch.tensor([[1] * 3 + [0] * 5, [0, 0, *[1] * 6]])},
+}
+
+
+def moved(batch):
+    return {key: to_device(value, "meta") for key, value in batch.items()}
+
+
+def test_copy_leads_back_until_one_of_the_two_changes():
+    source = torch.arange(3)
+    copy = to_device(source, "meta")
+    assert copy.device.type == "meta" and on_host(copy) is source
+    copy.add_(1)
+    assert on_host(copy) is copy
+
+    copy = to_device(source, "meta")
+    source.add_(1)
+    assert on_host(copy) is copy
+    assert on_host(copy + 1).device.type == "meta"
+
+
+def test_what_did_not_come_from_the_host_leads_nowhere():
+    x = torch.empty(3, device="meta")
+    assert on_host(x) is x
+    assert on_host(remember_host(x, torch.empty(3, device="meta"))) is x
+    host = torch.arange(3)
+    assert on_host(host) is host and to_device(host, "cpu") is host and fetch(host) is host
+    with torch.inference_mode():  # where nobody counts changes
+        assert on_host(to_device(torch.arange(3), "meta")).device.type == "meta"
+
+
+def llama3(attn_type, mask_type):
+    args = TransformerModelArgs(
+        dim=16, n_layers=1, n_heads=2, vocab_size=32, attn_type=attn_type, attn_mask_type=mask_type
+    )
+    return Transformer(args)
+
+
+def llama4(attn_type, mask_type):
+    args = Llama4Args(
+        dim=16,
+        n_layers=1,
+        n_heads=2,
+        vocab_size=32,
+        attn_type=attn_type,
+        attn_mask_type=mask_type,
+        fixed_attn_block_size=2,
+    )
+    return Llama4(args)
+
+
+def gpt_oss(attn_type, mask_type):
+    args = dataclasses.replace(
+        gptoss_configs["debugmodel"],
+        n_layers=1,
+        vocab_size=32,
+        attn_type=attn_type,
+        attn_mask_type=mask_type,
+    )
+    return GptOssModel(args)
+
+
+def numbers_of(masks):
+    """What the host knows of a mask, or of each in a dict."""
+    if isinstance(masks, dict):
+        return {name: numbers_of(mask) for name, mask in masks.items()}
+    if isinstance(masks, VarlenMetadata):
+        return on_host(masks.cu_seq_q).tolist(), masks.max_q, masks.max_k
+    return on_host(masks.document_ids).tolist(), masks.window, masks.seq_lengths
+
+
+@pytest.mark.parametrize("source", PACKED)
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+@pytest.mark.parametrize("build", [llama3, llama4, gpt_oss])
+def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, source):
+    mask_type = "position_block_causal" if source == "positions" else "block_causal"
+    with torch.device("meta"):
+        model = build(attn_type, mask_type)
+    tokenizer = SimpleNamespace(eos_id=EOS)
+    packing = PackingPolicy.of(Training(), model.model_args, tokenizer)
+    batch = {"input": TOKENS, **PACKED[source]}
+
+    inputs, extra_inputs, extra_kwargs = packing.model_inputs(model, moved(batch), tokenizer)
+    assert inputs.device.type == "meta"
+    masks = extra_kwargs["attention_masks"]
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+        tensor = mask.cu_seq_q if isinstance(mask, VarlenMetadata) else mask.kv_indices
+        assert tensor.device.type == "meta"
+    _, on_cpu_inputs, on_cpu_kwargs = packing.model_inputs(model, batch, tokenizer)
+    assert numbers_of(masks) == numbers_of(on_cpu_kwargs["attention_masks"])
+    if "positions" in on_cpu_inputs:
+        assert extra_inputs["positions"].device.type == "meta"
+        assert torch.equal(on_host(extra_inputs["positions"]), on_cpu_inputs["positions"])
+
+    # A host's own loop asks the model itself.
+    if source != "padding":
+        extra = {key: value for key, value in moved(batch).items() if key != "input"}
+        asked = model.get_attention_masks(to_device(TOKENS, "meta"), tokenizer, extra)
+        assert numbers_of(asked) == numbers_of(masks)
+
+
+def axis(device_type, rank):
+    group = SimpleNamespace(group_name="")
+    return SimpleNamespace(
+        device_type=device_type,
+        get_group=lambda: group,
+        get_local_rank=lambda: rank,
+        size=lambda: 2,
+    )
+
+
+def masks_on(device, n_tokens):
+    ids = to_device(document_ids_from_lengths(LENGTHS * (n_tokens // 8), n_tokens), device)
+    return {
+        "none": None,
+        "causal": create_causal_block_mask(2, n_tokens, torch.device(device)),
+        "documents": create_document_block_mask(ids),
+        "varlen": create_document_varlen_metadata(ids),
+        "dict": {"all": create_document_block_mask(ids), "w": create_document_block_mask(ids, 3)},
+    }
+
+
+@pytest.mark.parametrize("balancer", ["headtail", "ptrr", None])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_parallelism_reads_nothing_back_from_masks_of_the_host(balancer, rank):
+    n_tokens = 512 if balancer == "ptrr" else 8
+    tokens = torch.arange(2 * n_tokens).view(2, -1)
+    on_cpu_masks = masks_on("cpu", n_tokens)
+    for name, mask in masks_on("meta", n_tokens).items():
+        if name == "none" and balancer == "ptrr":
+            continue  # refused
+        _, sharded = cp_shard(axis("meta", rank), (to_device(tokens, "meta"),), mask, balancer)
+        _, expected = cp_shard(axis("cpu", rank), (tokens,), on_cpu_masks[name], balancer)
+        for ours, theirs in zip(*map(as_list, (sharded, expected)), strict=True):
+            assert (ours.keys.max_q, ours.keys.max_k) == (theirs.keys.max_q, theirs.keys.max_k)
+            pairs = [(ours.shards.chunks, theirs.shards.chunks)]
+            pairs += [
+                (getattr(ours.keys, tensor), getattr(theirs.keys, tensor))
+                for tensor in ("cu_seq_q", "cu_seq_k", "index")
+            ]
+            for on_device, on_cpu in pairs:
+                assert on_device.device.type == "meta"
+                assert torch.equal(on_host(on_device), on_cpu)
+
+
+def as_list(masks):
+    return list(masks.values()) if isinstance(masks, dict) else [masks]
+
+
+def test_masks_that_nobody_asks_for_their_documents_are_not_read():
+    ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    mask = create_document_block_mask(ids)
+    _, sharded = cp_shard(axis("meta", 0), (tokens,), mask, rotate_method="alltoall")
+    assert sharded.mask is mask
+
+
+def test_masks_from_the_device_alone_are_read_together(monkeypatch):
+    reads = []
+
+    def read(self):
+        reads.append(self.shape)
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    cp_shard(axis("meta", 0), (tokens,), {"a": create_document_block_mask(ids), "b": None})
+    masks = {"a": create_document_block_mask(ids), "b": create_document_block_mask(ids + 0)}
+    cp_shard(axis("meta", 0), (tokens,), masks)
+    assert reads == [(16,), (32,)]
+
+    reads.clear()
+    with torch.device("meta"):
+        model = llama4("varlen", "block_causal")
+    masks = model.build_document_masks(torch.zeros(2, 8, dtype=torch.int32, device="meta"))
+    cp_shard(axis("meta", 0), (tokens,), masks)
+    assert reads == [(2, 8)]
