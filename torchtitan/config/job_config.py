@@ -111,7 +111,7 @@ class Model:
     """Log the model's modules after the converters ran"""
 
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
-    """Attention kernel; None keeps what the flavor says"""
+    """Attention kernel; None keeps what the flavor says. varlen is for 16-bit numbers on a GPU"""
 
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
     """
