@@ -32,6 +32,7 @@ __all__ = [
     "ShardedMask",
     "apply_cp_to_attention_module",
     "cp_shard",
+    "gathers_keys",
     "positions_of_rank",
     "prepare_context_parallel_input",
     "shards_of",
@@ -150,12 +151,14 @@ class ShardedMask:
     shards: how the rows' tokens are spread.
     rotate_method: "allgather" or "alltoall".
     keys: for "allgather", which keys this rank's queries need.
+    gathering: keys and values on their way; see `start_gathering`.
     """
 
     mask: Any
     shards: TokenShards
     rotate_method: str
     keys: "_NeededKeys | None" = None
+    gathering: tuple[Tensor, Tensor] | None = None
 
     # ---- alltoall ----
 
@@ -190,11 +193,26 @@ class ShardedMask:
 
     # ---- allgather ----
 
-    def gather_keys(self, x: Tensor) -> Tensor:
-        """[B, K, T/cp, D] -> [keys, K, D], one after the other as `keys` wants them."""
-        packed = x.transpose(1, 2).flatten(0, 1).contiguous()
-        gathered = _GatherRows.apply(packed, self.shards.cp, self.shards.group_name)
-        return gathered.index_select(0, self.keys.index)
+    def start_gathering(self, k: Tensor, v: Tensor) -> "ShardedMask":
+        """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns the mask to attend with.
+
+        Between this and attention there is time for work of its own, and in backward for that
+        work's gradients.
+        """
+        packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
+        packed = _WaitForGradient.apply(packed)
+        shards = self.shards
+        gathered = _OPS.all_gather_into_tensor(packed.detach(), shards.cp, shards.group_name)
+        return ShardedMask(
+            self.mask, shards, self.rotate_method, self.keys, gathering=(packed, gathered)
+        )
+
+    def gathered_keys(self) -> Tensor:
+        """Keys and values [keys, K, D + Dv], one after the other as `keys` wants them."""
+        own, gathered = self.gathering
+        shards = self.shards
+        rows = _GatheredRows.apply(own, gathered, shards.cp, shards.group_name)
+        return rows.index_select(0, self.keys.index)
 
 
 @dataclass(frozen=True)
@@ -428,6 +446,11 @@ def shards_of(attention_masks: Any) -> TokenShards | None:
     return attention_masks.shards if isinstance(attention_masks, ShardedMask) else None
 
 
+def gathers_keys(attention_masks: Any) -> bool:
+    """Whether attention under this mask gathers keys, so that `start_gathering` pays."""
+    return isinstance(attention_masks, ShardedMask) and attention_masks.rotate_method == "allgather"
+
+
 def positions_of_rank(
     attention_masks: Any, positions: Tensor | None, num_tokens: int
 ) -> Tensor | None:
@@ -463,18 +486,34 @@ def apply_cp_to_attention_module(
 # ---- collectives with gradients ----
 
 
-class _GatherRows(torch.autograd.Function):
-    """[n, ...] of each rank -> [cp * n, ...] on all; gradients are summed where they belong."""
+class _GatheredRows(torch.autograd.Function):
+    """[n, ...] of each rank -> [cp * n, ...] on all, which are on their way as `gathered`.
+
+    Gradients are summed where they belong. Nobody has waited for them: `_WaitForGradient` does,
+    which x has to come from.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gathered: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(x, size, group))
+        return _OPS.wait_tensor(gathered)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         own = _OPS.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.size, ctx.group)
-        return _OPS.wait_tensor(own), None, None
+        return own, None, None, None
+
+
+class _WaitForGradient(torch.autograd.Function):
+    """x itself, whose gradient is one that a collective is still working on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _OPS.wait_tensor(grad)
 
 
 class _ExchangeParts(torch.autograd.Function):

@@ -652,7 +652,9 @@ def _attend_over_ranks(
         )
     # All kernels keep documents apart in the same way, so one serves whatever the mask is.
     needed = sharded.keys
-    packed = sharded.gather_keys(torch.cat((k, v), dim=-1))
+    if sharded.gathering is None:
+        sharded = sharded.start_gathering(k, v)
+    packed = sharded.gathered_keys()
     k, v = (x.transpose(0, 1)[None] for x in packed.split((k.shape[-1], v.shape[-1]), dim=-1))
     metadata = VarlenMetadata(needed.cu_seq_q, needed.cu_seq_k, needed.max_q, needed.max_k)
     n_rows, _, n_tokens, _ = q.shape

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.distributed.context_parallel import positions_of_rank, shards_of
+from torchtitan.distributed.context_parallel import gathers_keys, positions_of_rank, shards_of
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
@@ -120,19 +120,30 @@ class Attention(nn.Module):
         self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
     ) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
-        # -1: under tensor parallelism a rank holds only some of the heads.
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            # Autocast may norm in fp32 (CUDA, torch 2.13), which varlen's kernel does not round.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if self.apply_rope is not None:
-            q, k = self.apply_rope(q, k, rope)
         if self.mask_name is not None and isinstance(attention_masks, dict):
             attention_masks = attention_masks[self.mask_name]
+        if gathers_keys(attention_masks):  # keys and values travel while queries are made
+            k, v = self._heads(self.wk, x, self.k_norm), self._heads(self.wv, x)
+            no_heads = k[:, :, :0]
+            k = self._rotate(no_heads, k, rope)[1]
+            attention_masks = attention_masks.start_gathering(k.transpose(1, 2), v.transpose(1, 2))
+            q = self._rotate(self._heads(self.wq, x, self.q_norm), no_heads, rope)[0]
+        else:
+            q, k = self._heads(self.wq, x, self.q_norm), self._heads(self.wk, x, self.k_norm)
+            v = self._heads(self.wv, x)
+            q, k = self._rotate(q, k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.wo(self.attend(q, k, v, attention_masks).flatten(-2))
+
+    def _heads(self, linear: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """[B, T, M] -> [B, T, heads, D]."""
+        # -1: under tensor parallelism a rank holds only some of the heads.
+        heads = linear(x).unflatten(-1, (-1, self.head_dim))
+        # Autocast may norm in fp32 (CUDA, torch 2.13), which varlen's kernel does not round.
+        return heads if norm is None else norm(heads).to(heads.dtype)
+
+    def _rotate(self, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.apply_rope is None else self.apply_rope(q, k, rope)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_masks: AttentionMasksType | None
