@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
+from torchtitan.distributed import context_parallel
 from torchtitan.distributed.context_parallel import ShardedMask, TokenShards
+from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.parallelize import apply_compile
-from torchtitan.models.rope import RoPEScalingArgs
+from torchtitan.models.rope import RoPEScalingArgs, precompute_freqs_cis
 
 EOS = 2
 
@@ -355,3 +358,47 @@ def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_token
     tokens = torch.zeros(1, n_tokens // 2, dtype=torch.int64, device="meta")
     model(tokens, attention_masks=mask)
     assert len(model.freqs_cis) == max(16, n_tokens)
+
+
+def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
+    events, on_their_way = [], {}
+
+    def start(event, result):
+        """A collective: its result is there after wait_tensor only."""
+        events.append(event)
+        promised = torch.full_like(result, float("nan"))
+        on_their_way[promised.data_ptr()] = promised, result
+        return promised
+
+    def wait_tensor(x):
+        events.append("wait")
+        promised, result = on_their_way.pop(x.data_ptr())
+        promised.copy_(result)
+        return x
+
+    operators = SimpleNamespace(
+        all_gather_into_tensor=lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
+        reduce_scatter_tensor=lambda x, op, size, group: start(
+            "reduce", x.unflatten(0, (2, -1)).sum(0)
+        ),
+        wait_tensor=wait_tensor,
+    )
+    monkeypatch.setattr(context_parallel, "_OPS", operators)
+    group = SimpleNamespace(group_name="")
+    axis = SimpleNamespace(
+        device_type="cpu", get_group=lambda: group, get_local_rank=lambda: 1, size=lambda: 2
+    )
+    (x,), mask = context_parallel.cp_shard(
+        axis, (torch.randn(1, 8, 16),), rotate_method="allgather"
+    )
+    attention = Attention(16, 4, 2, qk_norm_eps=1e-6)
+    attention.wq.register_forward_hook(lambda *_: events.append("queries"))
+    attention.wq.weight.register_hook(lambda _: events.append("gradient of queries"))
+    attention.wk.weight.register_hook(lambda _: events.append("gradient of keys"))
+
+    out = attention(x, precompute_freqs_cis(4, 4, scaling_args=None)[None], mask)
+    assert events == ["gather", "queries", "wait"]
+    events.clear()
+    out.sum().backward()
+    assert events == ["reduce", "gradient of queries", "wait", "gradient of keys"]
+    assert all(p.grad.isfinite().all() for p in attention.parameters())
