@@ -857,7 +857,7 @@ class TrainingEngine:
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             numbers = torch.stack([number.double() for number in numbers])
             step = self.step if self._caller_counts_steps else self._steps_done + 1
-            verdict = self._verdict = _Verdict(step, utils.read_later(numbers))
+            verdict = self._verdict = _Verdict(step, host_copy.read_later(numbers))
             if not self._skips_on_device:
                 self._settle()
         self.checkpointer.maybe_wait_for_staging()

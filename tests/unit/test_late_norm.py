@@ -12,7 +12,7 @@ import torch
 from tests.unit.test_engine import backward, make_engine, poison
 from torchtitan.components.optimizer import skips_on_device
 from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW
-from torchtitan.tools import utils
+from torchtitan.tools import host_copy
 
 MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
 
@@ -81,13 +81,13 @@ def test_first_step_may_be_skipped(tmp_path):
 
 def test_host_reads_a_step_when_the_next_one_updates_or_when_it_is_asked(tmp_path, monkeypatch):
     reads = []
-    read_later = utils.read_later
+    read_later = host_copy.read_later
 
     def noted(tensor):
         read = read_later(tensor)
         return lambda: (reads.append(len(reads)), read())[1]
 
-    monkeypatch.setattr(utils, "read_later", noted)
+    monkeypatch.setattr(host_copy, "read_later", noted)
     with late_engine(tmp_path) as engine:
         backward(engine)
         result = engine.optim_step()
@@ -122,7 +122,7 @@ def test_stop_is_raised_by_the_next_look_and_no_weight_has_changed(tmp_path):
 
 
 def test_ignore_updates_all_the_same_and_nobody_looks(tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "read_later", None)
+    monkeypatch.setattr(host_copy, "read_later", None)
     with late_engine(tmp_path, "--training.nonfinite_grad_norm=ignore") as engine:
         backward(engine)
         poison(engine)

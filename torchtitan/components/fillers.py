@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.dtensor import local_tensor, whole_tensor
-from torchtitan.tools.utils import read_later
+from torchtitan.tools.host_copy import read_later
 
 _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
 

@@ -17,9 +17,9 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.host_copy import read_later, to_device
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import get_device_type, read_later
+from torchtitan.tools.utils import get_device_type
 
 ValidationContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 

@@ -1,9 +1,12 @@
-"""Copies to the device that the host does not wait for, and the way back from them.
+"""Copies to the device and back that the host does not wait for.
 
 Masks need numbers of a batch on the host: how many documents, how long the longest. Batches come
 from there. Reading the numbers off the device instead would stop the host until the device has
 done all that was queued, so a tensor on the device remembers which one of the host it is a copy of.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,3 +53,22 @@ def fetch(x: Tensor) -> Tensor:
         known = x.cpu()
         remember_host(x, known)
     return known
+
+
+def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Start to copy a tensor [n] to the host; call what is returned to get its numbers.
+
+    The call waits for what was queued before this function, and for nothing queued since.
+    """
+    if tensor.device.type == "cpu":
+        numbers = tensor.tolist()
+        return lambda: numbers
+    copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    copied = torch.get_device_module(tensor.device).Event()
+    copied.record()
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return read

@@ -40,35 +40,6 @@ def use_device(device: torch.device) -> None:
         get_device_info()[1].set_device(device)
 
 
-def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`, by a copy that the host does not wait for.
-
-    From pageable memory every copy is one that it waits for, so what is there is pinned first.
-    """
-    if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def read_later(tensor: torch.Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a tensor [n] to the host; call what is returned to get its numbers.
-
-    The call waits for what was queued before this function, and for nothing queued since.
-    """
-    if tensor.device.type == "cpu":
-        numbers = tensor.tolist()
-        return lambda: numbers
-    on_host = tensor.to("cpu", non_blocking=True)  # into pinned memory
-    copied = torch.get_device_module(tensor.device).Event()
-    copied.record()
-
-    def read() -> list[Any]:
-        copied.synchronize()
-        return on_host.tolist()
-
-    return read
-
-
 def get_device_type() -> str:
     """Return "cuda", "xpu", ... for the accelerator of this machine, "cpu" without one."""
     return get_device_info()[0]
