@@ -1,11 +1,17 @@
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.activation_checkpoint import _context_fn, apply_ac
+from torchtitan.models import parallelize
 
 SIZE = 512
 FLOPS_UNIT = SIZE**3 * 2
@@ -137,6 +143,127 @@ def test_op_policy_without_save_list_recomputes_everything():
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() / FLOPS_UNIT == 12
+
+
+# ---- what the project's own list keeps on an accelerator ----
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+
+def _offsets(x):
+    return torch.tensor([2, 4], dtype=torch.int32, device=x.device)
+
+
+def _to_8_bits(x):
+    return x.to(torch.float8_e4m3fn)
+
+
+def _scale(x):
+    return torch.ones((), device=x.device)
+
+
+# Without a kernel, on the meta device. x: [4, 16], h: [1, 1, 4, 16] of the same values.
+KEPT = {
+    "mm": lambda x, h: aten.mm(x, x.t()),
+    "addmm": lambda x, h: aten.addmm(x[:, 0], x, x.t()),
+    "_scaled_mm": lambda x, h: aten._scaled_mm(
+        *(_to_8_bits(x), _to_8_bits(x.repeat(4, 1)).t(), _scale(x), _scale(x)),
+        out_dtype=torch.bfloat16,
+    ),
+    "_grouped_mm": lambda x, h: aten._grouped_mm(x, x.t().repeat(2, 1, 2), _offsets(x)),
+    "grouped_mm": lambda x, h: torch.ops.torchtitan.grouped_mm(
+        x, x.t().repeat(2, 1, 1), _offsets(x)
+    ),
+    "_scaled_dot_product_flash_attention": lambda x, h: aten._scaled_dot_product_flash_attention(
+        h, h, h
+    )[0],
+    "_scaled_dot_product_efficient_attention": lambda x, h: (
+        aten._scaled_dot_product_efficient_attention(h, h, h, None, True)[0]
+    ),
+    "_scaled_dot_product_cudnn_attention": lambda x, h: aten._scaled_dot_product_cudnn_attention(
+        h, h, h, None, True
+    )[0],
+    "_varlen_attn": lambda x, h: torch.ops.torch_attn._varlen_attn(
+        *(h[0], h[0], h[0], _offsets(x), _offsets(x), 2, 2)
+    )[0],
+    "reduce_scatter_tensor": lambda x, h: collectives.reduce_scatter_tensor(x, "sum", 2, "group"),
+    "all_to_all_single": lambda x, h: collectives.all_to_all_single(x, [1, 1], [2, 2], "group"),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Names of what ran, beneath all that checkpointing answers from memory."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name() if callable(func.name) else func.name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return sum(seen.partition("::")[2].partition(".")[0] == name for seen in self.names)
+
+
+@pytest.fixture
+def saved_ops(monkeypatch):
+    monkeypatch.setattr(parallelize, "get_device_type", lambda: "cuda")
+    return frozenset(parallelize._ops_saved_by_selective_checkpointing(compile_blocks=False))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_recomputation_on_an_accelerator_does_not_run_expensive_op_again(name, saved_ops):
+    x = torch.empty(4, 16, dtype=torch.bfloat16, device="meta")
+    forward, recompute = _context_fn(saved_ops, frozenset())()
+    for contexts, expected in ((forward, 1), (recompute, 0)):
+        with Calls() as calls, contexts:
+            KEPT[name](x, x[None, None])
+        assert calls.count(name) == expected, calls.names
+
+
+class FlexBlock(nn.Module):
+    """Attention by the operator that compiled code calls, which has gradients on the CPU, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wq, self.wo = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        q = self.wq(x).view(1, 1, -1, 16)
+        with (
+            mock.patch("torch.compiler.is_dynamo_compiling", lambda: True),
+            mock.patch("torch.nn.attention.flex_attention._validate_device"),
+        ):
+            return self.wo(flex_attention(q, q, q).view(-1, 16))
+
+
+def test_flex_attention_in_uncompiled_blocks_is_kept_and_gets_gradients(saved_ops):
+    plain, model = nn.Module(), nn.Module()
+    for m in (plain, model):
+        m.layers = nn.ModuleDict({"0": FlexBlock()})
+    apply_ac(model, op_config([]), op_sac_save_list=set(saved_ops))
+    x = torch.randn(8, 16)
+    plain.layers["0"](x).sum().backward()
+    out = model.layers["0"](x).sum()
+    with Calls() as calls:
+        out.backward()
+    assert "flex_attention_backward" in calls.names and "flex_attention" not in calls.names
+    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_second_product_is_kept_with_a_bias_too(bias, saved_ops):
+    x = torch.empty(4, 16, device="meta")
+    layers = [nn.Linear(16, 16, bias, device="meta") for _ in range(4)]
+    for contexts, expected in zip(_context_fn(saved_ops, frozenset())(), (4, 2), strict=True):
+        with Calls() as calls, contexts:
+            nn.Sequential(*layers)(x)
+        assert calls.count("addmm" if bias else "mm") == expected
 
 
 @pytest.mark.parametrize(

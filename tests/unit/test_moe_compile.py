@@ -62,6 +62,14 @@ def test_block_is_one_graph(dtype):
     torch.testing.assert_close(results(compiled), results(model))
 
 
+def test_block_whose_kernels_want_groups_padded_is_one_graph(monkeypatch):
+    monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)  # as on CUDA
+    model = build()
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, COMPILE)
+    torch.testing.assert_close(results(compiled), results(model))
+
+
 @pytest.mark.parametrize("ep_enabled, changes", [(True, {}), (False, {"use_grouped_mm": False})])
 def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled, changes):
     model = build(**changes)

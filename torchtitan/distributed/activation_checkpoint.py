@@ -26,7 +26,13 @@ from torchtitan.tools.logging import logger
 # Only matrices of these shapes are always computed again: (in_features, out_features).
 _Shapes = frozenset[tuple[int, int]]
 
-_MM = torch.ops.aten.mm.default
+# Matrix products, of which every second one is kept -> the position of their right operand.
+_PRODUCTS = {
+    torch.ops.aten.mm.default: 1,
+    torch.ops.aten.addmm.default: 2,
+    torch.ops.aten._scaled_mm.default: 1,
+    torch.ops.aten._scaled_mm_v2.default: 1,
+}
 _COPY = torch.ops.aten._to_copy.default
 
 
@@ -192,20 +198,22 @@ def _selective_contexts(saved_ops: frozenset[Any], recomputed_shapes: _Shapes) -
 def _op_policy(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[..., CheckpointPolicy]:
-    num_mms: Counter[bool] = Counter()  # in forward, in recompute
+    num_products: Counter[bool] = Counter()  # in forward, in recompute
 
     def policy(
         ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         if op is _COPY and _copies_to_cpu(*args, **kwargs):
             return CheckpointPolicy.MUST_SAVE  # the copy would wait for the device once more
-        if op is _MM:
-            if tuple(args[1].shape) in recomputed_shapes:
+        if op not in saved_ops:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op in _PRODUCTS:
+            if tuple(args[_PRODUCTS[op]].shape) in recomputed_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            num_mms[ctx.is_recompute] += 1
-            if num_mms[ctx.is_recompute] % 2 == 0:
+            num_products[ctx.is_recompute] += 1
+            if num_products[ctx.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if op in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
 
     return policy
 
@@ -222,6 +230,8 @@ class _RecomputeMode(_CachedTorchDispatchMode):
     say) issue views of their own.
     """
 
+    # Torch registers flex attention and compiled regions for its own mode's exact type.
+    supports_higher_order_operators = True
     maybe_saved_ops: frozenset[Any]
 
     def __torch_dispatch__(

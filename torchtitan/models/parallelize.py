@@ -262,10 +262,18 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 
     import torchtitan.models.attention_cpu  # noqa: F401 (registers operators)
+    import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators)
 
     ops = torch.ops
     saved: set[Any] = {
         ops.aten.mm.default,
+        ops.aten.addmm.default,  # of a Linear with a bias
+        ops.aten._scaled_mm.default,  # of a Linear in 8 bits
+        ops.aten._scaled_mm_v2.default,
+        ops.aten._grouped_mm.default,
+        ops.aten._scaled_grouped_mm.default,
+        ops.aten._scaled_grouped_mm_v2.default,
+        ops.torchtitan.grouped_mm.default,
         ops.aten.max.default,  # scaling factors of low-precision matmuls
         ops.aten._scaled_dot_product_efficient_attention.default,
         ops.aten._scaled_dot_product_flash_attention.default,

@@ -1,7 +1,6 @@
 """Regrouping tokens by expert, each group padded to a size that the grouped kernels take."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor
     There may be any number of weights; dim 0 of the first counts the experts.
     """
 
-    @wraps(func)
+    # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
     def padded(*weights_x_and_counts: Tensor) -> Tensor:
         *weights, x, num_tokens_per_expert = weights_x_and_counts
         num_local_experts = weights[0].shape[0]
