@@ -138,13 +138,22 @@ def resolve_batch_size(job_config: JobConfig, dp_degree: int) -> tuple[int, int]
 
 
 @contextlib.contextmanager
-def closed_on_error(engine: "TrainingEngine") -> Iterator[None]:
-    """Close the engine if its construction fails inside."""
+def _on_error(repair: Callable[[], None]) -> Iterator[None]:
+    """Call `repair` if the block fails. The block's error is raised, even if `repair` fails too."""
     try:
         yield
     except BaseException:
-        engine.close()
+        try:
+            repair()
+        except Exception:
+            # Where the device is lost, say, every further call fails as well.
+            logger.exception("cleaning up after the error below failed; build a new engine")
         raise
+
+
+def closed_on_error(engine: "TrainingEngine") -> contextlib.AbstractContextManager[None]:
+    """Close the engine if its construction fails inside."""
+    return _on_error(engine.close)
 
 
 class TrainingEngine:
@@ -578,7 +587,7 @@ class TrainingEngine:
             logits = whole_tensor(logits)
             return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
 
-        with self._recovering():
+        with _on_error(self._recover_model_parts):
             if self.pp_schedule is not None:
                 prepared = [
                     self._prepare(batch, labels, head)
@@ -682,7 +691,7 @@ class TrainingEngine:
                 loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
             return loss / global_valid_tokens
 
-        with self._recovering(), self._forgetting_microbatches_on_error():
+        with _on_error(self._recover_model_parts), _on_error(self._forget_microbatches):
             if self.pp_schedule is not None:
                 # Every rank builds the masks of its stages for itself.
                 prepared = [
@@ -782,27 +791,17 @@ class TrainingEngine:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum(dtype=torch.float32)
 
-    @contextlib.contextmanager
-    def _recovering(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.parallel_dims.uses_fsdp:
-                from torchtitan.distributed.fsdp import recover_model
+    def _recover_model_parts(self) -> None:
+        if self.parallel_dims.uses_fsdp:
+            from torchtitan.distributed.fsdp import recover_model
 
-                for part in self.model_parts:
-                    recover_model(part)
-            raise
+            for part in self.model_parts:
+                recover_model(part)
 
-    @contextlib.contextmanager
-    def _forgetting_microbatches_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            # Or the next step would balance experts by tokens whose gradients it never saw.
-            forget_counts(self.model_parts)
-            self._num_early_steps = 0
-            raise
+    def _forget_microbatches(self) -> None:
+        self._num_early_steps = 0
+        # Or the next step would balance experts by tokens whose gradients it never saw.
+        forget_counts(self.model_parts)
 
     def _reshard(self) -> None:
         if "torch.distributed.fsdp" not in sys.modules:  # nobody has sharded anything

@@ -361,6 +361,33 @@ def test_failed_step_forgets_how_many_tokens_each_expert_got(tmp_path):
     assert all(counter.sum() == 0 for counter in counters)
 
 
+def test_failure_before_fsdps_first_forward_is_the_error_that_is_raised(tmp_path):
+    engine = make_engine(tmp_path, "--parallelism.always_fsdp=True")
+    batch, labels = random_batch(2, 32)
+    padding = torch.ones(2, 32).index_fill(1, torch.tensor([1]), 0)
+    with pytest.raises(ValueError, match="padding mask"):
+        engine.forward_backward_step(
+            input_dict=batch | {"attention_masks": padding}, labels=labels, global_valid_tokens=1
+        )
+    backward(engine)  # the engine goes on
+
+
+def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypatch, caplog):
+    engine = make_engine(tmp_path)
+
+    def lose_device():
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(engine, "_forget_token_counts", lose_device)
+    batch, labels = random_batch(2, 32)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: 1 / 0
+        )
+    assert "cleaning up after the error below failed" in caplog.text
+    assert "the device is lost" in caplog.text
+
+
 def names_of_steps(tmp_path) -> set[str]:
     return {path.name for path in (tmp_path / "checkpoint").iterdir()}
 

@@ -207,7 +207,8 @@ def recover_model(model: nn.Module) -> None:
 
     FSDP would go on with the weights it had gathered then. No-op without FSDP.
     """
-    if not isinstance(model, FSDPModule):
+    # FSDP knows its own root from the first forward on; before, it has gathered nothing.
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
