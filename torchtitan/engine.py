@@ -280,8 +280,18 @@ class TrainingEngine:
         )
 
     def _is_fsdp_wanted_always(self) -> bool:
-        wanted = self.job_config.parallelism.always_fsdp
-        return self.train_spec.build_dataloader_fn is None if wanted is None else wanted
+        degrees = self.job_config.parallelism
+        if degrees.always_fsdp is not None:
+            return degrees.always_fsdp
+        if self.train_spec.build_dataloader_fn is None:
+            return True
+        if self.device.type == "cpu" or degrees.data_parallel_replicate_degree > 1:
+            return False
+        from torchtitan.models.parallelize import parallelize_decoder
+
+        # Autocast would keep an fp32 residual stream, and cast all weights in every step. Others'
+        # functions may leave one rank's model as it is.
+        return self.train_spec.parallelize_fn is parallelize_decoder
 
     def _set_determinism(self) -> int:
         """Return the seed of the parameters. The host's generators are seeded only if it asked."""

@@ -1,9 +1,8 @@
-"""Training steps of the debug flavors on one GPU, alone and under FSDP."""
+"""Training steps of the debug flavors on one GPU, under FSDP and without it."""
 
 import math
 
 import pytest
-import torch
 
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
@@ -52,20 +51,7 @@ def test_flex_and_varlen_have_the_same_losses(tmp_path):
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_fsdp_on_one_gpu_trains(flavor, tmp_path, monkeypatch):
-    """The engine wraps for FSDP where there is more than one rank; here it is wrapped by hand."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from torchtitan.distributed.fsdp import apply_fsdp
-    from torchtitan.models import parallelize
-
-    apply_plan = parallelize._apply_data_parallel
-
-    def wrap(model, parallel_dims, job_config, compile_blocks):
-        apply_plan(model, parallel_dims, job_config, compile_blocks)
-        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("fsdp",))
-        apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-
-    monkeypatch.setattr(parallelize, "_apply_data_parallel", wrap)
-    losses = losses_of(tmp_path, flavor)
+def test_autocast_without_fsdp_learns(flavor, tmp_path):
+    """By default FSDP holds one GPU's parameters, too."""
+    losses = losses_of(tmp_path, flavor, "--parallelism.always_fsdp=False")
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]

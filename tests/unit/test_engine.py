@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch
 from torchtitan.components.fillers import token_counters, without_counting
 from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW, TrainingEngine
 from torchtitan.protocols import train_spec as train_spec_module
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import host, utils
 from torchtitan.train import Trainer
 
@@ -469,6 +471,34 @@ def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expect
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert TrainingEngine._set_device(None) == torch.device("cuda", expected)
     assert accelerator.current == expected
+
+
+@pytest.mark.parametrize(
+    "device, replicas, wanted, expected",
+    [
+        ("cpu", 1, None, False),
+        ("cuda", 1, None, True),
+        ("cuda", 2, None, False),  # DDP
+        ("cuda", 1, False, False),
+        ("cpu", 1, True, True),
+    ],
+)
+def test_fsdp_holds_the_parameters_of_one_accelerator(device, replicas, wanted, expected):
+    config = JobConfig()
+    config.parallelism.always_fsdp = wanted
+    config.parallelism.data_parallel_replicate_degree = replicas
+    engine = types.SimpleNamespace(
+        job_config=config, device=torch.device(device), train_spec=get_train_spec("llama3")
+    )
+    assert TrainingEngine._is_fsdp_wanted_always(engine) is expected
+
+
+def test_one_accelerator_leaves_a_clients_own_parallelize_function_its_autocast():
+    spec = dataclasses.replace(get_train_spec("llama3"), parallelize_fn=lambda model, *_: model)
+    engine = types.SimpleNamespace(
+        job_config=JobConfig(), device=torch.device("cuda"), train_spec=spec
+    )
+    assert TrainingEngine._is_fsdp_wanted_always(engine) is False
 
 
 def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):

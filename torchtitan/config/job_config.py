@@ -292,8 +292,9 @@ class Parallelism:
 
     always_fsdp: bool | None = None
     """
-    Let FSDP hold the parameters even where it has nothing to shard, on one rank say; None does
-    so for a train spec without a dataloader, whose caller may count on FSDP modules
+    Let FSDP hold the parameters even where it has nothing to shard, on one rank say. None does
+    so for a train spec without a dataloader, whose caller may count on FSDP modules, and on an
+    accelerator without replicas, where it is faster than autocast
     """
 
     tensor_parallel_degree: int = 1
