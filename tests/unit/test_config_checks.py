@@ -302,6 +302,27 @@ def test_local_dataset_needs_a_path_that_exists(tmp_path):
     check_datasets(config, ["local"])
 
 
+@pytest.mark.parametrize("policy", ["default", "always", "never", 8, "8"])
+def test_parameters_may_be_kept_whole_or_freed_or_kept_within_a_number_of_ranks(policy):
+    check_job_config(config_with(parallelism__fsdp_reshard_after_forward=policy))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"fsdp_reshard_after_forward": "nevr"}, "got 'nevr', did you mean 'never'?"),
+        ({"fsdp_reshard_after_forward": True}, "a number of ranks, got True"),
+        (
+            {"fsdp_reshard_after_forward": 8, "tensor_parallel_degree": 2},
+            "fsdp_reshard_after_forward = 8 needs whole parameters, but tensor_parallel_degree = 2",
+        ),
+    ],
+)
+def test_wrong_reshard_policy_is_named(settings, message):
+    config = config_with(**{f"parallelism__{key}": value for key, value in settings.items()})
+    assert message in message_of(check_job_config, config)
+
+
 def test_unknown_converter_is_named_with_the_nearest():
     known = ["quantize.linear.float8", "quantize.linear.mx"]
     config = config_with(model__converters=["quantize.linear.mx", "float8"])

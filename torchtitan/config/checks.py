@@ -61,6 +61,7 @@ def check_job_config(
         check_converters(job_config, known_converters)
 
     layouts.check_degrees(job_config)
+    layouts.check_reshard_after_forward(job_config)
     layouts.check_expert_parallel_comm_backend(job_config)
     layouts.check_expert_tensor_parallel_degree(job_config)
     if world_size is not None:

@@ -284,10 +284,11 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks that share one copy of the weights (FSDP); -1 takes all ranks that are left"""
 
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: int | str = "default"
     """
-    Whether a layer gives its gathered weights back between forward and backward; default
-    means always, except under pipeline parallelism
+    Whether a layer gives its gathered weights back between forward and backward: always, never,
+    or default, which means always except under pipeline parallelism. A number, say of the ranks
+    of a node, keeps them spread over as many ranks, among which backward gathers them
     """
 
     always_fsdp: bool | None = None

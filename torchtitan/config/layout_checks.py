@@ -176,6 +176,24 @@ def check_expert_tensor_parallel_degree(job_config: JobConfig) -> None:
         )
 
 
+def check_reshard_after_forward(job_config: JobConfig) -> None:
+    parallelism = job_config.parallelism
+    policy, policies = parallelism.fsdp_reshard_after_forward, ("default", "always", "never")
+    if policy in policies:
+        return
+    if not str(policy).isdecimal():
+        raise ConfigError(
+            f"parallelism.fsdp_reshard_after_forward must be 'default', 'always', 'never' or a "
+            f"number of ranks, got {policy!r}{guess(policy, policies)}"
+        )
+    if parallelism.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"parallelism.fsdp_reshard_after_forward = {policy} needs whole parameters, but "
+            f"tensor_parallel_degree = {parallelism.tensor_parallel_degree} splits them; set the "
+            f"former to 'always' or 'never', or the latter to 1"
+        )
+
+
 def check_expert_parallel_comm_backend(job_config: JobConfig) -> None:
     backend = job_config.parallelism.expert_parallel_comm_backend
     if backend != "standard":

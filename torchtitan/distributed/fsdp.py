@@ -40,7 +40,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     pp_enabled: bool,
     cpu_offload: bool = False,
-    reshard_after_forward_policy: str = "default",
+    reshard_after_forward_policy: str | int = "default",
     ep_degree: int = 1,
     edp_mesh: DeviceMesh | None = None,
     gradient_divide_factor: int | None = None,
@@ -54,9 +54,11 @@ def apply_fsdp(
     gradient_divide_factor: accepted for compatibility; gradients are never divided.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward
     and gathers them anew in backward; "never" keeps them; "default" is always without pipeline
-    parallelism (where every microbatch would gather again), else never.
+    parallelism (where every microbatch would gather again), else never. A number n keeps them
+    spread over n successive ranks of the shard axis, say those of a node, where backward gathers
+    them. Experts, of which each rank has its own, are then freed as by "always".
 
-    Raises ValueError for another policy.
+    Raises ValueError for another policy, and for a number that does not divide the shard axis.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
@@ -65,7 +67,8 @@ def apply_fsdp(
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
 
-    reshard = _reshard_after_forward(reshard_after_forward_policy, pp_enabled)
+    reshard = _reshard_after_forward(reshard_after_forward_policy, pp_enabled, dp_mesh)
+    shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
     # Backward begins with the last unit: freeing it after forward would only gather it again.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm, output = model.tok_embeddings, model.norm, model.output
@@ -75,7 +78,7 @@ def apply_fsdp(
         fully_shard(tied, reshard_after_forward=reshard_last, **options)
         norm = output = None
     elif embeddings is not None:
-        fully_shard(embeddings, reshard_after_forward=reshard, **options)
+        shard_unit(embeddings, reshard_after_forward=reshard, **options)
     # Hidden states come in param_dtype from the embeddings, or by the root's cast. Position
     # tables come in fp32 and have to stay so: bf16 cannot tell a cosine from its neighbours'.
     block_options = options | {
@@ -85,12 +88,12 @@ def apply_fsdp(
     for experts in _experts_of(blocks) if ep_degree > 1 else ():
         fully_shard(
             experts,
-            reshard_after_forward=reshard,
+            reshard_after_forward=bool(reshard),
             shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
             **(block_options | {"mesh": edp_mesh}),
         )
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard, **block_options)
+        shard_unit(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
@@ -137,15 +140,53 @@ def _prefetch_in_order(
         following[0].set_modules_to_backward_prefetch(unit)
 
 
-def _reshard_after_forward(policy: str, pp_enabled: bool) -> bool:
+def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceMesh) -> bool | int:
+    """What `fully_shard` takes: whether to, or to how many ranks, of which there are more."""
+    num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
+    if isinstance(policy, int) or policy.isdecimal():
+        kept_on = int(policy)
+        if kept_on < 2 or num_ranks % kept_on:
+            raise ValueError(
+                f"parallelism.fsdp_reshard_after_forward = {policy!r} must be a divisor above 1 of "
+                f"the {num_ranks} ranks that share the parameters; 'never' keeps them whole on "
+                f"every rank"
+            )
+        return True if kept_on == num_ranks else kept_on
     if policy == "default":
         return not pp_enabled
     if policy not in ("always", "never"):
         raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be default, always or never, "
-            f"got {policy!r}"
+            f"parallelism.fsdp_reshard_after_forward must be default, always, never or a number "
+            f"of ranks, got {policy!r}"
         )
     return policy == "always"
+
+
+def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
+    """`fully_shard`, for reshard_after_forward=num_ranks: all units share one mesh for that.
+
+    torch makes one for each unit, with process groups of its own, and of this rank's dp_mesh
+    only: process groups have to be made by all ranks of the world together.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    axis = dp_mesh.ndim - 1
+    names = "fsdp_between", "fsdp_within"
+    sizes = dp_mesh.size(axis) // num_ranks, num_ranks
+    # Nobody communicates on the outer one.
+    mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
+    mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def shard_unit(module: nn.Module, **options: Any) -> None:
+        make_mesh = torch_fsdp._get_post_forward_mesh_info
+        torch_fsdp._get_post_forward_mesh_info = lambda *_: mesh_info
+        try:
+            fully_shard(module, **options)
+        finally:
+            torch_fsdp._get_post_forward_mesh_info = make_mesh
+
+    return shard_unit
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
