@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import _context_fn, apply_ac
+from torchtitan.distributed.device_reads import read_once
 from torchtitan.models import parallelize
 
 SIZE = 512
@@ -264,6 +265,39 @@ def test_every_second_product_is_kept_with_a_bias_too(bias, saved_ops):
         with Calls() as calls, contexts:
             nn.Sequential(*layers)(x)
         assert calls.count("addmm" if bias else "mm") == expected
+
+
+class ReadsDevice(nn.Module):
+    """Multiplies by numbers that two reads return, different ones at each read."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    def read(self):
+        self.num_reads += 1
+        return self.num_reads
+
+    def forward(self, x):
+        return (x * read_once(self.read)).sin() * read_once(self.read)
+
+
+@pytest.mark.parametrize("config", [ActivationCheckpoint(mode="full"), op_config([])])
+def test_recomputation_takes_what_forward_has_read(config):
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": ReadsDevice()})
+    apply_ac(model, config, op_sac_save_list=set(), reads_device=True)
+    (block,) = model.layers.values()
+    x = torch.ones(1, requires_grad=True)
+    outs = [block(x), block(x)]  # two microbatches in flight
+    assert block.num_reads == 4
+    for (first, second), out in zip(((1, 2), (3, 4)), outs, strict=True):
+        (gradient,) = torch.autograd.grad(out, x)
+        torch.testing.assert_close(gradient, first * second * torch.tensor(first).cos()[None])
+    assert block.num_reads == 4
+    with torch.no_grad():
+        block(x)
+    assert block.num_reads == 6
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,16 @@ def test_every_token_to_one_expert_and_none_to_the_others():
         assert torch.all(weight.grad[others] == 0) and weight.grad[3].abs().sum() > 0
 
 
+def test_experts_hear_of_the_counts_before_the_tokens_are_gathered_and_shared_experts_run():
+    moe, order = build(num_shared_experts=1), []
+    moe.experts.announce_counts = lambda counts: order.append(("counts", counts))
+    moe.shared_experts.register_forward_hook(lambda *_: order.append(("shared", None)))
+    moe.experts.register_forward_pre_hook(lambda _, args: order.append(("experts", args[1])))
+    moe(tokens(1, 4))
+    assert [name for name, _ in order] == ["counts", "shared", "experts"]
+    assert order[0][1] is order[2][1]  # by which the dispatch knows that they are the same
+
+
 def test_only_training_forwards_with_gradients_are_counted():
     moe = build()
     with torch.no_grad():

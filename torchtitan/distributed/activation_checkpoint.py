@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.device_reads import reading_contexts
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
@@ -43,6 +44,7 @@ def apply_ac(
     model_compile_enabled: bool = False,
     op_sac_save_list: set[Any] | None = None,
     base_folder: str = "",
+    reads_device: bool = False,
 ) -> None:
     """Checkpoint the blocks in `model.layers`, in place, as `ac_config.mode` says.
 
@@ -51,6 +53,8 @@ def apply_ac(
     (0 or 1: all); with "op", outputs of the ops in `op_sac_save_list` are kept, of matrix
     products every second one, and all else is computed again.
     memory_budget: the compiler decides what to keep; blocks aren't wrapped.
+
+    reads_device: blocks, not compiled as a whole, call `read_once`.
 
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches something but a Linear.
@@ -72,6 +76,7 @@ def apply_ac(
             number=number,
             base_fqn=f"layers.{layer_id}",
             op_sac_save_list=op_sac_save_list or set(),
+            reads_device=reads_device,
         )
         layers.register_module(layer_id, wrapped)
     logger.info("activation checkpointing: %s", ac_config.mode)
@@ -105,9 +110,11 @@ def _apply_ac_to_transformer_block(
     number: int,
     base_fqn: str,
     op_sac_save_list: set[Any],
+    reads_device: bool = False,
 ) -> nn.Module:
+    full_options = {"context_fn": reading_contexts} if reads_device else {}
     if ac_config.mode == "full":
-        return _apply_full_ac(block, ac_config)
+        return _apply_full_ac(block, ac_config, **full_options)
     if ac_config.mode != "selective":
         raise ValueError(
             f"activation_checkpoint.mode must be full or selective to wrap blocks, "
@@ -115,14 +122,14 @@ def _apply_ac_to_transformer_block(
         )
     option = ac_config.selective_ac_option
     if option == "op":
-        return _apply_op_sac(block, ac_config, base_fqn, op_sac_save_list)
+        return _apply_op_sac(block, ac_config, base_fqn, op_sac_save_list, reads_device)
     if not option.isdecimal():
         raise ValueError(
             f"activation_checkpoint.selective_ac_option must be 'op' or a number n (every n-th "
             f"block), got {option!r}"
         )
     every = max(int(option), 1)
-    return _apply_full_ac(block, ac_config) if number % every == 0 else block
+    return _apply_full_ac(block, ac_config, **full_options) if number % every == 0 else block
 
 
 def _apply_full_ac(
@@ -143,12 +150,16 @@ def _apply_op_sac(
     ac_config: ActivationCheckpoint,
     base_fqn: str,
     op_sac_save_list: set[Any],
+    reads_device: bool,
 ) -> nn.Module:
     recomputed_shapes = _linear_shapes(
         block, base_fqn, ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
     )
     saved_ops = _expand_packets(op_sac_save_list)
-    return _apply_full_ac(block, ac_config, context_fn=_context_fn(saved_ops, recomputed_shapes))
+    context_fn = _context_fn(saved_ops, recomputed_shapes)
+    if reads_device:
+        context_fn = partial(reading_contexts, context_fn)
+    return _apply_full_ac(block, ac_config, context_fn=context_fn)
 
 
 @functools.cache

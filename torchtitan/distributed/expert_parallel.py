@@ -18,6 +18,8 @@ is one summand of the result, and the gradient of its input one summand of the w
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torchtitan.distributed.device_reads import read_once
 from torchtitan.distributed.token_groups import (
     kernel_alignment,
     permute_tokens,
@@ -113,6 +116,18 @@ class ExpertParallel(BaseExpertParallel):
         self.output_splits: list[int] = []
         self.input_shape: torch.Size | None = None
         self.permuted_indices: Tensor | None = None
+        self._announced: _Exchange | None = None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.announce_counts = partial(self._announce_counts, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _announce_counts(self, device_mesh: DeviceMesh, num_tokens_per_expert: Tensor) -> None:
+        """Begin the exchange of the counts [E] that the next dispatch will be called with.
+
+        What is issued from here to the dispatch keeps the device busy while the host waits.
+        """
+        self._announced = _begin_exchange(num_tokens_per_expert, device_mesh)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
         for parameter_name in dict(mod.named_parameters(recurse=False)):
@@ -124,16 +139,14 @@ class ExpertParallel(BaseExpertParallel):
         routed, num_tokens_per_expert = inputs
         num_ranks, group = device_mesh.size(), device_mesh.get_group().group_name
         num_local = num_tokens_per_expert.shape[0] // num_ranks
-        with torch.no_grad():
-            even = [num_local] * num_ranks
-            received = _exchange(num_tokens_per_expert, even, even, group)  # [R * e]
-            sizes = torch.stack([num_tokens_per_expert, received]).unflatten(1, (num_ranks, -1))
-            # The one wait for the device.
-            self.input_splits, self.output_splits = sizes.sum(dim=2).to("cpu").tolist()
+        exchange, self._announced = self._announced, None
+        if exchange is None or exchange.sent is not num_tokens_per_expert:
+            exchange = _begin_exchange(num_tokens_per_expert, device_mesh)
+        self.input_splits, self.output_splits = read_once(exchange.wait_for_splits)
         routed = _AllToAll.apply(routed, self.output_splits, self.input_splits, group)
         alignment = kernel_alignment(routed.device)
         self.input_shape, routed, self.permuted_indices, padded_counts = permute_tokens(
-            routed, received, num_ranks, num_local, alignment
+            routed, exchange.received, num_ranks, num_local, alignment
         )
         return routed, padded_counts
 
@@ -159,6 +172,9 @@ class ExpertTensorParallel(ExpertParallel):
         for parameter_name in dict(mod.named_parameters(recurse=False)):
             dims = [0, _hidden_dim(self.hidden_dims, parameter_name)]
             _split(mod, parameter_name, device_mesh, dims)
+
+    def _announce_counts(self, device_mesh: DeviceMesh, num_tokens_per_expert: Tensor) -> None:
+        super()._announce_counts(device_mesh["ep"], num_tokens_per_expert)
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
@@ -257,6 +273,39 @@ def _split(module: nn.Module, name: str, mesh: DeviceMesh, dims: list[int | None
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
     """x: [sum of sent, ...], for each rank of the group its rows -> [sum of received, ...]."""
     return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
+
+
+@dataclass
+class _Exchange:
+    """Tokens per expert: what this rank sends [E] to all experts, and those here receive [R * e].
+
+    splits: their sums per rank [2, R], in pinned memory once `copied` has happened.
+    """
+
+    sent: Tensor
+    received: Tensor
+    splits: Tensor
+    copied: torch.Event | None
+
+    def wait_for_splits(self) -> list[list[int]]:
+        """Rows that go to each rank, and that come from each. The one wait for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.splits.tolist()
+
+
+@torch.no_grad()
+def _begin_exchange(sent: Tensor, mesh: DeviceMesh) -> _Exchange:
+    num_ranks = mesh.size()
+    even = [sent.shape[0] // num_ranks] * num_ranks
+    received = _exchange(sent, even, even, mesh.get_group().group_name)
+    sums = torch.stack([sent, received]).unflatten(1, (num_ranks, -1)).sum(dim=2)
+    splits = sums.to("cpu", non_blocking=True)
+    copied = None
+    if sent.device.type != "cpu":
+        copied = torch.get_device_module(sent.device).Event()
+        copied.record()
+    return _Exchange(sent, received, splits, copied)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -37,7 +37,7 @@ def parallelize_decoder(
     if parallel_dims.tp_enabled:
         _apply_tensor_parallel(model, parallel_dims, job_config)
     compile_blocks = job_config.compile.enable and "model" in job_config.compile.components
-    _maybe_checkpoint_activations(model, job_config, compile_blocks)
+    _maybe_checkpoint_activations(model, job_config, compile_blocks, parallel_dims.ep_enabled)
     if compile_blocks:
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
@@ -308,7 +308,7 @@ def find_save_list(name: str) -> frozenset[Any]:
 
 
 def _maybe_checkpoint_activations(
-    model: nn.Module, job_config: "JobConfig", compile_blocks: bool
+    model: nn.Module, job_config: "JobConfig", compile_blocks: bool, ep_enabled: bool
 ) -> None:
     ac_config = job_config.activation_checkpoint
     if ac_config.mode == "none":
@@ -324,6 +324,7 @@ def _maybe_checkpoint_activations(
         model_compile_enabled=compile_blocks,
         op_sac_save_list=save_list,
         base_folder=job_config.job.dump_folder,
+        reads_device=ep_enabled,
     )
 
 

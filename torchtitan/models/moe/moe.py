@@ -42,6 +42,8 @@ class StackedExperts(nn.Module):
     """
 
     reads_local_parameters: ClassVar[bool] = True
+    announce_counts: Callable[[Tensor], None] | None = None
+    """Expert parallelism's, to be called as soon as the counts for the next forward are known"""
 
     def __init__(self, num_experts: int, use_grouped_mm: bool, feed_forward: Callable[..., Tensor]):
         super().__init__()
@@ -379,12 +381,15 @@ class MoE(nn.Module):
 
         # Under tensor parallelism the reorderer may keep only this rank's share of the pairs.
         scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
+        announce_counts = getattr(self.experts, "announce_counts", None)
+        if announce_counts is not None:
+            announce_counts(num_tokens_per_expert)
         routed = x.index_select(0, pairs // self.router.top_k)
         if self.score_before_experts:
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
-        routed = self.experts(routed, num_tokens_per_expert)
-        # After the experts were issued: it runs while their results come back from other ranks.
+        # Before the experts, where the host may wait for the counts: the device has work meanwhile.
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        routed = self.experts(routed, num_tokens_per_expert)
 
         out = routed.new_zeros(selected.numel(), dim).index_copy(0, pairs, routed)
         out = out.unflatten(0, (-1, self.router.top_k))  # [T, k, D]
