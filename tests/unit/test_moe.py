@@ -184,6 +184,35 @@ def test_router_in_bf16_chooses_what_fp32_arithmetic_on_the_same_numbers_chooses
     assert torch.equal(experts.sort().values, exact.indices.sort().values)
 
 
+def test_router_of_bf16_matrices_on_an_accelerator_is_that_of_their_fp32_copies():
+    """The kernel is emulated here: products of bf16 numbers, exact in fp32, are summed in it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*s, generator=generator) for s in ((9, 32), (5, 32), (9, 5)))
+    leaves = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    copies = [t.detach().float().requires_grad_() for t in leaves]
+    logits, expected = moe_module._LinearToFp32.apply(*leaves), F.linear(*copies)
+    assert torch.equal(logits, expected)
+    both = (
+        torch.autograd.grad(out, of, grad) for out, of in ((logits, leaves), (expected, copies))
+    )
+    for got, exact in zip(*both, strict=True):
+        # bf16 has 8 bits, to which the result is rounded; its halves alone would be off by more.
+        error = (got.float() - exact).abs()
+        assert got.dtype == torch.bfloat16 and (error <= 2**-8 * exact.abs() + 1e-4).all()
+
+
+def test_gradient_of_two_bf16_halves_is_off_by_two_to_the_minus_15(monkeypatch):
+    seen = []
+    mm = moe_module._mm_to_fp32
+    monkeypatch.setattr(moe_module, "_mm_to_fp32", lambda a, b: seen.append(mm(a, b)) or seen[-1])
+    x, weight = torch.eye(4).bfloat16(), torch.eye(4).bfloat16().requires_grad_()
+    grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    moe_module._LinearToFp32.apply(x.requires_grad_(), weight).backward(grad)
+    _, grad_x, _ = seen  # before it is rounded to bf16
+    assert ((grad_x - grad).abs() <= 2**-15 * grad.abs()).all()
+    assert not torch.equal(grad.bfloat16().float(), grad)
+
+
 def test_every_token_to_one_expert_and_none_to_the_others():
     moe = build(top_k=1)
     moe.expert_bias.copy_(torch.tensor([0.0, 0, 0, 9, 0, 0]))

@@ -179,7 +179,44 @@ class RouterGate(nn.Linear):
         weight, bias = local_parameter(self.weight), local_parameter(self.bias)
         bias = None if bias is None else bias.float()
         with torch.autocast(x.device.type, enabled=False):
+            if _has_bf16_kernel(x) and x.dtype == weight.dtype == torch.bfloat16:
+                logits = _LinearToFp32.apply(x, weight)
+                return logits if bias is None else logits + bias
             return F.linear(x.float(), weight.float(), bias)
+
+
+def _has_bf16_kernel(x: Tensor) -> bool:
+    """Whether bf16 matrices can be multiplied into an fp32 one where x is."""
+    return x.is_cuda and torch.version.hip is None
+
+
+class _LinearToFp32(torch.autograd.Function):
+    """x [T, D] times weight [E, D] transposed, both bf16, in fp32: as of fp32 copies of both.
+
+    Products of bf16 numbers are exact in fp32, in which tensor cores sum them. No copy of x is
+    made. A gradient in fp32 goes through them as a sum of two bf16 numbers, which is off by 2^-15.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _mm_to_fp32(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        # By its bits: the compiler leaves out a rounding of numbers that it has in registers.
+        high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
+        both = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
+        grad_x = _mm_to_fp32(both, torch.cat([weight, weight]))
+        grad_weight = _mm_to_fp32(both.t(), x).unflatten(0, (2, -1)).sum(dim=0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
+    if _has_bf16_kernel(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class TokenChoiceTopKRouter(nn.Module):
