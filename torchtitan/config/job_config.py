@@ -291,6 +291,12 @@ class Parallelism:
     of a node, keeps them spread over as many ranks, among which backward gathers them
     """
 
+    fsdp_register_buffers: bool = False
+    """
+    Have NCCL allocate what FSDP sends and receives, registered for zero-copy transfers; takes
+    memory that is not shared with the rest. Without effect where the backend has none to give
+    """
+
     always_fsdp: bool | None = None
     """
     Let FSDP hold the parameters even where it has nothing to shard, on one rank say. None does

@@ -44,6 +44,7 @@ def apply_fsdp(
     ep_degree: int = 1,
     edp_mesh: DeviceMesh | None = None,
     gradient_divide_factor: int | None = None,
+    register_buffers: bool = False,
 ) -> None:
     """Shard the model in place: embeddings, each block, and norm with output are one unit each.
 
@@ -57,6 +58,8 @@ def apply_fsdp(
     parallelism (where every microbatch would gather again), else never. A number n keeps them
     spread over n successive ranks of the shard axis, say those of a node, where backward gathers
     them. Experts, of which each rank has its own, are then freed as by "always".
+
+    register_buffers: have what is sent and received allocated by the process group.
 
     Raises ValueError for another policy, and for a number that does not divide the shard axis.
     """
@@ -100,6 +103,25 @@ def apply_fsdp(
     disable_fsdp_gradient_division(model)
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)
+    if register_buffers:
+        _allocate_from_process_groups(
+            model, [mesh for mesh in (dp_mesh, edp_mesh) if mesh is not None]
+        )
+
+
+def _allocate_from_process_groups(model: nn.Module, meshes: list[DeviceMesh]) -> None:
+    """Collective. NCCL registers such memory with the network; where it cannot, torch allocates."""
+    device_type = meshes[0].device_type
+    if device_type == "cpu":
+        logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
+        return
+    for mesh in meshes:
+        # NCCL has no memory to give before its communicator is there, which the first use makes.
+        group = mesh.get_group(mesh.ndim - 1)
+        torch.distributed.all_reduce(torch.zeros(1, device=device_type), group=group)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def _experts_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -382,6 +382,7 @@ def _apply_data_parallel(
             reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
             ep_degree=parallel_dims.ep,
             edp_mesh=_expert_data_parallel_mesh(parallel_dims),
+            register_buffers=job_config.parallelism.fsdp_register_buffers,
         )
         return
     _refuse_offload_without_fsdp(job_config)
