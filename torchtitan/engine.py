@@ -688,7 +688,7 @@ class TrainingEngine:
 
         n_fillers = self._num_fillers(input_dict, len(batches))
         if self.job_config.optimizer.early_step_in_backward:
-            self._refuse_second_early_step(len(batches) + n_fillers())
+            self._prepare_early_step(len(batches) + n_fillers())
 
         def loss_of(logits: torch.Tensor, microbatch: _Microbatch) -> torch.Tensor:
             if microbatch.is_filler:
@@ -901,7 +901,7 @@ class TrainingEngine:
                 "turn it off"
             )
 
-    def _refuse_second_early_step(self, n_microbatches: int) -> None:
+    def _prepare_early_step(self, n_microbatches: int) -> None:
         """n_microbatches: with fillers, so that data-parallel ranks agree."""
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
@@ -910,6 +910,7 @@ class TrainingEngine:
                 "optim_step(); give one, or turn it off"
             )
         self._num_early_steps += n_microbatches
+        self.checkpointer.maybe_wait_for_staging()  # backward will change the weights
 
     def _divide_gradients(self, denominator: torch.Tensor | float) -> torch.Tensor | None:
         """Return the sum of the denominators, an fp64 scalar, if only the device has looked at it."""

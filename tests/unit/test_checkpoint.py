@@ -30,6 +30,7 @@ from torchtitan.components.checkpoint_folder import (
     HASHES_FILE,
     UNFINISHED_MARKER,
     HashingWriter,
+    find_damage,
     mark_unfinished,
 )
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
@@ -289,6 +290,31 @@ def test_pinned_save_stages_until_waited_for(build_fake, fakes):
         assert fakes.async_save.call_args.kwargs["async_stager"] is stager.return_value
         manager.maybe_wait_for_staging()
         assert not manager.staging
+
+
+@pytest.mark.parametrize("where", ["_staging_stream", "_stream_of_another_torch"])
+def test_pinned_copies_come_after_what_makes_the_states(build_fake, fakes, monkeypatch, where):
+    events = []
+    staging = SimpleNamespace(wait_stream=lambda other: events.append(f"staging waits: {other}"))
+    compute = mock.MagicMock(synchronize=lambda: events.append("host waits: compute"))
+    compute.__str__.return_value = "compute"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: compute)
+    monkeypatch.setattr(
+        FakeOptimizers, "state_dict", lambda self: events.append("state made") or {"weights": 0}
+    )
+
+    def async_save(*args, **kwargs):
+        kwargs["async_stager"].stage(args[0])
+        return fake_async_save(*args, **kwargs)
+
+    fakes.async_save.side_effect = async_save
+    stager = SimpleNamespace(stage=lambda _: events.append("copies"), close=lambda: None)
+    setattr(stager, where, staging)
+    with mock.patch(f"{MODULE}.DefaultStager", return_value=stager):
+        build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0).save(curr_step=1)
+    waits = "staging waits" if where == "_staging_stream" else "host waits"
+    assert events == ["state made", f"{waits}: compute", "copies"]
 
 
 def test_next_async_save_waits_for_the_one_before(build_fake, fakes):
@@ -691,6 +717,16 @@ def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
     assert {p.name for p in folder.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
     if shutil.which("sha256sum"):
         subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
+    run = Run(tmp_path, async_mode=mode)
+    with mock.patch(f"{MODULE}_folder.hash_file", side_effect=AssertionError("read again")):
+        run.train_and_save(1)
+        run.manager.close()
+    assert find_damage(str(tmp_path / "checkpoint" / "step-1")) is None
+    assert Run(tmp_path).manager.load()
 
 
 def test_writer_can_be_sent_to_another_process(tmp_path):

@@ -309,6 +309,17 @@ def test_second_microbatch_is_refused_where_weights_are_updated_in_backward(tmp_
         engine.optim_step()
 
 
+def test_update_in_backward_waits_for_a_save_that_is_still_copying(tmp_path, monkeypatch):
+    engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
+    (weight, *_) = engine.model_parts[0].parameters()
+    before, waited_with = weight.clone(), []
+    monkeypatch.setattr(
+        engine.checkpointer, "maybe_wait_for_staging", lambda: waited_with.append(weight.clone())
+    )
+    backward(engine)
+    assert waited_with and torch.equal(waited_with[0], before) and not torch.equal(weight, before)
+
+
 def test_modes_hold_at_once_and_end_with_their_block(tmp_path):
     engine = make_engine(tmp_path)
     (model,) = engine.model_parts

@@ -356,7 +356,12 @@ class CheckpointManager:
         self._purge_stale_checkpoints()
 
     def maybe_wait_for_staging(self) -> None:
-        """Call before the optimizer changes the weights: a pinned save may still be copying."""
+        """Call before the optimizer changes the weights: a pinned save may still be copying.
+
+        The host waits, for the stager says no earlier than at the end of its copies that all of
+        them are queued, and only then could the device wait in its place. It costs little: the
+        copies run beside the forward and backward that are queued already.
+        """
         if self.enable_staging and self.staging:
             self.staging_future.result()
             self.staging = False
@@ -449,6 +454,13 @@ class CheckpointManager:
             # Saves in the background must not share a group with the training's own collectives.
             self.pg = dist.new_group(backend="gloo")
         states = self._flattened_model_states_sd()
+        if self.enable_staging:
+            # Made here and not in DCP: what the device still has to do for them is waited for.
+            states = {
+                name: state.state_dict() if isinstance(state, Stateful) else state
+                for name, state in states.items()
+            }
+            self._order_staging_after_compute()
         result = self.dcp_save(states, path, self.async_mode, enable_garbage_collection=True)
         self._saving_to = path
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -469,6 +481,17 @@ class CheckpointManager:
             )
             self.async_mode = AsyncMode.ASYNC
             self.enable_staging = False
+
+    def _order_staging_after_compute(self) -> None:
+        """Have the device finish what is queued before the stager copies, on its own stream."""
+        if not torch.accelerator.is_available():
+            return
+        compute = torch.accelerator.current_stream()
+        staging = getattr(self.stager, "_staging_stream", None)
+        if staging is None:  # a torch whose stager keeps its stream elsewhere
+            compute.synchronize()
+        else:
+            staging.wait_stream(compute)
 
     def _async_wait(self) -> bool:
         """Wait for the asynchronous save that is running; False if there is none."""

@@ -5,7 +5,7 @@ be unfinished:
 
 1. the marker `.incomplete` is created (by rank 0, before any other file), then, if a caller named
    the folder, `.keep`, which stays,
-2. every rank writes its files and hashes them,
+2. every rank writes its files, hashing what it writes,
 3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
 4. the marker is removed.
 
@@ -20,13 +20,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -185,12 +187,55 @@ class _RankWrites(NamedTuple):
     hashes: dict[str, str]
 
 
+class HashedFile:
+    """A file that is written from its beginning to its end, and hashed on the way."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        return self._file.write(data)
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _HashingFileSystem(FileSystem):
+    """Knows by their names what the files that were written through it hash to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hashes: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            hashed = HashedFile(file)
+            yield hashed
+        self.hashes[os.path.basename(path)] = hashed.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.hashes[os.path.basename(new_path)] = self.hashes.pop(os.path.basename(path))
+
+
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also marks, hashes and unmarks the folder.
 
     All of it happens within DCP's own steps (and on its own collectives), so it is the same for
-    a save in the caller's thread, in a background thread and in a background process.
+    a save in the caller's thread, in a background thread and in a background process. Files are
+    hashed as they are written: reading them again would take as long on a network file system,
+    and could not tell what was meant to be written.
     """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.fs = _HashingFileSystem()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # The other ranks write only after they got a plan from the coordinator, who is here.
@@ -202,7 +247,7 @@ class HashingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        hashes = {name: hash_file(os.path.join(self.path, name)) for name in names}
+        hashes = {name: self.fs.hashes[name] for name in names}
         written: Future[Any] = Future()
         written.set_result(_RankWrites(results, hashes))
         return written
@@ -211,7 +256,7 @@ class HashingWriter(FileSystemWriter):
         """Called on the coordinator once every rank has written."""
         super().finish(metadata, [rank.results for rank in results])
         hashes = {name: digest for rank in results for name, digest in rank.hashes.items()}
-        hashes[DCP_METADATA] = hash_file(os.path.join(self.path, DCP_METADATA))
+        hashes[DCP_METADATA] = self.fs.hashes[DCP_METADATA]
         finish_writing(str(self.path), hashes)
         size = sum(os.path.getsize(os.path.join(self.path, name)) for name in hashes)
         logger.info(

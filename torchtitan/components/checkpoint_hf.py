@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torchtitan.components.checkpoint_contents import (
 )
 from torchtitan.components.checkpoint_folder import (
     HF_INDEX,
+    HashedFile,
     all_ranks,
     finish_writing,
     from_rank_zero,
@@ -160,12 +162,11 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
     if dist.is_initialized():
         _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
+        hashes = hash_over_ranks(folder, from_rank_zero(lambda: _hf_files(folder)))
     else:
-        _write_alone(state_dict, adapter, folder, dtype)
-    names = from_rank_zero(lambda: _hf_files(folder))
-    hashes = hash_over_ranks(folder, names)
+        hashes = _write_alone(state_dict, adapter, folder, dtype)
     from_rank_zero(lambda: finish_writing(folder, hashes))
-    logger.info(f"Wrote {len(names)} Hugging Face files to {folder}")
+    logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
 
 
 def _to_hf(
@@ -239,8 +240,8 @@ def _write_alone(
     adapter: "BaseStateDictAdapter",
     folder: str,
     dtype: torch.dtype | None,
-) -> None:
-    """Write every tensor straight to its place in its file."""
+) -> dict[str, str]:
+    """Write every tensor straight to its file; returns file name -> SHA-256."""
     entries: dict[str, tuple[str, list[int], int]] = {}
     for part in _parts_of(state_dict):
         for name, tensor in _to_hf(part, adapter, dtype).items():
@@ -253,38 +254,39 @@ def _write_alone(
         name: f"model-{number:05d}-of-{n_files:05d}.safetensors"
         for name, number in file_index.items()
     }
-    places = {}
-    for file_name in sorted(set(weight_map.values())):
-        names = [name for name in weight_map if weight_map[name] == file_name]
-        starts = _write_header(os.path.join(folder, file_name), {n: entries[n] for n in names})
-        places |= {name: (file_name, start) for name, start in starts.items()}
-    for part in _parts_of(state_dict):
-        for name, tensor in _to_hf(part, adapter, dtype).items():
-            file_name, start = places[name]
-            with open(os.path.join(folder, file_name), "r+b") as file:
-                file.seek(start)
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    with ExitStack() as stack:
+        files = {}
+        for file_name in sorted(set(weight_map.values())):
+            names = [name for name in weight_map if weight_map[name] == file_name]
+            file = HashedFile(stack.enter_context(open(os.path.join(folder, file_name), "wb")))
+            file.write(_safetensors_header({name: entries[name] for name in names}))
+            files[file_name] = file, iter(names)
+        for part in _parts_of(state_dict):
+            for name, tensor in _to_hf(part, adapter, dtype).items():
+                file, names = files[weight_map[name]]
+                assert name == next(names), f"{name} comes in another order than in the header"
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                file.write(data.numpy())
+        hashes = {file_name: file.hexdigest() for file_name, (file, _) in files.items()}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    with open(os.path.join(folder, HF_INDEX), "w") as file:
-        json.dump(index, file, indent=2)
+    with open(os.path.join(folder, HF_INDEX), "wb") as file:
+        index_file = HashedFile(file)
+        index_file.write(json.dumps(index, indent=2).encode())
+    return hashes | {HF_INDEX: index_file.hexdigest()}
 
 
-def _write_header(path: str, entries: dict[str, tuple[str, list[int], int]]) -> dict[str, int]:
-    """Begin a safetensors file; returns where in it the bytes of each tensor go.
+def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
+    """What a safetensors file begins with; the tensors follow, in this order.
 
     entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON that
     follows, then the tensors one after another.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    offsets = {}
     for name, (dtype, shape, n_bytes) in entries.items():
         end = offset + n_bytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offsets[name] = offset
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-    return {name: 8 + len(text) + start for name, start in offsets.items()}
+    return struct.pack("<Q", len(text)) + text
