@@ -1,13 +1,15 @@
 """Which state moves where; "meta" stands for the device that a CPU test lacks."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.offload import HOST, Offloader
+from torchtitan.components.offload import HOST, Offloader, pinned_copy
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools import host
 
 META = torch.device("meta")
 
@@ -89,6 +91,84 @@ def test_loaded_state_goes_where_the_optimizer_is_not_where_its_parameters_are()
     optimizer.load_state_dict(saved)
     assert all(state["exp_avg"].is_meta for state in optimizer.state.values())
     assert {state["step"].device for state in optimizer.state.values()} == {HOST}
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """(what happens, a trained model, its offloader): a CPU in the part of an accelerator."""
+    events = []
+    stream = SimpleNamespace(synchronize=lambda: events.append("wait"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: events.append("free"), raising=False)
+    empty_like, copy_ = torch.empty_like, torch.Tensor.copy_
+
+    def pinned_like(tensor, *, pin_memory, **kwargs):
+        events.append("pinned" if pin_memory else "pageable")
+        return empty_like(tensor, **kwargs)
+
+    def recorded_copy(self, source, non_blocking=False):
+        events.append("copy" if non_blocking else "blocking copy")
+        return copy_(self, source, non_blocking)
+
+    model, offloader = trained(fused=True)
+    monkeypatch.setattr(torch, "empty_like", pinned_like)
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded_copy)
+    offloader.places = dict.fromkeys(offloader.places, META)
+    return events, model, offloader
+
+
+def test_all_copies_to_the_host_are_pinned_and_waited_for_once(on_device):
+    events, model, offloader = on_device
+    tensors = [*model.parameters(), model.table, *(p.grad for p in model.parameters())]
+    tensors += [value for state in offloader.optimizers.state.values() for value in state.values()]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors]
+    events.clear()
+    offloader.move(HOST, model=True, optimizer=True, grad=True)
+    assert events == ["pinned", "copy"] * len(tensors) + ["wait", "free"]
+    moved = [*model.parameters(), model.table, *(p.grad for p in model.parameters())]
+    moved += [value for state in offloader.optimizers.state.values() for value in state.values()]
+    assert all(id(a) == id(b) for a, b in zip(moved, model.parameters(), strict=False))
+    for tensor, (memory, value) in zip(moved, before, strict=True):
+        assert torch.equal(tensor, value) and tensor.data_ptr() != memory
+
+
+def test_only_what_was_asked_for_is_copied_to_the_host(on_device):
+    events, model, offloader = on_device
+    events.clear()
+    offloader.move(HOST, model=False, optimizer=False, grad=True)
+    assert events.count("copy") == len(list(model.parameters()))
+
+
+def test_pinned_copy_of_a_dtensor_is_one_of_what_it_wraps(on_device):
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    events, *_ = on_device
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(
+            torch.arange(6.0).view(2, 3), mesh, [Shard(0)], run_check=False, shape=(3, 3),
+            stride=(3, 1),
+        )  # fmt: skip
+        events.clear()
+        copy = pinned_copy(sharded)
+        assert events == ["pinned", "copy"]
+        assert (copy.placements, copy.device_mesh, copy.shape) == ((Shard(0),), mesh, (3, 3))
+        assert torch.equal(copy.to_local(), sharded.to_local())
+        assert copy.to_local().data_ptr() != sharded.to_local().data_ptr()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_last_engine_that_closes_gives_pinned_memory_back(on_device, monkeypatch):
+    events, _, offloader = on_device
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: events.append("release"))
+    host.move_in(offloader)
+    for _ in range(2):
+        offloader.move(HOST, model=True, optimizer=False, grad=False)
+        offloader.places = dict.fromkeys(offloader.places, META)
+    host.move_out(offloader)
+    assert events.count("release") == 1
 
 
 def test_step_without_its_state_names_what_is_away_and_the_call_that_brings_it_back():

@@ -4,12 +4,15 @@ Parameter objects stay the same ones, tied ones tied, so that optimizers and who
 them need not be told.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan.tools import host
 
 if TYPE_CHECKING:
     from torchtitan.components.optimizer import OptimizersContainer
@@ -35,6 +38,7 @@ class Offloader:
         self.places = {"model": device, "optimizer": device, "grad": device}
         # Gradients that are elsewhere than their parameters, which torch does not allow.
         self._detached: dict[nn.Parameter, Tensor] = {}
+        self._has_pinned = False
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(self._put_back_loaded)
 
@@ -66,18 +70,60 @@ class Offloader:
         kinds = {kind for kind in wanted if wanted[kind] and self.places[kind] != target}
         if not kinds:
             return
-        self.replace(kinds, lambda tensor: tensor.to(target))
-        self.places |= dict.fromkeys(kinds, target)
-        if target == HOST and self.device.type != "cpu":
+        if target == HOST:
+            copies = self._pinned_copies(kinds)
+            self.replace(kinds, lambda t: copies[id(t)][1] if id(t) in copies else t.to(HOST))
+            copies.clear()  # the last to hold what was on the device
             getattr(torch, self.device.type).empty_cache()  # for others on the same device
+        else:
+            self.replace(kinds, lambda tensor: tensor.to(target, non_blocking=True))
+        self.places |= dict.fromkeys(kinds, target)
 
     @torch.no_grad()
-    def replace(self, kinds: Iterable[str], relocate: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor of these kinds by what `relocate` makes of it, in place."""
+    def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
+        """(tensor, its copy in host memory) of all on the device, by the id of the tensor.
+
+        The host waits once, for all of them. Before that the copies hold no values, so they can't
+        be put in place one by one: FSDP, for one, copies what it has to pad.
+        """
+        copies = {
+            id(tensor): (tensor, pinned_copy(tensor))
+            for tensor in self._tensors(kinds)
+            if tensor.device.type == self.device.type
+        }
+        if copies:
+            torch.accelerator.current_stream(self.device).synchronize()
+        if copies and not self._has_pinned:
+            self._has_pinned = True
+            host.at_last_move_out(release_pinned_memory)
+        return copies
+
+    def _tensors(self, kinds: set[str]) -> Iterator[Tensor]:
+        """What `replace` relocates."""
+        self._reshard()
+        if "model" in kinds:
+            for part in self.model_parts:
+                yield from part.parameters()
+                yield from part.buffers()
+        if "grad" in kinds:
+            yield from self._detached.values()
+            for part in self.model_parts:
+                yield from (p.grad for p in part.parameters() if p.grad is not None)
+        if "optimizer" in kinds:
+            for optimizer in self.optimizers:
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _reshard(self) -> None:
         from torchtitan.distributed.fsdp import reshard_model
 
         for part in self.model_parts:
             reshard_model(part)
+
+    @torch.no_grad()
+    def replace(self, kinds: Iterable[str], relocate: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor of these kinds by what `relocate` makes of it, in place."""
+        self._reshard()
         gradients = self._take_gradients()
         if "model" in kinds:
             for part in self.model_parts:
@@ -107,6 +153,27 @@ class Offloader:
                     # Parameters that are DTensors are swapped, which a gradient would prevent.
                     parameter.grad = None
         return gradients
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory, which the device fills while the host goes on.
+
+    torch keeps pinned memory that is freed, for the next copy: only the first one waits for it to
+    be pinned. Sizes are rounded up to powers of two.
+    """
+    if is_traceable_wrapper_subclass(tensor):  # a DTensor, say: a copy of what it wraps
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}  # tensors, and a mesh
+        inner |= {n: pinned_copy(part) for n, part in inner.items() if isinstance(part, Tensor)}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    copy = torch.empty_like(tensor, device=HOST, pin_memory=True, requires_grad=False)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def release_pinned_memory() -> None:
+    """Give back to the system the pinned host memory that torch keeps and nobody uses."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
+    (empty or torch._C._host_emptyCache)()
 
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
