@@ -1,18 +1,28 @@
 """Checkpoints of sharded models on gloo ranks."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.checkpoint_folder import HASHES_FILE, from_rank_zero, mark_unfinished
+from torchtitan.components.checkpoint_folder import (
+    HASHES_FILE,
+    HashingWriter,
+    from_rank_zero,
+    mark_unfinished,
+)
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
@@ -176,18 +186,19 @@ def test_all_ranks_report_another_model_alike(tmp_path):
     assert "0.bias: saved [6], model [8]" in first
 
 
+def fail_to_write_on(rank: int) -> Any:
+    """For the time of the block, this rank's disk is full."""
+    if dist.get_rank() != rank:
+        return contextlib.nullcontext()
+    return mock.patch.object(FileSystem, "create_stream", side_effect=OSError("disk full"))
+
+
 def error_of_failing_write(folder: str) -> str:
-    """Rank 1 cannot write."""
     run = Run(folder)
-    if dist.get_rank() == 1:
-        import torchtitan.components.checkpoint_folder as checkpoint_folder
-
-        def full(path: str) -> str:
-            raise OSError("disk full")
-
-        checkpoint_folder.hash_file = full
     try:
-        run.manager.save(1)
+        with fail_to_write_on(1):
+            run.manager.save(1)
+            run.manager.close()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -196,6 +207,56 @@ def error_of_failing_write(folder: str) -> str:
 def test_all_ranks_hear_of_one_ranks_failed_write(tmp_path):
     for message in run_ranks(error_of_failing_write, 2, str(tmp_path)):
         assert "on rank 1" in message and "disk full" in message
+
+
+def save_many_times(folder: str, async_mode: str) -> list[bool]:
+    """Whether this rank sent its plan for each save, rather than "as before"; loads all of them."""
+    sent: list[bool] = []
+    prepare = HashingWriter.prepare_local_plan
+
+    def note(writer: HashingWriter, plan: SavePlan) -> SavePlan:
+        sent.append(plan.usable)
+        return prepare(writer, plan)
+
+    config = dict(async_mode=async_mode, keep_latest_k=0, last_save_model_only=False)
+    run = Run(folder, **config)
+    run.manager.states["extra"] = torch.zeros(3)
+    neighbour = Run(f"{folder}/neighbour", seed=1, width=8, **config)
+    saved, extra = {}, {}
+    with mock.patch.object(HashingWriter, "prepare_local_plan", note):
+        for step in range(1, 7):
+            run.train()
+            if step == 3:
+                neighbour.manager.save(3)
+                neighbour.manager.close()
+            if step == 6:
+                run.manager.states["extra"] = torch.ones(3, dtype=torch.bfloat16)
+            saved[step] = run.everything()
+            extra[step] = run.manager.states["extra"]
+            with contextlib.ExitStack() as stack:
+                if step == 4:
+                    stack.enter_context(fail_to_write_on(1))
+                    stack.enter_context(contextlib.suppress(RuntimeError))
+                run.manager.save(step)
+                run.manager._async_wait()
+    run.manager.close()
+    assert not SavePlanner._cached_save_plan and not SavePlanner._cached_all_plans
+    del saved[4]
+    for step, state in saved.items():
+        loaded = Run(folder, seed=1)
+        loaded.manager.states["extra"] = torch.zeros_like(extra[step])
+        loaded.manager.load(step)
+        assert_same(state, loaded.everything())
+        assert torch.equal(loaded.manager.states["extra"], extra[step])
+    return sent
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_plan_that_is_as_before_is_not_sent_again(tmp_path, async_mode):
+    for sent in run_ranks(save_many_times, 2, str(tmp_path), async_mode):
+        first, as_before, neighbours, undisturbed, fails, after_failure, other_dtype = sent
+        assert first and neighbours and after_failure and other_dtype
+        assert not (as_before or undisturbed or fails)
 
 
 def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -66,6 +66,7 @@ from torchtitan.components.checkpoint_folder import (
     mark_unfinished,
 )
 from torchtitan.components.checkpoint_hf import load_from_hf, save_to_hf
+from torchtitan.components.checkpoint_plan import SavePlans
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -231,6 +232,7 @@ class CheckpointManager:
                 "Checkpoints under torchft are not available; set fault_tolerance.enable = false"
             )
         self.purge_thread: threading.Thread | None = None
+        self._plans = SavePlans()
         self.save_future: Future | None = None
         self.stager: Any = None
         self.staging = False
@@ -301,6 +303,7 @@ class CheckpointManager:
             if self.stager is not None:
                 self.stager.close()
                 self.stager = None
+            self._plans.forget()
             self._leave_group()
 
     def _leave_group(self) -> None:
@@ -376,13 +379,19 @@ class CheckpointManager:
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
-        with one_error(f"The checkpoint {checkpoint_id} could not be written"):
+        what = f"The checkpoint {checkpoint_id} could not be written"
+        with one_error(what), self._plans.forgotten_on_error():
             if to_hf:
                 save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
                 return None
             writer = HashingWriter(checkpoint_id)
             if async_mode == AsyncMode.DISABLED:
-                dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
+                dcp.save(
+                    state_dict,
+                    storage_writer=writer,
+                    checkpoint_id=checkpoint_id,
+                    **self._plans.arguments(),
+                )
                 result = None
             else:
                 pinned: dict[str, Any] = {}
@@ -397,6 +406,7 @@ class CheckpointManager:
                     checkpoint_id=checkpoint_id,
                     process_group=self.pg,
                     **pinned,
+                    **self._plans.arguments(),
                 )
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
@@ -499,7 +509,8 @@ class CheckpointManager:
             return False
         future, path = self.save_future, self._saving_to
         self.save_future = self._saving_to = None
-        with one_error(f"The asynchronous save to {path} failed"):
+        what = f"The asynchronous save to {path} failed"
+        with one_error(what), self._plans.forgotten_on_error():
             future.result()
         return True
 
