@@ -108,6 +108,66 @@ def test_half_a_torchrun_environment_names_what_is_missing(missing):
     assert f"not {missing};" in message and "unset RANK and WORLD_SIZE" in message
 
 
+def device_id_of_init(device_type, world_size, local_rank):
+    """What `init_process_group` is told, and what later groups find in the default one."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ.pop("LOCAL_RANK")
+    if local_rank is not None:
+        os.environ["LOCAL_RANK"] = local_rank
+    told = []
+
+    def init(*, backend, device_id, _ranks, store, **kwargs):
+        told.append((backend, device_id))
+        init_process_group("fake", **kwargs)
+        dist.group.WORLD.bound_device_id = device_id  # as torch does
+
+    init_process_group = dist.init_process_group
+    module = torch.get_device_module(device_type)
+    meeting = {"store": None, "rank": 0, "world_size": world_size}
+    with (
+        patch.object(dist_utils, "get_device_info", return_value=(device_type, module)),
+        patch.object(dist_utils, "_rendezvous", return_value=meeting),
+        patch.object(dist, "init_process_group", init),
+    ):
+        dist_utils.init_distributed(Comm(trace_buf_size=0), enable_cpu_backend=True)
+    assert dist.group.WORLD.bound_device_id is None, "every later group would be split from it"
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    "device_type, world_size, local_rank, expected",
+    [
+        ("cuda", 2, "1", ("cuda:nccl,cpu:gloo", torch.device("cuda:1"))),
+        ("cuda", 2, None, ("cuda:nccl,cpu:gloo", None)),
+        ("cuda", 1, "0", ("cuda:nccl,cpu:gloo", None)),
+        ("cpu", 2, "1", ("gloo", None)),
+    ],
+)
+def test_ranks_of_accelerators_are_connected_at_once(device_type, world_size, local_rank, expected):
+    told = run_ranks(
+        device_id_of_init, 1, device_type, world_size, local_rank, init_process_group=False
+    )
+    assert told == [expected]
+
+
+def events_recorded(folder):
+    """How many collectives torch's flight recorder remembers of 9."""
+    import pickle
+
+    dist_utils.init_distributed(Comm(trace_buf_size=5), base_folder=folder)
+    for _ in range(9):
+        dist.all_reduce(torch.ones(1))
+    return len(pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"])
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="shown from torch 2.12 on"
+)
+def test_torch_reads_the_size_of_the_flight_recorder_under_the_name_that_we_set(tmp_path):
+    (n_entries,) = run_ranks(events_recorded, 1, str(tmp_path), init_process_group=False)
+    assert n_entries == 5
+
+
 def init_over_existing_group(folder):
     group = dist.distributed_c10d._get_default_group()
     with messages_of_torchtitan() as messages:

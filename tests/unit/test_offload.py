@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.offload import HOST, Offloader, pinned_copy
+from torchtitan.components.offload import HOST, Offloader
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools import host
 
@@ -100,31 +100,24 @@ def on_device(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: events.append("wait"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: events.append("free"), raising=False)
-    empty_like, copy_ = torch.empty_like, torch.Tensor.copy_
 
-    def pinned_like(tensor, *, pin_memory, **kwargs):
-        events.append("pinned" if pin_memory else "pageable")
-        return empty_like(tensor, **kwargs)
-
-    def recorded_copy(self, source, non_blocking=False):
+    def copy_to(self, target, non_blocking=False):
         events.append("copy" if non_blocking else "blocking copy")
-        return copy_(self, source, non_blocking)
+        return self.detach().clone()
 
     model, offloader = trained(fused=True)
-    monkeypatch.setattr(torch, "empty_like", pinned_like)
-    monkeypatch.setattr(torch.Tensor, "copy_", recorded_copy)
+    monkeypatch.setattr(torch.Tensor, "to", copy_to)
     offloader.places = dict.fromkeys(offloader.places, META)
     return events, model, offloader
 
 
-def test_all_copies_to_the_host_are_pinned_and_waited_for_once(on_device):
+def test_host_waits_once_for_all_copies(on_device):
     events, model, offloader = on_device
     tensors = [*model.parameters(), model.table, *(p.grad for p in model.parameters())]
     tensors += [value for state in offloader.optimizers.state.values() for value in state.values()]
     before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors]
-    events.clear()
     offloader.move(HOST, model=True, optimizer=True, grad=True)
-    assert events == ["pinned", "copy"] * len(tensors) + ["wait", "free"]
+    assert events == ["copy"] * len(tensors) + ["wait", "free"]
     moved = [*model.parameters(), model.table, *(p.grad for p in model.parameters())]
     moved += [value for state in offloader.optimizers.state.values() for value in state.values()]
     assert all(id(a) == id(b) for a, b in zip(moved, model.parameters(), strict=False))
@@ -134,30 +127,8 @@ def test_all_copies_to_the_host_are_pinned_and_waited_for_once(on_device):
 
 def test_only_what_was_asked_for_is_copied_to_the_host(on_device):
     events, model, offloader = on_device
-    events.clear()
     offloader.move(HOST, model=False, optimizer=False, grad=True)
     assert events.count("copy") == len(list(model.parameters()))
-
-
-def test_pinned_copy_of_a_dtensor_is_one_of_what_it_wraps(on_device):
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
-    events, *_ = on_device
-    torch.distributed.init_process_group("fake", rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        sharded = DTensor.from_local(
-            torch.arange(6.0).view(2, 3), mesh, [Shard(0)], run_check=False, shape=(3, 3),
-            stride=(3, 1),
-        )  # fmt: skip
-        events.clear()
-        copy = pinned_copy(sharded)
-        assert events == ["pinned", "copy"]
-        assert (copy.placements, copy.device_mesh, copy.shape) == ((Shard(0),), mesh, (3, 3))
-        assert torch.equal(copy.to_local(), sharded.to_local())
-        assert copy.to_local().data_ptr() != sharded.to_local().data_ptr()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_last_engine_that_closes_gives_pinned_memory_back(on_device, monkeypatch):

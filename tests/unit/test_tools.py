@@ -81,7 +81,13 @@ def test_importing_tools_probes_no_device_and_loads_no_compiler():
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H20", 148e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA B200", 2.25e15),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B300 SXM6 AC", 2.25e15),
+        ("NVIDIA GB300", 2.5e15),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("AMD Instinct MI355X", 2500e12),
         ("AMD Instinct MI300X", 1300e12),
         ("AMD Instinct MI325X OAM", 1300e12),
@@ -155,6 +161,22 @@ def test_debug_collects_all_generations_every_step(collector_on, monkeypatch):
         handler.run(step)
     assert generations == [2, 2, 2]
     handler.close()
+
+
+def test_watch_for_cycles_ends_with_the_memory_history_that_it_began(collector_on, monkeypatch):
+    from torch.utils.viz import _cycles
+
+    events = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_cycles, "warn_tensor_cycles", lambda: lambda: events.append("unwatched"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda enabled: events.append(enabled)
+    )
+    handler = utils.GarbageCollection(debug=True)
+    assert not events
+    handler.close()
+    handler.close()
+    assert events == ["unwatched", None]
 
 
 def test_gc_freq_of_zero_is_refused_by_name():

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
 from torchtitan.components import weight_stream
@@ -244,3 +245,19 @@ def test_digest_tells_of_every_bit_name_dtype_and_shape_but_not_of_order_or_layo
     ]
     digests = {digest_of(other.items()) for other in others}
     assert len(digests) == len(others) and digest not in digests
+
+
+def test_digest_reads_the_sums_of_all_tensors_at_once():
+    class Reads(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.n += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    digest = weight_stream.WeightDigest()
+    for n in range(3):
+        digest.add(str(n), torch.full((4,), float(n)))
+    with Reads() as reads:
+        digest.hexdigest()
+    assert reads.n == 0  # each would wait for the device

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.tools import host
 
@@ -84,10 +83,11 @@ class Offloader:
         """(tensor, its copy in host memory) of all on the device, by the id of the tensor.
 
         The host waits once, for all of them. Before that the copies hold no values, so they can't
-        be put in place one by one: FSDP, for one, copies what it has to pad.
+        be put in place one by one: FSDP, for one, copies what it has to pad. torch makes copies
+        that need not block in pinned memory, and keeps that, once free, for the next ones.
         """
         copies = {
-            id(tensor): (tensor, pinned_copy(tensor))
+            id(tensor): (tensor, tensor.to(HOST, non_blocking=True))
             for tensor in self._tensors(kinds)
             if tensor.device.type == self.device.type
         }
@@ -153,21 +153,6 @@ class Offloader:
                     # Parameters that are DTensors are swapped, which a gradient would prevent.
                     parameter.grad = None
         return gradients
-
-
-def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, which the device fills while the host goes on.
-
-    torch keeps pinned memory that is freed, for the next copy: only the first one waits for it to
-    be pinned. Sizes are rounded up to powers of two.
-    """
-    if is_traceable_wrapper_subclass(tensor):  # a DTensor, say: a copy of what it wraps
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}  # tensors, and a mesh
-        inner |= {n: pinned_copy(part) for n, part in inner.items() if isinstance(part, Tensor)}
-        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    copy = torch.empty_like(tensor, device=HOST, pin_memory=True, requires_grad=False)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def release_pinned_memory() -> None:

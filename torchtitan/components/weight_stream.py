@@ -140,7 +140,7 @@ class WeightStream:
         for names in self._adapter.groups_of(state):
             whole = {}
             for name in names:
-                tensor = state[name].to(self._device)
+                tensor = state[name].to(self._device, non_blocking=True)  # from pinned memory
                 if not keeps_dtype(name):
                     tensor = tensor.to(self._dtype)  # before it travels
                 whole[name] = whole_tensor(tensor)
@@ -213,7 +213,12 @@ class WeightDigest:
         self._lines.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}{where}", value))
 
     def hexdigest(self) -> str:
-        lines = sorted(f"{what} {int(value)}" for what, value in self._lines)
+        lines = []
+        for device in {value.device for _, value in self._lines}:
+            here = [(what, value) for what, value in self._lines if value.device == device]
+            numbers = torch.stack([value for _, value in here]).tolist()  # the one wait
+            lines += [f"{what} {n}" for (what, _), n in zip(here, numbers, strict=True)]
+        lines.sort()
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

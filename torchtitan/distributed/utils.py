@@ -68,14 +68,33 @@ def init_distributed(
             )
         return dist.get_world_size()
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
+    meeting = _rendezvous(timeout)
     dist.init_process_group(
         backend=backend,
         timeout=timeout,
+        device_id=_device_to_connect(meeting["world_size"]),
         _ranks=ranks or [],
-        **_rendezvous(timeout),
+        **meeting,
     )
+    # Left bound to the device, the group would have every later one split from it, by all ranks
+    # together: a hang where a client's group has ranks of its own and a server's, and one split
+    # per rank for each mesh axis of size 1.
+    dist.group.WORLD.bound_device_id = None
     _destroy_group_at_end()
     return dist.get_world_size()
+
+
+def _device_to_connect(world_size: int) -> torch.device | None:
+    """This rank's device, for NCCL to connect all ranks now: a broken link or a device that two
+    ranks chose shows here, not at the first collective.
+
+    None where there is nobody to connect with, and where only the host knows the device.
+    """
+    device_type, _ = get_device_info()
+    local_rank = os.environ.get("LOCAL_RANK")
+    if device_type == "cpu" or world_size == 1 or local_rank is None:
+        return None
+    return torch.device(device_type, int(local_rank))
 
 
 _our_group: "weakref.ref[dist.ProcessGroup] | None" = None

@@ -102,7 +102,13 @@ def _watch_tensor_cycles() -> Callable[[], None] | None:
         return None
     from torch.utils.viz._cycles import warn_tensor_cycles
 
-    return warn_tensor_cycles()
+    stop_watching = warn_tensor_cycles()
+
+    def stop() -> None:
+        stop_watching()
+        torch.cuda.memory._record_memory_history(enabled=None)  # which the watch has turned on
+
+    return stop
 
 
 # Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry whose
@@ -112,9 +118,13 @@ _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("H100", "NVL"), 835e12),
     (("H100", "PCIe"), 756e12),
     (("H100",), 989e12),
+    (("H200", "NVL"), 835e12),
     (("H200",), 989e12),
     (("H20",), 148e12),
+    (("GB200",), 2.5e15),
     (("B200",), 2.25e15),
+    (("GB300",), 2.5e15),
+    (("B300",), 2.25e15),
     (("MI355X",), 2500e12),
     (("MI300X",), 1300e12),
     (("MI325X",), 1300e12),
@@ -132,6 +142,8 @@ def get_peak_flops(device_name: str) -> float | None:
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
+    if " MIG " in device_name:  # a slice of a device
+        return None
     for words, peak in _PEAK_FLOPS:
         if all(word in device_name for word in words):
             return peak
