@@ -310,6 +310,7 @@ def patch_cuda(memory_gib: int = 141) -> None:
     # Objects of their own: the compiler has a handler for each.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
+    torch.accelerator.empty_host_cache = lambda: None
     torch.accelerator.current_stream = lambda device=None: current_stream()
     torch.accelerator.synchronize = lambda device=None: _synchronize()
     torch.accelerator.current_device_index = lambda: 0

@@ -166,7 +166,9 @@ class Rehearsal(TorchDispatchMode):
         self._note("copy to host, async" if kwargs.get("non_blocking") else "copy to host")
         value = self._made_up("copy to host", default=0)
         dtype = kwargs.get("dtype") or source.dtype
-        return torch.full(source.shape, _as(dtype, value), dtype=dtype)
+        # As torch does it: a copy that need not block goes to pinned memory.
+        pinned = bool(kwargs.get("non_blocking"))
+        return torch.full(source.shape, _as(dtype, value), dtype=dtype, pin_memory=pinned)
 
     def _check_source(self, source, non_blocking: bool) -> None:
         """The host goes on at once only while it copies from pinned memory.
