@@ -72,14 +72,18 @@ _MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """attention: None takes what the model has without documents, else documents in this kernel."""
+    """attention: None takes what the model has without documents, else documents in this kernel.
+
+    compiled: by which backend.
+    """
 
     model: str
     seq_len: int = 13  # tp divides neither it nor, with one row, the number of tokens
     attention: str | None = None
     loss_parallel: bool = True
     ac: str = "none"
-    compiled: bool = False
+    compiled: str | None = None
+    async_tp: bool = False
 
 
 def build(run, dims):
@@ -92,7 +96,9 @@ def build(run, dims):
     config = JobConfig()
     config.activation_checkpoint.mode = run.ac
     config.activation_checkpoint.selective_ac_option = "op"
-    config.compile.enable, config.compile.backend = run.compiled, "aot_eager"
+    if run.compiled:
+        config.compile.enable, config.compile.backend = True, run.compiled
+    config.parallelism.enable_async_tensor_parallel = run.async_tp
     config.training.mixed_precision_param = "float32"
     config.parallelism.disable_loss_parallel = not run.loss_parallel
     with torch.device("meta"):
@@ -227,7 +233,7 @@ VARIANTS = [
     Run("qwen3 tied", loss_parallel=False),
     Run("qwen3 tied", attention="varlen"),
     Run("qwen3 moe", ac="full"),
-    Run("llama3", ac="selective", compiled=True),
+    Run("llama3", ac="selective", compiled="aot_eager"),
 ]
 
 

@@ -161,6 +161,16 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"parallelism__enable_async_tensor_parallel": True, "compile__components": ["loss"]},
         ["enable_async_tensor_parallel", "['loss']", "set compile.enable = true"],
     ),
+    "async tp rows": (
+        {
+            "parallelism__enable_async_tensor_parallel": True,
+            "parallelism__tensor_parallel_degree": 2,
+            "parallelism__context_parallel_degree": 3,
+            "training__seq_len": 32,
+            "compile__enable": True,
+        },
+        ["training.seq_len", "got 32 with 6", "choose a multiple"],
+    ),
     "quantized tp": (
         {
             "parallelism__tensor_parallel_degree": 2,

@@ -130,19 +130,38 @@ def test_frozen_parameters_stay_frozen():
     assert all(p.requires_grad for p in model.layers["1"].parameters())
 
 
-def test_asynchronous_tensor_parallelism_needs_compiled_blocks(monkeypatch):
-    import torch._inductor.config
+@pytest.fixture
+def inductor():
+    import torch._inductor.config as config
 
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
+    with config.patch(_micro_pipeline_tp=False):
+        yield config
+
+
+def test_asynchronous_tensor_parallelism_needs_compiled_blocks(inductor, caplog):
     config = JobConfig()
     maybe_enable_async_tp(config, mesh())
-    assert not torch._inductor.config._micro_pipeline_tp
+    assert not inductor._micro_pipeline_tp
     config.parallelism.enable_async_tensor_parallel = True
     with pytest.raises(RuntimeError, match="enable_async_tensor_parallel.*compile.enable"):
         maybe_enable_async_tp(config, mesh())
     config.compile.enable = True
     maybe_enable_async_tp(config, mesh())
-    assert torch._inductor.config._micro_pipeline_tp
+    assert inductor._micro_pipeline_tp
+    assert "changes nothing on 'cpu'" in caplog.text
+
+
+def test_pass_for_asynchronous_tensor_parallelism_accepts_the_group(inductor, monkeypatch):
+    from torch.distributed import _symmetric_memory
+
+    monkeypatch.setattr(_symmetric_memory, "_group_name_to_store", {})
+    config = JobConfig()
+    config.parallelism.enable_async_tensor_parallel = config.compile.enable = True
+    device_mesh = mesh()
+    monkeypatch.setattr(device_mesh, "_device_type", "cuda")
+    maybe_enable_async_tp(config, device_mesh)
+    group = device_mesh.get_group().group_name
+    assert _symmetric_memory.is_symm_mem_enabled_for_group(group)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

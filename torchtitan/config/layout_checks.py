@@ -110,11 +110,21 @@ def _sizes_split_by_tensor_parallel(job_config: JobConfig, model_args: Any) -> d
 
 
 def check_async_tensor_parallel(job_config: JobConfig) -> None:
-    if job_config.parallelism.enable_async_tensor_parallel and not compiles_model(job_config):
+    parallelism = job_config.parallelism
+    if not parallelism.enable_async_tensor_parallel:
+        return
+    if not compiles_model(job_config):
         raise ConfigError(
             f"parallelism.enable_async_tensor_parallel is carried out by the compiler, got "
             f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
             f"components, or turn it off"
+        )
+    degree = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    if job_config.training.seq_len % degree:
+        raise ConfigError(
+            f"parallelism.enable_async_tensor_parallel needs a training.seq_len that "
+            f"tensor_parallel_degree * context_parallel_degree divides, got "
+            f"{job_config.training.seq_len} with {degree}; choose a multiple, or turn it off"
         )
 
 

@@ -45,11 +45,14 @@ class WholeSequence:
 class SequenceShards:
     """The four ways between shards and whole hidden states on a one-dimensional mesh.
 
+    overlap: gather and reduce in the one form that the compiler's pass for asynchronous tensor
+        parallelism recognises beside a matrix product. The results are the same.
+
     Every rank of the mesh has to make the same calls, in the same order, in backward too.
     """
 
-    def __init__(self, mesh: DeviceMesh):
-        self._ranks = (mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+    def __init__(self, mesh: DeviceMesh, overlap: bool = False):
+        self._ranks = (mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), overlap)
 
     def gather(self, shard: Tensor, seq_len: int) -> Tensor:
         """[B, t, M] -> [B, T, M] for a module whose work is split: gradients are summed."""
@@ -70,7 +73,7 @@ class SequenceShards:
 
 def join_shards(shard: Tensor, dim: int, length: int, group: str, size: int, rank: int) -> Tensor:
     """All ranks' shards along `dim`, cut to `length`; every rank's gradient is the whole one."""
-    return _Join.apply(shard, dim, length, group, size, rank)
+    return _Join.apply(shard, dim, length, group, size, rank, False)
 
 
 class _Gather(torch.autograd.Function):
@@ -81,7 +84,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _reduce_scatter(grad, *ctx.ranks), None, None, None, None
+        return _reduce_scatter(grad, *ctx.ranks), *[None] * 5
 
 
 class _Reduce(torch.autograd.Function):
@@ -92,7 +95,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), None, None, None
+        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
 
 
 class _Split(torch.autograd.Function):
@@ -103,7 +106,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), None, None, None
+        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
 
 
 class _Join(torch.autograd.Function):
@@ -114,22 +117,32 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _own_rows(grad, ctx.dim, *ctx.ranks), None, None, None, None, None
+        return _own_rows(grad, ctx.dim, *ctx.ranks), *[None] * 6
 
 
-def _all_gather(shard: Tensor, dim: int, length: int, group: str, size: int, rank: int) -> Tensor:
+def _all_gather(
+    shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
     gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
+    if overlap:
+        whole = torch.cat(gathered.chunk(size), dim)
+        # Rows that are cut are right, too, but their products cannot begin before all is there.
+        return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy for one row.
     by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
     return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
 
 
-def _reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int) -> Tensor:
-    by_rank = _pad(partial_sum, 1, size).unflatten(1, (size, -1)).movedim(1, 0).flatten(0, 1)
-    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, group))
+def _reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int, overlap: bool) -> Tensor:
+    padded = _pad(partial_sum, 1, size)
+    if overlap:
+        by_rank = torch.cat(padded.chunk(size, dim=1))
+    else:
+        by_rank = padded.unflatten(1, (size, -1)).movedim(1, 0).flatten(0, 1).contiguous()
+    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
 
 
-def _own_rows(whole: Tensor, dim: int, group: str, size: int, rank: int) -> Tensor:
+def _own_rows(whole: Tensor, dim: int, group: str, size: int, rank: int, overlap: bool) -> Tensor:
     padded = _pad(whole, dim, size)
     length = padded.shape[dim] // size
     # A view would keep the whole alive.

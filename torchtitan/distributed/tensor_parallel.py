@@ -16,6 +16,7 @@ every rank holds whole is always summed over ranks. A value that each rank compu
 everything (an auxiliary loss, say) has to be divided by the number of ranks.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,11 @@ Row = Mapping[str, int | None]
 
 
 def distribute_modules(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Row], loss_parallel: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Row],
+    loss_parallel: bool,
+    overlap: bool = False,
 ) -> None:
     """Split the model's parameters over a 1-D mesh, in place, as its modules' rows say.
 
@@ -47,6 +52,7 @@ def distribute_modules(
         modules that this model, or this pipeline stage, doesn't have.
     loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
         whole plain ones.
+    overlap: write the blocks' collectives as asynchronous tensor parallelism needs them.
 
     Parameters that are DTensors already are left as they are. Values of others that are not on
     the meta device are taken as equal on every rank; nothing is communicated. Modules that share
@@ -75,7 +81,7 @@ def distribute_modules(
     if model.output is not None:
         model.output.__class__ = VocabularyOutput
         model.output.keeps_shards = loss_parallel
-    shards = SequenceShards(mesh)
+    shards = SequenceShards(mesh, overlap)
     for part in (model, *model.layers.values()):
         part.sequence = shards
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
@@ -198,10 +204,11 @@ class VocabularyOutput(nn.Linear):
 
 
 def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
-    """Ask the compiler to overlap gathers and reductions with matrix products, if the job wants it.
+    """Have the compiler overlap gathers and reductions with matrix products, if the job wants it.
 
-    Up to torch 2.13 its pass knows only gathers along the first dimension, and ours go along the
-    tokens: it changes nothing yet, which a warning says.
+    Its pass replaces a gather and the products that read it, or a product and the reduction of
+    its result, by one operator that sends in pieces through symmetric memory (torch's
+    `fx_passes/micro_pipeline_tp.py`). The ranks have to reach each other's memory: one node.
     Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:
@@ -214,8 +221,17 @@ def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
     import torch._inductor.config
 
     host.change_attribute(torch._inductor.config, "_micro_pipeline_tp", True)
-    logger.warning(
-        "parallelism.enable_async_tensor_parallel is passed on to the compiler, which finds nothing "
-        "to overlap in the collectives of these %d ranks: results and speed stay as they are",
-        tp_mesh.size(),
-    )
+    if tp_mesh.device_type != "cuda":
+        logger.warning(
+            "parallelism.enable_async_tensor_parallel changes nothing on %r: its operators are for "
+            "CUDA",
+            tp_mesh.device_type,
+        )
+        return
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        # Called deprecated, and yet the pass leaves alone what it was not called for (torch 2.13).
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

@@ -144,7 +144,9 @@ def apply_tp(
     """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
 
     loss_parallel: logits stay split along the vocabulary, as a DTensor.
-    enable_async_tp, cp_enabled: accepted for compatibility; they change nothing here.
+    enable_async_tp: write the blocks' collectives as the compiler's pass finds them, which
+        `maybe_enable_async_tp` turns on.
+    cp_enabled: accepted for compatibility; changes nothing here.
 
     Raises ValueError for float8, and for a model that the plan doesn't fit.
     """
@@ -156,7 +158,7 @@ def apply_tp(
             "quantize.linear.float8 from model.converters, or set "
             "parallelism.tensor_parallel_degree = 1"
         )
-    distribute_modules(model, tp_mesh, TENSOR_PARALLEL_PLAN, loss_parallel)
+    distribute_modules(model, tp_mesh, TENSOR_PARALLEL_PLAN, loss_parallel, enable_async_tp)
 
 
 def _apply_tensor_parallel(
@@ -166,8 +168,13 @@ def _apply_tensor_parallel(
 
     _refuse_recomputed_sdpa(model, job_config)
     mesh = parallel_dims.get_mesh("tp")
-    apply_tp(model, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
     maybe_enable_async_tp(job_config, mesh)
+    apply_tp(
+        model,
+        mesh,
+        loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
+    )
 
 
 def _refuse_recomputed_sdpa(model: nn.Module, job_config: "JobConfig") -> None:

@@ -1,0 +1,77 @@
+"""Asynchronous tensor parallelism: the compiler finds products to overlap, and results stay.
+
+torch's pass runs as it would for CUDA. The operators that it puts in are torch's own slow versions
+of them, which gather, multiply and reduce one after the other on any device.
+"""
+
+import dataclasses
+from collections import Counter
+from unittest import mock
+
+import torch
+
+from tests.distributed.test_tensor_parallel import Run, assert_same, train
+from torchtitan.testing.gloo import run_ranks
+
+GATHER = "fused_all_gather_matmul"
+REDUCE = "fused_matmul_reduce_scatter"
+
+
+def train_overlapped(runs):
+    """What `train` returns for each run, and which operators its compiled blocks have."""
+    import torch._inductor.config
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import detect_fake_mode
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.virtualized import V
+    from torch.distributed import _symmetric_memory
+
+    counts = Counter()
+
+    def compile_graph(gm, inputs):
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, is_inference=False)
+        gm.recompile()
+        counts.update(getattr(node.target, "_opname", "") for node in gm.graph.nodes)
+        return gm.forward
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        decompositions=select_decomp_table,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch._dynamo.register_backend(backend, name="post_grad_passes")
+    operators = torch.library.Library("symm_mem", "IMPL")  # kept alive by this name
+    for name in (GATHER, REDUCE):
+        operators.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
+    found = []
+    with (
+        mock.patch("torch.distributed.is_nccl_available", lambda: True),
+        _symmetric_memory._test_mode(),
+        # What the pass does not replace stays as it is, without kernels that need a compiler.
+        torch._inductor.config.patch(pattern_matcher=False),
+    ):
+        for run in runs:
+            counts.clear()
+            torch._dynamo.reset()
+            found.append((train(run, (1, 1, 2)), dict(counts)))
+    return found
+
+
+def test_collectives_beside_products_are_fused_and_rows_of_any_length_stay_right():
+    even = Run("llama3", seq_len=16, compiled="post_grad_passes", async_tp=True)
+    odd = dataclasses.replace(even, seq_len=13)
+    (found, counts), (found_odd, counts_odd) = run_ranks(train_overlapped, 2, [even, odd])[1]
+    # Blocks share their graphs. Forward: attention's and feed-forward's input and output, all of
+    # them. Backward: the gradients of the two outputs; those of the inputs are sums of products,
+    # which the pass leaves alone.
+    assert (counts[GATHER], counts[REDUCE]) == (4, 2)
+    assert (counts.get("all_gather_into_tensor", 0), counts["reduce_scatter_tensor"]) == (0, 2)
+    assert_same(found, train(dataclasses.replace(even, compiled=None)))
+    # Rows that the degree does not divide end in padding: nothing is fused, nothing changes.
+    assert GATHER not in counts_odd and REDUCE not in counts_odd
+    assert_same(found_odd, train(dataclasses.replace(odd, compiled=None)))
