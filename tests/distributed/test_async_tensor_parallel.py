@@ -8,8 +8,6 @@ import dataclasses
 from collections import Counter
 from unittest import mock
 
-import torch
-
 from tests.distributed.test_tensor_parallel import Run, assert_same, train
 from torchtitan.testing.gloo import run_ranks
 

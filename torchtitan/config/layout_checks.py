@@ -131,11 +131,22 @@ def check_async_tensor_parallel(job_config: JobConfig) -> None:
 def check_quantized_tensor_parallel(job_config: JobConfig) -> None:
     degree = job_config.parallelism.tensor_parallel_degree
     for name in job_config.model.converters:
-        if name.startswith("quantize.") and degree > 1:
+        if name.startswith("quantize.grouped_mm.") and degree > 1:
             raise ConfigError(
                 f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
                 f"above 1, got {degree}; take it out, or set the degree to 1"
             )
+    filters = job_config.quantize.linear.float8.filter_fqns
+    if (
+        "quantize.linear.float8" in job_config.model.converters
+        and degree > 1
+        and not any(name in "output" for name in filters)
+    ):
+        raise ConfigError(
+            f"quantize.linear.float8 with parallelism.tensor_parallel_degree above 1 leaves the "
+            f"output projection in high precision, got filter_fqns = {filters}; add 'output' to "
+            f"quantize.linear.float8.filter_fqns"
+        )
 
 
 # --- Expert parallelism -----------------------------------------------------------------------

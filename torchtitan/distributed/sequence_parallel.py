@@ -80,22 +80,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, seq_len: int, *ranks: Any) -> Tensor:
         ctx.ranks = ranks
-        return _all_gather(shard, 1, seq_len, *ranks)
+        return all_gather(shard, 1, seq_len, *ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _reduce_scatter(grad, *ctx.ranks), *[None] * 5
+        return reduce_scatter(grad, *ctx.ranks), *[None] * 5
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sum: Tensor, *ranks: Any) -> Tensor:
         ctx.seq_len, ctx.ranks = partial_sum.shape[1], ranks
-        return _reduce_scatter(partial_sum, *ranks)
+        return reduce_scatter(partial_sum, *ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
+        return all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
 
 
 class _Split(torch.autograd.Function):
@@ -106,21 +106,21 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
+        return all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, length: int, *ranks: Any) -> Tensor:
         ctx.dim, ctx.ranks = dim, ranks
-        return _all_gather(shard, dim, length, *ranks)
+        return all_gather(shard, dim, length, *ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         return _own_rows(grad, ctx.dim, *ctx.ranks), *[None] * 6
 
 
-def _all_gather(
+def all_gather(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
 ) -> Tensor:
     gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
@@ -133,7 +133,7 @@ def _all_gather(
     return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
 
 
-def _reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int, overlap: bool) -> Tensor:
+def reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int, overlap: bool) -> Tensor:
     padded = _pad(partial_sum, 1, size)
     if overlap:
         by_rank = torch.cat(padded.chunk(size, dim=1))

@@ -16,6 +16,7 @@ every rank holds whole is always summed over ranks. A value that each rank compu
 everything (an auxiliary loss, say) has to be divided by the number of ranks.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -45,6 +46,7 @@ def distribute_modules(
     plan: Mapping[str, Row],
     loss_parallel: bool,
     overlap: bool = False,
+    float8_gather: bool = False,
 ) -> None:
     """Split the model's parameters over a 1-D mesh, in place, as its modules' rows say.
 
@@ -53,6 +55,7 @@ def distribute_modules(
     loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
         whole plain ones.
     overlap: write the blocks' collectives as asynchronous tensor parallelism needs them.
+    float8_gather: blocks gather hidden states in float8 where all their linear layers take that.
 
     Parameters that are DTensors already are left as they are. Values of others that are not on
     the meta device are taken as equal on every rank; nothing is communicated. Modules that share
@@ -60,7 +63,7 @@ def distribute_modules(
 
     Raises ValueError for a module with parameters and no row, a parameter that its module's row
     leaves out, a size that the mesh doesn't divide, and a class that cannot compute with a part
-    of its parameters (a Linear made float8, say).
+    of its parameters (an output projection made float8, say).
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -81,10 +84,15 @@ def distribute_modules(
     if model.output is not None:
         model.output.__class__ = VocabularyOutput
         model.output.keeps_shards = loss_parallel
-    shards = SequenceShards(mesh, overlap)
-    for part in (model, *model.layers.values()):
-        part.sequence = shards
+    model.sequence = SequenceShards(mesh, overlap)
+    n_float8 = 0
+    for block in model.layers.values():
+        in_float8 = _float8_shards(block, mesh) if float8_gather else None
+        block.sequence = model.sequence if in_float8 is None else in_float8
+        n_float8 += in_float8 is not None
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
+    if float8_gather:
+        logger.info("%d of %d blocks gather in float8", n_float8, len(model.layers))
 
 
 def _find_row(
@@ -134,12 +142,33 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
+    elif _is_float8_linear(module) and name != "output":
+        from torchtitan.components.quantization.float8_tensor_parallel import LocalFloat8Linear
+
+        module.__class__ = LocalFloat8Linear
+    elif _is_float8_linear(module):
+        raise ValueError(
+            "tensor parallelism splits the output projection in high precision only; add 'output' "
+            "to quantize.linear.float8.filter_fqns"
+        )
     else:
         raise ValueError(
             f"tensor parallelism cannot split {name!r}, a {type(module).__name__}: its forward has "
             "to read parameters through local_parameter() and its class to say so with "
             "reads_local_parameters = True; or set parallelism.tensor_parallel_degree = 1"
         )
+
+
+def _is_float8_linear(module: nn.Module) -> bool:
+    """Whether torchao made it. There is none before its module is loaded, which takes seconds."""
+    loaded = sys.modules.get("torchao.float8.float8_linear")
+    return loaded is not None and type(module) is loaded.Float8Linear
+
+
+def _float8_shards(block: nn.Module, mesh: DeviceMesh) -> SequenceShards | None:
+    from torchtitan.components.quantization.float8_tensor_parallel import float8_shards_for
+
+    return float8_shards_for(block, mesh)
 
 
 # ---- modules that compute with this rank's part of their parameters ----

@@ -144,21 +144,24 @@ def apply_tp(
     """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
 
     loss_parallel: logits stay split along the vocabulary, as a DTensor.
+    enable_float8_tensorwise_tp: gather hidden states and gradients in float8, in blocks all of
+        whose linear layers torchao made float8 with one scale per tensor.
     enable_async_tp: write the blocks' collectives as the compiler's pass finds them, which
         `maybe_enable_async_tp` turns on.
     cp_enabled: accepted for compatibility; changes nothing here.
 
-    Raises ValueError for float8, and for a model that the plan doesn't fit.
+    Raises ValueError for a model that the plan doesn't fit.
     """
     from torchtitan.distributed.tensor_parallel import distribute_modules
 
-    if enable_float8_tensorwise_tp:
-        raise ValueError(
-            "float8 linear layers cannot be split by tensor parallelism; remove "
-            "quantize.linear.float8 from model.converters, or set "
-            "parallelism.tensor_parallel_degree = 1"
-        )
-    distribute_modules(model, tp_mesh, TENSOR_PARALLEL_PLAN, loss_parallel, enable_async_tp)
+    distribute_modules(
+        model,
+        tp_mesh,
+        TENSOR_PARALLEL_PLAN,
+        loss_parallel,
+        overlap=enable_async_tp,
+        float8_gather=enable_float8_tensorwise_tp,
+    )
 
 
 def _apply_tensor_parallel(
@@ -169,10 +172,13 @@ def _apply_tensor_parallel(
     _refuse_recomputed_sdpa(model, job_config)
     mesh = parallel_dims.get_mesh("tp")
     maybe_enable_async_tp(job_config, mesh)
+    recipe = job_config.quantize.linear.float8.recipe_name
     apply_tp(
         model,
         mesh,
         loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
+        and recipe in (None, "tensorwise"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
     )
 

@@ -1,0 +1,219 @@
+"""float8 linear layers that are split over the ranks of a tensor-parallel mesh.
+
+Layers with one scale per tensor use the scale of the whole tensor: wherever ranks hold parts of an
+input, a weight or a gradient, the largest of their magnitudes is found by an all-reduce of one
+number. Every value then is rounded as in one process. A block whose linear layers are all of this
+kind sends the hidden states and gradients that it gathers in float8, half the bytes of bf16.
+
+Layers scaled by rows compute the scales of this rank's part, which are at least as fine; their
+hidden states travel in high precision.
+
+B rows, T tokens, t = T / tp of them on this rank, K inputs, N outputs, here of this rank's part.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torchao.float8.config import Float8LinearConfig, ScalingGranularity
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import amax_to_scale
+
+from torchtitan.distributed.dtensor import local_parameter
+from torchtitan.distributed.sequence_parallel import SequenceShards, all_gather, reduce_scatter
+
+_OPS = torch.ops._c10d_functional
+
+
+def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
+    casts = linear.config
+    granularities = {
+        cast.scaling_granularity
+        for cast in (
+            casts.cast_config_input,
+            casts.cast_config_weight,
+            casts.cast_config_grad_output,
+        )
+    }
+    return granularities == {ScalingGranularity.TENSORWISE}
+
+
+class LocalFloat8Linear(Float8Linear):
+    """A Float8Linear that computes with this rank's part of its parameters.
+
+    Split along its inputs, its result is one summand, and the bias is spread over all of them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., K], or in float8. Returns [..., N]."""
+        mesh, (placement,) = self.weight.device_mesh, self.weight.placements
+        weight = local_parameter(self.weight)
+        if has_one_scale_per_tensor(self):
+            split_dim = placement.dim if isinstance(placement, Shard) else None
+            group = mesh.get_group().group_name
+            out = _TensorwiseLinear.apply(
+                x, weight, split_dim, group, self.linear_mm_config, self.config
+            )
+        else:
+            out = matmul_with_hp_or_float8_args.apply(
+                x, weight.t(), self.linear_mm_config, self.config
+            )
+        if self.bias is None:
+            return out
+        return out + local_parameter(self.bias, added_once=placement == Shard(1)).to(out.dtype)
+
+
+def to_float8(
+    x: Tensor,
+    role: GemmInputRole,
+    group: str | None,
+    mm_config: LinearMMConfig,
+    config: Float8LinearConfig,
+) -> Tensor:
+    """`x` rounded to float8 with one scale, that of all parts of it in `group`; as is if it was."""
+    if isinstance(x, Float8TrainingTensor):
+        return x
+    cast = {
+        GemmInputRole.INPUT: config.cast_config_input,
+        GemmInputRole.WEIGHT: config.cast_config_weight,
+        GemmInputRole.GRAD_OUTPUT: config.cast_config_grad_output,
+    }[role]
+    largest = x.abs().max()
+    if group is not None:
+        largest = _OPS.wait_tensor(_OPS.all_reduce(largest, "max", group))
+    scale = amax_to_scale(largest, cast.target_dtype, config.round_scales_to_power_of_2)
+    return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
+
+
+# torch.compile puts these into its graph as they are and traces what they do afterwards: inside,
+# a tensor in float8 looks like any other to it.
+
+
+@torch._dynamo.allow_in_graph
+class _TensorwiseLinear(torch.autograd.Function):
+    """x [..., K] times weight [N, K] transposed, of which this rank has a part.
+
+    split_dim: of the weight: 0, each rank computes some outputs; 1, it adds up some inputs; None,
+        all compute everything.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        split_dim: int | None,
+        group: str,
+        mm_config: LinearMMConfig,
+        config: Float8LinearConfig,
+    ) -> Tensor:
+        ctx.split_dim, ctx.group, ctx.configs = split_dim, group, (mm_config, config)
+        x = to_float8(x, GemmInputRole.INPUT, group if split_dim == 1 else None, *ctx.configs)
+        weight = to_float8(
+            weight, GemmInputRole.WEIGHT, group if split_dim is not None else None, *ctx.configs
+        )
+        ctx.save_for_backward(x, weight)
+        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t())
+        return out.reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        grad = to_float8(
+            grad.contiguous(),
+            GemmInputRole.GRAD_OUTPUT,
+            ctx.group if ctx.split_dim == 0 else None,
+            *ctx.configs,
+        )
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = torch.mm(rows, weight).reshape(x.shape)
+        grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+        return grad_x, grad_weight, None, None, None, None
+
+
+class Float8SequenceShards(SequenceShards):
+    """Shards of hidden states, and of gradients, that are gathered in float8.
+
+    linear: any of the linear layers that compute with them.
+    """
+
+    def __init__(self, mesh: DeviceMesh, linear: Float8Linear):
+        super().__init__(mesh, overlap=True)
+        self._configs = linear.linear_mm_config, linear.config
+
+    def gather(self, shard: Tensor, seq_len: int) -> Tensor:
+        """[B, t, M] -> [B, T, M] in float8."""
+        return _Float8Gather.apply(shard, seq_len, self._ranks, *self._configs)
+
+    def reduce(self, partial_sum: Tensor) -> Tensor:
+        """[B, T, M], one summand on each rank -> [B, t, M], whose gradient comes in float8."""
+        return _Float8Reduce.apply(partial_sum, self._ranks, *self._configs)
+
+
+def _gather_in_float8(
+    shard: Tensor, role: GemmInputRole, seq_len: int, ranks: tuple, configs: tuple
+) -> Tensor:
+    shard = to_float8(shard, role, ranks[0], *configs)
+    if shard.device.type != "cpu":
+        return all_gather(shard, 1, seq_len, *ranks)
+    # gloo knows no float8; bytes are all the same to it.
+    data = all_gather(shard._data.view(torch.uint8), 1, seq_len, *ranks).view(shard._data.dtype)
+    return Float8TrainingTensor(data, shard._scale, shard._orig_dtype, configs[0], role)
+
+
+@torch._dynamo.allow_in_graph
+class _Float8Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, seq_len: int, ranks: tuple, *configs: Any
+    ) -> Tensor:
+        ctx.ranks = ranks
+        return _gather_in_float8(shard, GemmInputRole.INPUT, seq_len, ranks, configs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return reduce_scatter(grad, *ctx.ranks), None, None, None, None
+
+
+@torch._dynamo.allow_in_graph
+class _Float8Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_sum: Tensor, ranks: tuple, *configs: Any) -> Tensor:
+        ctx.seq_len, ctx.ranks, ctx.configs = partial_sum.shape[1], ranks, configs
+        return reduce_scatter(partial_sum, *ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        whole = _gather_in_float8(
+            grad, GemmInputRole.GRAD_OUTPUT, ctx.seq_len, ctx.ranks, ctx.configs
+        )
+        return whole, None, None, None
+
+
+# The linear layers of a block that read what is gathered, and those whose result is reduced.
+_READ = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+_REDUCED = ("attention.wo", "feed_forward.w2")
+
+
+def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
+    """What the block gathers its hidden states in, if all that compute with them can take it."""
+    linears = [_find(block, name) for name in _READ + _REDUCED]
+    fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)
+    # A bias would have to sum a gradient in float8.
+    if not fits or any(_find(block, name).bias is not None for name in _REDUCED):
+        return None
+    return Float8SequenceShards(mesh, linears[0])
+
+
+def _find(module: nn.Module, name: str) -> nn.Module | None:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
