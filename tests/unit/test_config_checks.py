@@ -20,6 +20,8 @@ from torchtitan.config.checks import (
 )
 from torchtitan.config.layout_checks import check_degrees_match_world_size, check_global_batch_size
 from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.model_converter import known_converter_names
+from torchtitan.protocols.train_spec import get_train_spec
 
 
 def config_with(**settings) -> JobConfig:
@@ -174,9 +176,17 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "quantized tp": (
         {
             "parallelism__tensor_parallel_degree": 2,
-            "model__converters": ["quantize.linear.float8"],
+            "model__converters": ["quantize.grouped_mm.float8"],
         },
-        ["quantize.linear.float8", "tensor_parallel_degree", "got 2", "take it out"],
+        ["quantize.grouped_mm.float8", "tensor_parallel_degree", "got 2", "take it out"],
+    ),
+    "float8 output tp": (
+        {
+            "parallelism__tensor_parallel_degree": 2,
+            "model__converters": ["quantize.linear.float8"],
+            "quantize__linear__float8__filter_fqns": ["attention"],
+        },
+        ["output projection", "filter_fqns = ['attention']", "add 'output'"],
     ),
     "early step": (
         {"optimizer__early_step_in_backward": True, "parallelism__expert_parallel_degree": 2},
@@ -340,6 +350,21 @@ def test_unknown_converter_is_named_with_the_nearest():
     message = message_of(check_job_config, config, known_converters=known)
     assert "model.converters" in message and "'float8'" in message
     assert "did you mean 'quantize.linear.float8'?" in message
+
+
+def test_hint_for_a_format_is_the_converter_that_serves_every_model():
+    config = config_with(model__converters=["float8"])
+    message = message_of(check_job_config, config, known_converters=known_converter_names())
+    assert "did you mean 'quantize.linear.float8'?" in message
+
+
+@pytest.mark.parametrize("number_format", ["float8", "mx"])
+def test_converter_of_experts_on_a_dense_model_names_the_one_for_it(number_format):
+    config = config_with(model__converters=[f"quantize.grouped_mm.{number_format}"])
+    config.model.flavor = "debugmodel"
+    message = message_of(check_against_spec, config, get_train_spec("llama3"))
+    assert f"quantize.grouped_mm.{number_format} in model.converters converts experts" in message
+    assert f"'debugmodel' has none; quantize.linear.{number_format}" in message
 
 
 def test_unknown_dataset_is_named_with_the_nearest():

@@ -99,9 +99,40 @@ def test_linear_of_another_class_is_refused_rather_than_computed_wrongly():
         apply_tp(model, mesh(), loss_parallel=True)
 
 
-def test_float8_is_refused_by_the_pair_of_keys():
-    with pytest.raises(ValueError, match=r"quantize.linear.float8.*tensor_parallel_degree"):
-        apply_tp(tiny_model(), mesh(), True, enable_float8_tensorwise_tp=True)
+def float8_model(filter_fqns=("output",), recipe="tensorwise", **changes):
+    float8 = pytest.importorskip("torchao.float8")
+    model = tiny_model(**changes)
+    return float8.convert_to_float8_training(
+        model,
+        config=float8.Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda module, name: not any(part in name for part in filter_fqns),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "in_float8"),
+    [
+        ({}, True),
+        ({"recipe": "rowwise"}, False),
+        ({"filter_fqns": ("output", "wk")}, False),
+        ({"mlp_bias": True}, False),  # its gradient would be summed in float8
+        ({"attention_bias": True, "filter_fqns": ("output", "w2")}, False),
+    ],
+)
+def test_block_gathers_in_float8_if_all_that_compute_with_it_take_it(given, in_float8):
+    model = float8_model(**given)
+    names = list(model.state_dict())
+    apply_tp(model, mesh(), loss_parallel=True, enable_float8_tensorwise_tp=True)
+    assert list(model.state_dict()) == names
+    assert type(model.layers["0"].attention.wq).__name__ == "LocalFloat8Linear"
+    gathers = {type(block.sequence).__name__ for block in model.layers.values()}
+    assert gathers == {"Float8SequenceShards" if in_float8 else "SequenceShards"}
+    assert type(model.sequence) is SequenceShards
+
+
+def test_float8_output_projection_is_refused_with_the_filter_that_helps():
+    with pytest.raises(ValueError, match=r"'output' to quantize.linear.float8.filter_fqns"):
+        apply_tp(float8_model(filter_fqns=()), mesh(), loss_parallel=True)
 
 
 def test_pipeline_stage_without_embedding_norm_and_output_is_split_too():

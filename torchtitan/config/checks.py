@@ -19,6 +19,7 @@ from torchtitan.config.check_helpers import (
     compiles_model,
     data_sections,
     guess,
+    has_experts,
 )
 from torchtitan.config.job_config import JobConfig
 
@@ -87,6 +88,7 @@ def check_against_spec(
     check_attention(job_config, train_spec)
     layouts.check_tensor_parallel_sizes(job_config, train_spec)
     layouts.check_num_experts(job_config, train_spec)
+    check_converters_of_experts(job_config, train_spec)
     check_hf_assets(job_config, builds_data and train_spec.build_tokenizer_fn is not None)
     check_hf_conversion(job_config, train_spec)
     check_optimizer_name(job_config, train_spec)
@@ -299,12 +301,27 @@ def check_fault_tolerance_is_off(job_config: JobConfig) -> None:
 
 
 def check_converters(job_config: JobConfig, known: Collection[str]) -> None:
+    # Most models are dense: guess the converters that serve them first.
+    known = sorted(known, key=lambda name: ".grouped_mm." in name)
     for name in job_config.model.converters:
         if name not in known:
             raise ConfigError(
                 f"model.converters holds names of registered converters ({', '.join(known)}), got "
                 f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
                 f"experimental.custom_import names"
+            )
+
+
+def check_converters_of_experts(job_config: JobConfig, train_spec: Any) -> None:
+    flavor = job_config.model.flavor
+    for name in job_config.model.converters:
+        if name.startswith("quantize.grouped_mm.") and not has_experts(
+            train_spec.model_args[flavor]
+        ):
+            raise ConfigError(
+                f"{name} in model.converters converts experts, and {job_config.model.name!r} flavor "
+                f"{flavor!r} has none; {name.replace('grouped_mm', 'linear')} converts the linear "
+                f"layers of dense models"
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torchao.float8.config import Float8LinearConfig, ScalingGranularity
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import (
@@ -172,9 +172,7 @@ def _gather_in_float8(
 @torch._dynamo.allow_in_graph
 class _Float8Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, shard: Tensor, seq_len: int, ranks: tuple, *configs: Any
-    ) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, seq_len: int, ranks: tuple, *configs: Any) -> Tensor:
         ctx.ranks = ranks
         return _gather_in_float8(shard, GemmInputRole.INPUT, seq_len, ranks, configs)
 

@@ -31,6 +31,7 @@ _LINEAR_RECIPES = {
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
 _EMULATED_RECIPE = "mxfp8_emulated"
+_BLOCK_SIZE = 32  # so many numbers of a row, or of a column, share a scale
 
 
 class MXLinearConverter(QuantizationConverter):
@@ -57,19 +58,21 @@ class MXLinearConverter(QuantizationConverter):
                 "quantize.linear.mx does not work with compile and tensor parallelism together; "
                 "set compile.enable = false or parallelism.tensor_parallel_degree = 1"
             )
-        warn_once(
-            logger,
-            "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice is ignored: torchao now chooses "
-            "the fastest kernel itself.",
-        )
+        if options.mxfp8_dim1_cast_kernel_choice != type(options).mxfp8_dim1_cast_kernel_choice:
+            warn_once(
+                logger,
+                "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice is ignored: torchao now chooses "
+                "the fastest kernel itself.",
+            )
         self.config = _from_recipe(torchao_config, _LINEAR_RECIPES[options.recipe_name])
         self.filter_fqns = list(options.filter_fqns)
+        # No block may lie on two ranks.
+        self._multiple = _BLOCK_SIZE * parallel_dims.tp
         self.enabled = True
 
     def convert(self, model: nn.Module) -> None:
-        self._quantize(
-            model, self.config, filter_fn=partial(module_filter_fn, filter_fqns=self.filter_fqns)
-        )
+        is_target = partial(module_filter_fn, filter_fqns=self.filter_fqns, multiple=self._multiple)
+        self._quantize(model, self.config, filter_fn=is_target)
         logger.info("Linear layers compute in MXFP8")
 
 

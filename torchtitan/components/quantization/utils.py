@@ -11,14 +11,17 @@ from torchtitan.config import JobConfig
 _DIM_MULTIPLE = 16
 
 
-def module_filter_fn(mod: nn.Module, fqn: str, filter_fqns: list[str]) -> bool:
+def module_filter_fn(
+    mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
+) -> bool:
     """True for a linear layer to convert: fit for the kernels and matched by no filter.
 
     A filter matches when it occurs anywhere in the fully qualified name.
+    multiple: what has to divide both sizes of the weight.
     """
     if not isinstance(mod, nn.Linear):
         return False
-    fits = all(size % _DIM_MULTIPLE == 0 for size in mod.weight.shape)
+    fits = all(size % multiple == 0 for size in mod.weight.shape)
     return fits and not any(filter_fqn in fqn for filter_fqn in filter_fqns)
 
 

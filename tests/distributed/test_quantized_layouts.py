@@ -1,0 +1,100 @@
+"""8-bit linear layers on ranks that split or shard them compute what they do in one process."""
+
+import pytest
+
+from tests.distributed.layout_matrix import ONE_PROCESS, Layout, differences, measure_on_rank
+from tests.distributed.training_runs import ONE_PROCESS as TRAINED_ALONE
+from tests.distributed.training_runs import Layout as TrainedLayout
+from tests.distributed.training_runs import max_relative_difference, run_layout
+from torchtitan.testing.gloo import run_ranks
+
+pytest.importorskip("torchao")
+
+TP = Layout("TP 2", tp=2)
+FLOAT8 = (
+    "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.emulate",
+    "--quantize.linear.float8.filter_fqns=output,router",
+)
+ROWWISE = (*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")
+MX = (
+    "--model.converters=quantize.linear.mx",
+    "--quantize.linear.mx.recipe_name=mxfp8_emulated",
+    # In one process, too: 32 numbers share a scale, and a rank's half of these has 16.
+    "--quantize.linear.mx.filter_fqns=output,attention.wk,attention.wv",
+)
+# The last has biases, and blocks that gather in high precision, as they have experts.
+RUNS = {
+    "float8": ("llama3", FLOAT8),
+    "rowwise": ("llama3", ROWWISE),
+    "mx": ("llama3", MX),
+    "float8, experts": ("gpt_oss", FLOAT8),
+}
+
+
+def measure_runs(layout, runs, dump_folder):
+    return [
+        measure_on_rank(layout, family, "whole rows", dump_folder, flags) for family, flags in runs
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Name -> (in one process, on two ranks), and "plain" in one process."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    cases = [*RUNS.values(), ("llama3", ())]
+    *alone, plain = run_ranks(measure_runs, 1, ONE_PROCESS, cases, folder)[0]
+    split = run_ranks(measure_runs, 2, TP, cases[:-1], folder)[1]
+    return dict(zip(RUNS, zip(alone, split, strict=True), strict=True)) | {"plain": plain}
+
+
+@pytest.mark.parametrize("name", ["float8", "mx", "float8, experts"])
+def test_split_layers_round_as_whole_ones_do(runs, name):
+    alone, split = runs[name]
+    assert split.hashes == alone.hashes
+    assert split.losses[-1] < split.losses[0]
+    found = differences(split, alone)
+    # One scale for all parts of a tensor, or blocks within a part: the same numbers in 8 bits.
+    # What is left in the first step is the order of summation in fp32.
+    assert found["gradient"] < 1e-5
+    # From then on a weight may be off by its last bit, and now and then rounds to the other side.
+    assert found["loss"] < 1e-5 and found["grad_norm"] < 1e-4
+
+
+def test_rows_scaled_by_rank_are_as_close_as_float8_is(runs):
+    # A rank scales a row by the largest number of its own part: rounded differently, by less than
+    # 2**-4 of each number. Gradients are sums of many.
+    alone, split = runs["rowwise"]
+    assert split.losses[-1] < split.losses[0]
+    found = differences(split, alone)
+    assert found["loss"] < 1e-4 and found["grad_norm"] < 1e-2 and found["gradient"] < 0.2
+
+
+@pytest.mark.parametrize("name", ["float8", "rowwise", "mx"])
+def test_converted_layers_round_at_all(runs, name):
+    for converted in runs[name]:
+        assert differences(converted, runs["plain"])["gradient"] > 1e-3
+
+
+def test_checkpoint_of_weights_gathered_in_float8_continues_in_one_process(tmp_path):
+    sharded = TrainedLayout("FSDP 2, TP 2", 4, dp_shard=2, tp=2)
+    gathered = (
+        "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+    )
+    saved = [
+        *FLOAT8,
+        *gathered,
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+        "--checkpoint.no_last_save_model_only",
+        "--lr_scheduler.total_steps=8",
+    ]
+    first = run_layout(sharded, str(tmp_path), 2, saved)
+    continued = run_layout(TRAINED_ALONE, str(tmp_path), 4, saved)
+    whole = run_layout(TRAINED_ALONE, str(tmp_path / "whole"), 4, saved)
+    assert first["step0_hash"] == whole["step0_hash"]
+    assert whole["loss"][-1] < whole["loss"][0]
+    losses = first["loss"] + continued["loss"]
+    # Data-parallel ranks scale the inputs of their own rows.
+    assert max_relative_difference(losses, whole["loss"]) < 1e-4
