@@ -9,6 +9,11 @@ PP, HSDP = (
 ROTATE = "--parallelism.context_parallel_rotate_method="
 FLEX = "--model.attn_type=flex --model.attn_mask_type=block_causal"
 VARLEN = "--model.attn_type=varlen --model.attn_mask_type=block_causal"
+FLOAT8 = (
+    "--model.converters=quantize.linear.float8 --quantize.linear.float8.filter_fqns=output"
+    " --quantize.linear.float8.enable_fsdp_float8_all_gather"
+    " --quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+)
 MOE = "--model.flavor=debugmodel_moe_small"
 COMPILE = "--compile.enable --compile.backend=aot_eager"
 FULL = "--activation_checkpoint.mode=full"
@@ -31,6 +36,8 @@ CASES = {
     "llama3 op varlen compile": (2, f"{OP} {VARLEN} {COMPILE}"),
     "llama3 hsdp flex": (8, f"{HSDP}2 {FLEX}"),
     "llama3 tp": (8, f"{TP}2"),
+    "llama3 hsdp tp": (8, f"{HSDP}2 {TP}2"),
+    "llama3 float8 tp fsdp full compile": (8, f"{FLOAT8} {TP}2 {FULL} {COMPILE}"),
     "llama3 tp full compile": (2, f"{TP}2 {FULL} {COMPILE}"),
     "llama3 cp allgather": (4, f"{CP}2"),
     "llama3 cp allgather varlen": (4, f"{CP}2 {VARLEN}"),

@@ -87,6 +87,7 @@ LAYOUTS = [
     Layout("HSDP 2x2", dp_replicate=2, dp_shard=2),
     Layout("FSDP 2, TP 2", dp_shard=2, tp=2),
     Layout("DDP 2, TP 2", dp_replicate=2, tp=2),
+    Layout("HSDP 2x2, TP 2", dp_replicate=2, dp_shard=2, tp=2),
     Layout("FSDP 2, CP 2", dp_shard=2, cp=2),
     Layout("DDP 2, CP 2, alltoall", dp_replicate=2, cp=2, extra=_ALLTOALL),
     Layout("TP 2, CP 2", tp=2, cp=2),
