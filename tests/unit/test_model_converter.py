@@ -328,6 +328,33 @@ def test_float8_all_gather_needs_sharded_data_parallelism():
     assert sharded.config.enable_fsdp_float8_all_gather and sharded.precompute_scale
 
 
+WRAPPED_WEIGHTS = {
+    "float8 all-gather": [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"],
+    "mx": [
+        "--model.converters=quantize.linear.mx",
+        "--quantize.linear.mx.recipe_name=mxfp8_emulated",
+    ],
+}
+
+
+@pytest.mark.parametrize("flags", WRAPPED_WEIGHTS.values(), ids=WRAPPED_WEIGHTS)
+def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    model = Block()
+    build_model_converters(ConfigManager().parse_args(flags), dims).convert(model)
+    assert type(model.wide.weight) is not nn.Parameter
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    with torch.no_grad():
+        model.wide.weight.fill_(3)
+    assert state["wide.weight"].eq(3).all()
+    model.wide.weight._precomputed_scale = torch.ones(())
+    saved = {name: torch.full_like(value, 5) for name, value in state.items()}
+    model.load_state_dict(saved)
+    assert state["wide.weight"].eq(5).all()
+    assert model.wide.weight._precomputed_scale is None or "mx" in flags[0]
+
+
 def test_auto_filter_leaves_small_layers_and_the_config_alone():
     config = ConfigManager().parse_args(EMULATED)
     config.quantize.linear.float8.filter_fqns = ["auto_filter_small_kn", "output"]

@@ -13,6 +13,7 @@ from torchtitan.components.quantization import (
 )
 from torchtitan.components.quantization.utils import (
     import_torchao,
+    keep_state_dicts_plain,
     model_is_compiled,
     module_filter_fn,
     set_group_alignment,
@@ -58,6 +59,7 @@ class Float8LinearConverter(QuantizationConverter):
         self._torchao_float8.convert_to_float8_training(
             model, config=self.config, module_filter_fn=self.filter_fn
         )
+        keep_state_dicts_plain(model)
         logger.info(
             "Linear layers compute in float8; float8 all-gather: %s",
             self.config.enable_fsdp_float8_all_gather,
@@ -143,6 +145,7 @@ class Float8GroupedMMConverter(QuantizationConverter):
 
     def convert(self, model: nn.Module) -> None:
         self._quantize(model, self._config, filter_fn=self._is_target)
+        keep_state_dicts_plain(model)
         logger.info("Grouped matrix products of %s compute in float8", self.fqns)
 
     def _is_target(self, module: nn.Module, fqn: str) -> bool:

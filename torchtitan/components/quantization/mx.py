@@ -14,6 +14,7 @@ from torchtitan.components.quantization import (
 )
 from torchtitan.components.quantization.utils import (
     import_torchao,
+    keep_state_dicts_plain,
     model_is_compiled,
     module_filter_fn,
     set_group_alignment,
@@ -73,6 +74,7 @@ class MXLinearConverter(QuantizationConverter):
     def convert(self, model: nn.Module) -> None:
         is_target = partial(module_filter_fn, filter_fqns=self.filter_fqns, multiple=self._multiple)
         self._quantize(model, self.config, filter_fn=is_target)
+        keep_state_dicts_plain(model)
         logger.info("Linear layers compute in MXFP8")
 
 
@@ -101,6 +103,7 @@ class MXGroupedMMConverter(QuantizationConverter):
 
     def convert(self, model: nn.Module) -> None:
         self._quantize(model, self._config, filter_fn=self._is_target)
+        keep_state_dicts_plain(model)
         logger.info("Grouped matrix products of %s compute in MXFP8", self.moe_fqns)
 
     def _is_target(self, module: nn.Module, fqn: str) -> bool:
