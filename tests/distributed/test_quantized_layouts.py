@@ -22,6 +22,8 @@ MX = (
     "--quantize.linear.mx.recipe_name=mxfp8_emulated",
     # In one process, too: 32 numbers share a scale, and a rank's half of these has 16.
     "--quantize.linear.mx.filter_fqns=output,attention.wk,attention.wv",
+    "--compile.enable",
+    "--compile.backend=aot_eager",
 )
 # The last has biases, and blocks that gather in high precision, as they have experts.
 RUNS = {

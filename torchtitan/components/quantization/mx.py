@@ -38,8 +38,8 @@ _BLOCK_SIZE = 32  # so many numbers of a row, or of a column, share a scale
 class MXLinearConverter(QuantizationConverter):
     """Has linear layers compute in MXFP8.
 
-    Raises ImportError without torchao, ValueError for an unknown recipe, on hardware without
-    MXFP8 unless it is emulated, and for a compiled model under tensor parallelism.
+    Raises ImportError without torchao, ValueError for an unknown recipe, and on hardware without
+    MXFP8 unless it is emulated.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -54,11 +54,6 @@ class MXLinearConverter(QuantizationConverter):
             )
         if options.recipe_name != _EMULATED_RECIPE:
             _check_hardware("quantize.linear.mx")
-        if model_is_compiled(job_config) and parallel_dims.tp_enabled:
-            raise ValueError(
-                "quantize.linear.mx does not work with compile and tensor parallelism together; "
-                "set compile.enable = false or parallelism.tensor_parallel_degree = 1"
-            )
         if options.mxfp8_dim1_cast_kernel_choice != type(options).mxfp8_dim1_cast_kernel_choice:
             warn_once(
                 logger,
