@@ -210,7 +210,8 @@ def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, ca
     assert type(model.wide).__name__ == "Float8Linear"
 
 
-def test_experts_that_are_converted_compute_in_8_bits(gpu, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
     from torchtitan.components.quantization import mx
     from torchtitan.distributed import token_groups
     from torchtitan.models.moe.moe import GroupedExperts
@@ -229,12 +230,12 @@ def test_experts_that_are_converted_compute_in_8_bits(gpu, monkeypatch):
     monkeypatch.undo()  # the CPU again
     assert token_groups.TOKEN_GROUP_ALIGN_SIZE_M == 8
     torch.manual_seed(0)
-    plain = nn.ModuleDict({"experts": GroupedExperts(64, 64, 4, use_grouped_mm=True)}).bfloat16()
+    plain = nn.ModuleDict({"experts": GroupedExperts(64, 64, 4, use_grouped_mm=True)}).to(dtype)
     for parameter in plain.parameters():
         nn.init.normal_(parameter, std=0.1)
     model = copy.deepcopy(plain)
     converter.convert(model)
-    x = torch.randn(96, 64, dtype=torch.bfloat16)
+    x = torch.randn(96, 64, dtype=dtype)
     counts = torch.tensor([32, 0, 32, 32])
     for part in (plain, model):
         part["experts"](x, counts).float().square().sum().backward()
