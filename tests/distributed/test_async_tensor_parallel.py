@@ -80,7 +80,9 @@ def train_overlapped(runs):
 def test_collectives_beside_products_are_fused_and_rows_of_any_length_stay_right():
     even = Run("llama3", seq_len=16, compiled="post_grad_passes", async_tp=True)
     odd = dataclasses.replace(even, seq_len=13)
-    (found, counts), (found_odd, counts_odd) = run_ranks(train_overlapped, 2, [even, odd])[1]
+    (found, counts), (found_odd, counts_odd) = run_ranks(
+        train_overlapped, 2, [even, odd], timeout_seconds=300
+    )[1]
     # Blocks share their graphs. Forward: attention's and feed-forward's input and output, all of
     # them. Backward: the gradients of the two outputs; those of the inputs are sums of products,
     # which the pass leaves alone.

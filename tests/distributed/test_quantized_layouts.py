@@ -45,8 +45,8 @@ def runs(tmp_path_factory):
     """Name -> (in one process, on two ranks), and "plain" in one process."""
     folder = str(tmp_path_factory.mktemp("runs"))
     cases = [*RUNS.values(), ("llama3", ())]
-    *alone, plain = run_ranks(measure_runs, 1, ONE_PROCESS, cases, folder)[0]
-    split = run_ranks(measure_runs, 2, TP, cases[:-1], folder)[1]
+    *alone, plain = run_ranks(measure_runs, 1, ONE_PROCESS, cases, folder, timeout_seconds=300)[0]
+    split = run_ranks(measure_runs, 2, TP, cases[:-1], folder, timeout_seconds=300)[1]
     return dict(zip(RUNS, zip(alone, split, strict=True), strict=True)) | {"plain": plain}
 
 
