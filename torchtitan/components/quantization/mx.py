@@ -32,7 +32,7 @@ _LINEAR_RECIPES = {
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
 _EMULATED_RECIPE = "mxfp8_emulated"
-_BLOCK_SIZE = 32  # so many numbers of a row, or of a column, share a scale
+_BLOCK_SIZE = 32  # numbers of a row, or of a column, that share a scale
 
 
 class MXLinearConverter(QuantizationConverter):
