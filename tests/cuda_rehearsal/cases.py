@@ -37,7 +37,10 @@ CASES = {
     "llama3 hsdp flex": (8, f"{HSDP}2 {FLEX}"),
     "llama3 tp": (8, f"{TP}2"),
     "llama3 hsdp tp": (8, f"{HSDP}2 {TP}2"),
-    "llama3 float8 tp fsdp full compile": (8, f"{FLOAT8} {TP}2 {FULL} {COMPILE}"),
+    "llama3 float8 tp fsdp full compile": (
+        8,  # as the 405B preset
+        f"{FLOAT8} {TP}2 {FULL} {COMPILE} --parallelism.enable_async_tensor_parallel",
+    ),
     "llama3 tp full compile": (2, f"{TP}2 {FULL} {COMPILE}"),
     "llama3 cp allgather": (4, f"{CP}2"),
     "llama3 cp allgather varlen": (4, f"{CP}2 {VARLEN}"),

@@ -1,6 +1,7 @@
 """8-bit linear layers on ranks that split or shard them compute what they do in one process."""
 
 import pytest
+import torch
 
 from tests.distributed.layout_matrix import ONE_PROCESS, Layout, differences, measure_on_rank
 from tests.distributed.training_runs import ONE_PROCESS as TRAINED_ALONE
@@ -33,6 +34,10 @@ RUNS = {
     "float8, experts": ("gpt_oss", FLOAT8),
 }
 
+if torch.__version__ < "2.12":  # too old for torchao's MXFP8
+    del RUNS["mx"]
+ROUNDED_ALIKE = [name for name in RUNS if name != "rowwise"]
+
 
 def measure_runs(layout, runs, dump_folder):
     return [
@@ -50,7 +55,7 @@ def runs(tmp_path_factory):
     return dict(zip(RUNS, zip(alone, split, strict=True), strict=True)) | {"plain": plain}
 
 
-@pytest.mark.parametrize("name", ["float8", "mx", "float8, experts"])
+@pytest.mark.parametrize("name", ROUNDED_ALIKE)
 def test_split_layers_round_as_whole_ones_do(runs, name):
     alone, split = runs[name]
     assert split.hashes == alone.hashes
@@ -72,7 +77,7 @@ def test_rows_scaled_by_rank_are_as_close_as_float8_is(runs):
     assert found["loss"] < 1e-4 and found["grad_norm"] < 1e-2 and found["gradient"] < 0.2
 
 
-@pytest.mark.parametrize("name", ["float8", "rowwise", "mx"])
+@pytest.mark.parametrize("name", [name for name, (family, _) in RUNS.items() if family == "llama3"])
 def test_converted_layers_round_at_all(runs, name):
     for converted in runs[name]:
         assert differences(converted, runs["plain"])["gradient"] > 1e-3

@@ -18,6 +18,10 @@ from torchtitan.protocols.model_converter import (
     register_model_converter,
 )
 
+needs_mx = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="MXFP8 of torchao needs a newer torch"
+)
+
 EMULATED = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
 
 
@@ -210,6 +214,7 @@ def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, ca
     assert type(model.wide).__name__ == "Float8Linear"
 
 
+@needs_mx
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
     from torchtitan.components.quantization import mx
@@ -338,6 +343,7 @@ WRAPPED_WEIGHTS = {
 }
 
 
+@needs_mx
 @pytest.mark.parametrize("flags", WRAPPED_WEIGHTS.values(), ids=WRAPPED_WEIGHTS)
 def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
@@ -382,6 +388,15 @@ def test_unknown_mx_recipe_names_the_choices():
         build("--model.converters", "quantize.linear.mx", "--quantize.linear.mx.recipe_name", "mx9")
 
 
+def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
+    from torch.distributed.tensor import _dispatch
+
+    monkeypatch.delattr(_dispatch, "is_pinned_handler", raising=False)
+    with pytest.raises(ValueError, match="newer than 2.11, got.*upgrade it"):
+        build(*WRAPPED_WEIGHTS["mx"])
+
+
+@needs_mx
 def test_emulated_mxfp8_trains_on_cpu():
     pytest.importorskip("torchao.prototype.moe_training.config")
     (converter,) = build(

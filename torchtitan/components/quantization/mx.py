@@ -6,6 +6,7 @@ Through torchao, whose interface for this is still a prototype.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchtitan.components.quantization import (
@@ -106,6 +107,14 @@ class MXGroupedMMConverter(QuantizationConverter):
 
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
+    """Raises ValueError on torch 2.11, which torchao's assertion would ask to make a nightly."""
+    from torch.distributed.tensor import _dispatch
+
+    if not hasattr(_dispatch, "is_pinned_handler"):
+        raise ValueError(
+            f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "
+            "use the float8 converters"
+        )
     recipe = torchao_config.MXFP8TrainingRecipe[name]
     return torchao_config.MXFP8TrainingOpConfig.from_recipe(recipe)
 
