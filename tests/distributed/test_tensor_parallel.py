@@ -203,10 +203,10 @@ def test_two_ranks_train_every_family_like_one_process(model):
             assert_same(found, train(run))
 
 
-def pass_through_shards():
+def pass_through_shards(overlap):
     """For each length: the whole, what came out of the two round trips, and their gradients."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    shards = SequenceShards(init_device_mesh("cpu", (size,)))
+    shards = SequenceShards(init_device_mesh("cpu", (size,)), overlap)
     results = []
     for seq_len in range(1, 6):
         whole = torch.arange(ROWS * seq_len * 2.0).reshape(ROWS, seq_len, 2).requires_grad_()
@@ -219,8 +219,9 @@ def pass_through_shards():
     return [tuple(x.detach() for x in result) for result in results]
 
 
-def test_shards_of_any_length_join_to_the_whole_with_its_gradients():
-    for found in run_ranks(pass_through_shards, 3):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shards_of_any_length_join_to_the_whole_with_its_gradients(overlap):
+    for found in run_ranks(pass_through_shards, 3, overlap):
         for whole, joined, joined_grad, summed, summed_grad in found:
             assert torch.equal(joined, whole) and torch.equal(joined_grad, 2 * whole)
             assert torch.equal(summed, whole * (1 + 2 + 3))

@@ -71,9 +71,11 @@ class SequenceShards:
         return join_shards(shard, 1, seq_len, *self._ranks)
 
 
-def join_shards(shard: Tensor, dim: int, length: int, group: str, size: int, rank: int) -> Tensor:
+def join_shards(
+    shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool = False
+) -> Tensor:
     """All ranks' shards along `dim`, cut to `length`; every rank's gradient is the whole one."""
-    return _Join.apply(shard, dim, length, group, size, rank, False)
+    return _Join.apply(shard, dim, length, group, size, rank, overlap)
 
 
 class _Gather(torch.autograd.Function):
