@@ -25,6 +25,7 @@ KNOWN_SIZES = {
     "debugmodel": (6_163_712, 71_585_280),
     "debugmodel_flex_attn": (6_163_712, 71_585_280),
     "debugmodel_varlen_attn": (6_163_712, 71_585_280),
+    "1B": (973_146_112, 6_644_183_040),
     "8B": (8_030_261_248, 48_250_773_504),
     "8B_flex": (8_030_261_248, 48_250_773_504),
     "8B_varlen": (8_030_261_248, 48_250_773_504),
@@ -71,6 +72,7 @@ def test_flavors_are_the_known_ones():
     hidden = {name: args.ffn_hidden_dim for name, args in llama3_args.items()}
     assert hidden == {
         **dict.fromkeys(["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"], 768),
+        "1B": 8192,
         **dict.fromkeys(["8B", "8B_flex", "8B_varlen"], 14336),
         "70B": 28672,
         "405B": 53248,

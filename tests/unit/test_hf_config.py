@@ -41,6 +41,12 @@ LLAMA_3_2_1B = LLAMA_3_1_8B | {
     "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0},
     "tie_word_embeddings": True,
 }
+LLAMA_3_2_3B = LLAMA_3_2_1B | {
+    "hidden_size": 3072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 28,
+    "head_dim": 128,
+}
 QWEN = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -117,7 +123,8 @@ DEEPSEEK_V3 = {
     "config, family, flavor",
     [
         (LLAMA_3_1_8B, "llama3", "8B"),
-        (LLAMA_3_2_1B, "llama3", None),
+        (LLAMA_3_2_1B, "llama3", "1B"),
+        (LLAMA_3_2_3B, "llama3", None),
         (QWEN_2_5_7B, "qwen3", "Qwen2.5-7B"),
         (QWEN3_30B_A3B, "qwen3", "30B-A3B"),
         (DEEPSEEK_V3, "deepseek_v3", "671B"),
@@ -129,11 +136,11 @@ def test_published_configs_find_their_flavor(config, family, flavor):
 
 
 def test_numbers_without_a_flavor_become_args():
-    args = from_hf_config(LLAMA_3_2_1B).model_args
+    args = from_hf_config(LLAMA_3_2_3B).model_args
     assert args.enable_weight_tying and args.rope_scaling_args.scaling_factor == 32
-    assert (args.dim, args.ffn_hidden_dim, args.attention_head_dim) == (2048, 8192, 64)
+    assert (args.dim, args.ffn_hidden_dim, args.attention_head_dim) == (3072, 8192, 128)
     assert args.eos_id == 128001
-    assert args is not from_hf_config(LLAMA_3_2_1B).model_args
+    assert args is not from_hf_config(LLAMA_3_2_3B).model_args
 
 
 @pytest.mark.parametrize(
@@ -218,10 +225,10 @@ def test_command_is_runnable_as_documented(tmp_path):
 
 def test_size_that_is_registered_is_a_flavor(monkeypatch):
     monkeypatch.setattr(train_spec, "_extra_train_specs", {})
-    family, flavor, model_args = from_hf_config(LLAMA_3_2_1B)
+    family, flavor, model_args = from_hf_config(LLAMA_3_2_3B)
     assert flavor is None
     spec = train_spec.get_train_spec(family)
-    flavors = {**spec.model_args, "1B": model_args}
+    flavors = {**spec.model_args, "3B": model_args}
     train_spec.register_train_spec("llama3", dataclasses.replace(spec, model_args=flavors))
-    assert from_hf_config(LLAMA_3_2_1B) == ("llama3", "1B", model_args)
-    assert "1B" not in llama3_args
+    assert from_hf_config(LLAMA_3_2_3B) == ("llama3", "3B", model_args)
+    assert "3B" not in llama3_args

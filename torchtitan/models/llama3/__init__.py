@@ -1,8 +1,8 @@
-"""Llama 3 and 3.1: flavors, and the train spec that puts them together with the components."""
+"""Llama 3, 3.1 and 3.2: flavors, and the train spec that puts them together with the components."""
 
 from typing import TYPE_CHECKING
 
-from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.train_spec import DecoderFamily
 
 if TYPE_CHECKING:
@@ -22,6 +22,16 @@ __all__ = [
 _FLEX = {"attn_type": "flex", "attn_mask_type": "block_causal"}
 _VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
+_1B = {  # Llama 3.2
+    "dim": 2048,
+    "n_layers": 16,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "ffn_dim_multiplier": 1.5,
+    "multiple_of": 256,
+    "rope_scaling_args": RoPEScalingArgs(scaling_factor=32.0),
+    "enable_weight_tying": True,
+}
 _8B = {
     "dim": 4096,
     "n_layers": 32,
@@ -53,6 +63,7 @@ llama3_args: dict[str, TransformerModelArgs] = {
         "debugmodel": _DEBUG,
         "debugmodel_flex_attn": _DEBUG | _FLEX,
         "debugmodel_varlen_attn": _DEBUG | _VARLEN,
+        "1B": _1B,
         "8B": _8B,
         "8B_flex": _8B | _FLEX,
         "8B_varlen": _8B | _VARLEN,
