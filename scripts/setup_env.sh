@@ -2,20 +2,22 @@
 #
 #   prepare_python EXTRAS     EXTRAS as in pyproject.toml, e.g. "" or "dev"
 #
-# PYTHON=/path/python   use this interpreter to create the virtual environment
+# PYTHON=/path/python   create the virtual environment with this interpreter and no other
 # VENV=folder           where it goes (default .venv); VENV=none uses $PYTHON as it is
 # The install is skipped when nothing it depends on has changed, so a second run starts at once.
 
 find_python() {
-  local candidate
-  for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
-    [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
+  local candidate candidates=(python3.13 python3.12 python3.11 python3 python)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    command -v "$candidate" >/dev/null 2>&1 || continue
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  echo "Python 3.11 or newer is needed and none was found; set PYTHON=/path/to/python" >&2
+  echo "Python 3.11 or newer is needed, and ${PYTHON:-none on the PATH} is not;" \
+    "set PYTHON=/path/to/python" >&2
   return 1
 }
 

@@ -1,6 +1,7 @@
 import gc
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -195,6 +196,17 @@ def test_default_dtype_is_restored_after_an_error():
 @pytest.mark.parametrize("x, y, expected", [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
 def test_round_up_gives_the_next_multiple(x, y, expected):
     assert utils._round_up(x, y) == expected
+
+
+@pytest.mark.parametrize("named", [sys.executable, "no-such-python"])
+def test_scripts_take_the_python_that_was_named_and_no_other(named):
+    command = 'source scripts/setup_env.sh; prepare_python "" && echo "$PYTHON"'
+    environment = os.environ | {"PYTHON": named, "VENV": "none"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    if named == sys.executable:
+        assert done.stdout.strip() == named
+    else:
+        assert done.returncode != 0 and "no-such-python is not; set PYTHON" in done.stderr
 
 
 def test_color_and_no_color_have_the_same_names():
