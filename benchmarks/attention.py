@@ -5,16 +5,18 @@
 
 On a CPU one thread's CPU-seconds are counted, so other load disturbs little. On a GPU (T =
 16,384, documents of 1,024 on average, bf16) wall time is, over layouts that change from step to
-step, with recompilations and device synchronisations after warm-up counted.
-Forward and backward together; the ratios are of one run.
+step, with recompilations and device synchronisations after warm-up counted. There the dense mask,
+whose scores are T^2 per head, is compared at T = 4,096. Forward and backward together; the ratios
+are of one run. --json FILE also writes all figures there.
 """
 
 import argparse
+import json
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.gpu.waits import counting_waits, num_graphs
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
@@ -99,13 +102,16 @@ def dense_kernel(document_ids: Tensor) -> Callable[..., Tensor]:
     return kernel
 
 
-def compare_kernels(lengths: list[int], heads, head_dim: int, dtype: torch.dtype) -> None:
+def compare_kernels(
+    lengths: list[int], heads, head_dim: int, dtype: torch.dtype, with_dense: bool = True
+) -> dict[str, Any]:
     """Print the time of each kernel and how many times faster flex and varlen are."""
     ids = ids_of(lengths)
     inputs = random_inputs(sum(lengths), heads, head_dim, dtype)
     kernels = {name: kernel_of(name, create(ids)) for name, create in CREATE_MASK.items()}
     kernels["plain causal"] = kernel_of("sdpa", None)
-    kernels["dense mask"] = dense_kernel(ids)
+    if with_dense:
+        kernels["dense mask"] = dense_kernel(ids)
     seconds = {}
     for name, kernel in kernels.items():
         n = 5 if name in CREATE_MASK or DEVICE != "cpu" else 2
@@ -116,8 +122,11 @@ def compare_kernels(lengths: list[int], heads, head_dim: int, dtype: torch.dtype
             ratios = "   ".join(
                 f"{seconds[slow] / value:5.1f}x faster than {slow}"
                 for slow in ("dense mask", "plain causal")
+                if slow in seconds
             )
         print(f"{str(dtype)[6:]:9} {name:13} {1e3 * value:9.1f} ms   {ratios}", flush=True)
+    milliseconds = {name: 1e3 * value for name, value in seconds.items()}
+    return {"seq_len": sum(lengths), "dtype": str(dtype)[6:], "milliseconds": milliseconds}
 
 
 def show_cost_of_layouts(seq_len: int, heads, head_dim: int) -> None:
@@ -172,63 +181,48 @@ def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:
         )
 
 
-def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) -> None:
+def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) -> dict[str, Any]:
     """Print recompilations and synchronisations over ten layouts, after five to warm up."""
-    from torch._dynamo.utils import counters
-
     inputs = random_inputs(seq_len, heads, head_dim, torch.bfloat16)
     layouts = [ids_of(uneven_lengths(seq_len, n_documents, seed)) for seed in range(15)]
+    stalls = {}
     for attn_type, create in CREATE_MASK.items():
         for ids in layouts[:5]:
             train(kernel_of(attn_type, create(ids)), *inputs)
-        before = counters["stats"]["unique_graphs"]
-        syncs = {"mask": 0, "attention": 0}
-        for ids in layouts[5:]:
-            with _count_syncs(syncs, "mask"):
-                mask = create(ids)
-            with _count_syncs(syncs, "attention"):
-                train(kernel_of(attn_type, mask), *inputs)
-        print(
-            f"{attn_type}: {counters['stats']['unique_graphs'] - before} recompilations, "
-            f"synchronisations {syncs} in 10 layouts"
-        )
-
-
-class _count_syncs:
-    """Adds the number of device synchronisations inside to `counts[key]`."""
-
-    def __init__(self, counts: dict[str, int], key: str):
-        self.counts, self.key = counts, key
-
-    def __enter__(self) -> None:
-        self._catch = warnings.catch_warnings(record=True)
-        self._caught = self._catch.__enter__()
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def __exit__(self, *_exc) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-        self.counts[self.key] += sum("synchroniz" in str(w.message) for w in self._caught)
-        self._catch.__exit__()
+        before = num_graphs()
+        with counting_waits() as waits:
+            for ids in layouts[5:]:
+                train(kernel_of(attn_type, create(ids)), *inputs)
+        stalls[attn_type] = {"recompilations": num_graphs() - before, "waits": dict(waits)}
+        print(f"{attn_type}: in 10 layouts {stalls[attn_type]}", flush=True)
+    return stalls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mask-share", action="store_true", help="only that, at T = 32k")
+    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {DEVICE}")
+    figures: list[dict[str, Any]] = []
     if args.mask_share:
         show_mask_share()
     elif DEVICE == "cpu":
         lengths = uneven_lengths(8192, 64)
         for dtype in (torch.float32, torch.bfloat16):
-            compare_kernels(lengths, heads=(8, 8), head_dim=64, dtype=dtype)
+            figures.append(compare_kernels(lengths, heads=(8, 8), head_dim=64, dtype=dtype))
         show_cost_of_layouts(8192, heads=(8, 8), head_dim=64)
     else:
-        lengths = uneven_lengths(16384, 16)
-        compare_kernels(lengths, heads=(32, 8), head_dim=128, dtype=torch.bfloat16)
-        count_stalls_on_gpu(16384, 16, heads=(32, 8), head_dim=128)
+        sizes = dict(heads=(32, 8), head_dim=128)
+        whole = uneven_lengths(16384, 16)
+        figures = [
+            compare_kernels(uneven_lengths(4096, 4), **sizes, dtype=torch.bfloat16),
+            compare_kernels(whole, **sizes, dtype=torch.bfloat16, with_dense=False),
+            count_stalls_on_gpu(16384, 16, **sizes),
+        ]
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":
