@@ -1,0 +1,344 @@
+"""Runs all that only a GPU can show, section by section; scripts/run_gpu_book.sh calls it.
+
+    python benchmarks/gpu_book.py OUT [--full] [--only tests throughput]
+
+Each section is a command with a time limit, and the next one runs whatever came of it. OUT gets
+book.json, book.md, and a log per section; both books are written again after every section, so
+that a run cut short has told what it found.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS")
+# In `pytest -v`: the test first, or with several processes the outcome.
+_OUTCOME = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<result>{'|'.join(OUTCOMES)}) (?P<test>\S.*?)"
+    rf"|(?P<test_alone>tests/\S.*?) (?P<result_alone>{'|'.join(OUTCOMES)})(?: .*)?)\s*$"
+)
+# What a section has to end by itself, after its limit, before it is killed.
+SECONDS_TO_END = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """command: without the interpreter; "{out}" is the folder of the book. json: a file there
+    that the command writes. seconds: its limit, and with --full."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    full_seconds: float
+    json: str | None = None
+    full_command: list[str] | None = None
+
+
+@dataclasses.dataclass
+class Entry:
+    """What came of a section. outcome: ok, failed, out of time, or no GPU."""
+
+    section: str
+    outcome: str
+    seconds: float = 0.0
+    command: str = ""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    figures: Any = None
+
+
+def pytest_command(*arguments: str, processes: int = 1) -> list[str]:
+    command = ["-m", "pytest", "-v", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
+    if processes > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(processes, os.cpu_count() or 1)), "--dist=loadfile"]
+    return [*command, *arguments]
+
+
+def sections() -> list[Section]:
+    """In the order of what is most wanted, should time run out."""
+    throughput = ["benchmarks/throughput.py", "--json", "{out}/throughput.json"]
+    return [
+        Section("tests", pytest_command("tests/gpu"), 130, 900),
+        Section(
+            "throughput",
+            [*throughput, "--attn-types", "flex"],
+            150,
+            1200,
+            json="throughput.json",
+            full_command=throughput,
+        ),
+        Section(
+            "throughput_fsdp",
+            [
+                *("benchmarks/throughput.py", "--json", "{out}/throughput_fsdp.json"),
+                *("--models", "1B", "--attn-types", "flex"),
+                *("--override", "parallelism.always_fsdp=True"),
+            ],
+            60,
+            600,
+            json="throughput_fsdp.json",
+        ),
+        Section(
+            "attention",
+            ["benchmarks/attention.py", "--json", "{out}/attention.json"],
+            60,
+            600,
+            json="attention.json",
+        ),
+        Section(
+            "waits",
+            ["benchmarks/device_waits.py", "--json", "{out}/waits.json"],
+            40,
+            600,
+            json="waits.json",
+        ),
+        Section(
+            "unit",
+            pytest_command("tests/unit", "tests/compat", processes=8),
+            90,
+            3600,
+            full_command=pytest_command(
+                *("tests/unit", "tests/compat", "tests/reference", "tests/distributed"),
+                processes=4,
+            ),
+        ),
+    ]
+
+
+# ---- one section ----
+
+
+def run_section(section: Section, out: Path, full: bool) -> Entry:
+    """Run it in a process group of its own, which ends with it; its output goes to a log."""
+    command = section.full_command or section.command if full else section.command
+    command = [part.replace("{out}", str(out)) for part in command]
+    limit = section.full_seconds if full else section.seconds
+    entry = Entry(section.name, "ok", command=" ".join(["python", *command]))
+    started = time.monotonic()
+    with open(out / f"{section.name}.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        # A thread reads, as a silent process must not outlive its limit either.
+        reader = threading.Thread(target=_read, args=(process, log, entry), daemon=True)
+        reader.start()
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            entry.outcome = "out of time"
+            process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
+            try:
+                process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                pass
+        _kill_group(process)
+        reader.join(SECONDS_TO_END)
+    entry.seconds = round(time.monotonic() - started, 1)
+    if entry.outcome == "ok" and process.returncode != 0:
+        entry.outcome = "failed"
+        if not entry.failures:
+            entry.failures.append(_last_line(out / f"{section.name}.log"))
+    if section.json is not None and (out / section.json).exists():
+        entry.figures = json.loads((out / section.json).read_text())
+        (out / section.json).unlink()  # the book has them
+    return entry
+
+
+def _read(process: subprocess.Popen, log, entry: Entry) -> None:
+    counts: Counter[str] = Counter()
+    for line in process.stdout:
+        log.write(line)
+        log.flush()
+        match = _OUTCOME.match(line)
+        if match:
+            counts[match["result"] or match["result_alone"]] += 1
+            entry.counts = dict(counts)
+        # Of the summary at pytest's end, which has the reason.
+        elif line.startswith(("FAILED ", "ERROR ")):
+            entry.failures.append(line.strip()[:300])
+        elif " -m pytest " not in entry.command:
+            print(f"    {line.rstrip()}", flush=True)
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+# ---- the book ----
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    try:
+        done = subprocess.run(driver.split(), capture_output=True, text=True, timeout=20)
+        driver_version = done.stdout.strip().partition("\n")[0]
+    except (OSError, subprocess.TimeoutExpired):
+        driver_version = ""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit.stdout.strip(),
+        "gpus": gpus if has_gpu else [],
+        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30)
+        if has_gpu
+        else 0,
+        "driver": driver_version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def write_book(out: Path, described: dict[str, Any], entries: list[Entry]) -> None:
+    book = {"machine": described, "sections": [dataclasses.asdict(entry) for entry in entries]}
+    (out / "book.json").write_text(json.dumps(book, indent=2) + "\n")
+    (out / "book.md").write_text(as_markdown(described, entries))
+
+
+def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
+    gpus = ", ".join(f"{n} x {name}" for name, n in Counter(described["gpus"]).items()) or "no GPU"
+    lines = [
+        f"## {described['date']}: {gpus}",
+        "",
+        f"torch {described['torch']}, driver {described['driver'] or '-'}, Python "
+        f"{described['python']}, {described['cpu_cores']} cores, commit "
+        f"{described['commit'] or '-'}.",
+        "",
+        "| section | outcome | seconds | what |",
+        "|---|---|---|---|",
+    ]
+    for entry in entries:
+        what = ", ".join(f"{n} {name.lower()}" for name, n in entry.counts.items())
+        what = what or (f"{len(entry.failures)} failures" if entry.failures else "")
+        lines.append(f"| {entry.section} | {entry.outcome} | {entry.seconds:.0f} | {what} |")
+    for entry in entries:
+        if entry.section.startswith("throughput") and entry.figures:
+            lines += ["", f"`{entry.command}`", "", *_throughput_table(entry.figures)]
+        elif entry.section == "attention" and entry.figures:
+            lines += ["", *_attention_table(entry.figures)]
+        elif entry.section == "waits" and entry.figures:
+            lines += ["", *_waits_table(entry.figures)]
+    for entry in entries:
+        if entry.failures:
+            lines += ["", f"Failures of {entry.section}:", ""]
+            lines += [f"- `{failure.replace('`', '')}`" for failure in entry.failures]
+    return "\n".join(lines) + "\n"
+
+
+def _throughput_table(figures: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | kernel | rows x T | tokens/s | MFU | as logged | of matmuls | memory | host "
+        "| recompiled | waits per step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in figures:
+        name = f"| {one['model']} | {one['attn_type']} | {one['rows']} x {one['seq_len']} |"
+        if one["error"]:
+            lines.append(f"{name} {one['error'].replace('|', '/')} |" + " |" * 7)
+            continue
+        lines.append(
+            f"{name} {one['tokens_per_second']:,.0f} | {_percent(one['mfu'])} | "
+            f"{_percent(one['mfu_as_logged'])} | {_percent(one['share_of_matmul_rate'])} | "
+            f"{one['peak_memory_gib']:.1f} GiB | {_percent(one['host_share'])} | "
+            f"{one['recompilations']} | {sum(one['waits_per_step'].values()):g} |"
+        )
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _attention_table(figures: list[dict[str, Any]]) -> list[str]:
+    lines = ["| attention | T | ms, forward and backward |", "|---|---|---|"]
+    for one in figures:
+        for kernel, milliseconds in one.get("milliseconds", {}).items():
+            lines.append(f"| {kernel} | {one['seq_len']} | {milliseconds:.2f} |")
+    for one in figures:
+        for kernel, stalls in one.items():
+            if isinstance(stalls, dict) and "recompilations" in stalls:
+                lines.append(
+                    f"| {kernel}, 10 other layouts | | {stalls['recompilations']} recompiled, "
+                    f"{sum(stalls['waits'].values())} waits |"
+                )
+    return lines
+
+
+def _waits_table(figures: list[dict[str, Any]]) -> list[str]:
+    lines = ["| case | waits of a step, on the device | expected |", "|---|---|---|"]
+    for one in figures:
+        seen = "<br>".join(f"{n} x {place}" for place, n in one["waits"].items()) or "none"
+        expected = "-" if one["expected"] is None else f"{one['expected']:g}"
+        lines.append(f"| {one['case']} | {one['error'] or seen} | {expected} |")
+    return lines
+
+
+def main() -> None:
+    names = [section.name for section in sections()]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder to write to")
+    parser.add_argument("--full", action="store_true", help="everything: about an hour")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+
+    described = machine()
+    print(json.dumps(described, indent=2), flush=True)
+    started, entries = time.monotonic(), []
+    for section in sections():
+        if section.name not in args.only:
+            continue
+        if not described["gpus"]:
+            entries.append(Entry(section.name, "no GPU"))
+        else:
+            print(f"{section.name} ...", flush=True)
+            entries.append(run_section(section, out, args.full))
+        entry = entries[-1]
+        print(f"{section.name}: {entry.outcome}, {entry.seconds:.0f} s, {entry.counts}", flush=True)
+        for failure in entry.failures:
+            print(f"    {failure}", flush=True)
+        write_book(out, described, entries)
+    print(f"{time.monotonic() - started:.0f} s in all; see {out / 'book.md'}", flush=True)
+    sys.exit(any(entry.outcome in ("failed", "out of time") for entry in entries))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# All that only a GPU can show, with one command: tests, waits for the device, and speed.
+#
+#   scripts/run_gpu_book.sh OUT [--full] [--only SECTION ...]
+#
+# OUT          folder for book.json, book.md and the output of each section
+# --full       every test and every variant: about an hour, instead of under 9 minutes
+# WHEELS       folder of wheels, for machines without a package index: whatever $PYTHON lacks is
+#              installed from there into a folder of its own, and $PYTHON is used as it is
+# PYTHON, VENV see scripts/setup_env.sh
+# Sections go on after failures; the exit code is 1 if one failed, and 0 where there is no GPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ -n "${WHEELS:-}" ]; then
+  PYTHON="${PYTHON:-python3}" VENV=none
+  site="$(mktemp -d)"
+  trap 'rm -rf "$site"' EXIT
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
+    --target "$site" "$WHEELS"/*.whl
+  export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+source scripts/setup_env.sh
+prepare_python dev
+
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+"$PYTHON" benchmarks/gpu_book.py "$@"
