@@ -302,11 +302,12 @@ def _attention_table(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def _waits_table(figures: list[dict[str, Any]]) -> list[str]:
-    lines = ["| case | waits of a step, on the device | expected |", "|---|---|---|"]
+    lines = ["| case | waits of a step | unknown to the rehearsal |", "|---|---|---|"]
     for one in figures:
         seen = "<br>".join(f"{n} x {place}" for place, n in one["waits"].items()) or "none"
-        expected = "-" if one["expected"] is None else f"{one['expected']:g}"
-        lines.append(f"| {one['case']} | {one['error'] or seen} | {expected} |")
+        new = one["unexpected"]
+        new = "no table" if new is None else "<br>".join(new) or "none"
+        lines.append(f"| {one['case']} | {one['error'] or seen} | {new} |")
     return lines
 
 

@@ -14,7 +14,7 @@ PROJECT = str(Path(__file__).resolve().parents[2])
 
 @contextmanager
 def counting_waits() -> Iterator[Counter[str]]:
-    """Counts inside, by "file:line function" of the project, what made the host wait.
+    """Counts inside, by "file function" of the project, what made the host wait.
 
     CUDA's debug mode misses explicit synchronisation and events, and copies from pageable memory
     that were asked not to block. Without CUDA nothing is counted.
@@ -49,7 +49,7 @@ def _place() -> str:
         # An environment may lie inside the checkout.
         if file.startswith(PROJECT) and "site-packages" not in file and file != __file__:
             name = file.removeprefix(PROJECT + "/").removeprefix("torchtitan/")
-            return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+            return f"{name} {frame.f_code.co_name}"
         frame = frame.f_back
     return "in torch"
 

@@ -1,0 +1,98 @@
+"""Where a training step really waits for the device, beside what the rehearsal allows.
+
+    python benchmarks/device_waits.py [--json OUT.json] ["llama3 flex" ...]
+
+The cases of tests/cuda_rehearsal that need one rank are trained on the GPU, and CUDA reports the
+waits of the third step. It misses some kinds that the rehearsal sees, see `counting_waits`; a
+place that the rehearsal does not know is a fault of one of the two.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tests.cuda_rehearsal import cases
+from tests.gpu.waits import counting_waits
+
+SEQ_LEN = 256
+
+
+def waits_of(name: str) -> dict[str, int]:
+    """By place, in the third step of the case's engine."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.engine import TrainingEngine
+
+    config = ConfigManager().parse_args(
+        [
+            f"--model.name={name.split()[0]}",
+            f"--training.seq_len={SEQ_LEN}",
+            "--training.local_batch_size=4",
+            "--debug.seed=0",
+            "--model.hf_assets_path=.",
+            f"--job.dump_folder={tempfile.mkdtemp()}",
+            *cases.CASES[name][1].split(),
+        ]
+    )
+    torch._dynamo.reset()
+    with TrainingEngine(config) as engine:
+        engine.tokenizer = types.SimpleNamespace(eos_id=0)
+        for step in range(3):
+            tokens = torch.randint(
+                0, 2048, (4, SEQ_LEN), generator=torch.Generator().manual_seed(step)
+            )
+            with counting_waits() as waits:
+                engine.forward_backward_step(
+                    input_dict={"input": tokens}, labels=tokens, global_valid_tokens=512
+                )
+                engine.optim_step()
+    return dict(waits)
+
+
+def unexpected(name: str, waits: dict[str, int]) -> list[str] | None:
+    """Places among `waits` where the rehearsal saw none; None without a table of those."""
+    table = getattr(cases, "WAITS", None)
+    if table is None:
+        return None
+    # There: what waits, " in ", and the place.
+    expected = {what.rpartition(" in ")[2] for what in table.get(name, {})}
+    return [place for place in waits if place not in expected]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    of_one_rank = [name for name, case in cases.CASES.items() if case[0] == 1]
+    parser.add_argument("cases", nargs="*", default=of_one_rank, help="all of one rank by default")
+    parser.add_argument("--json", type=Path, help="also write what was seen to this file")
+    args = parser.parse_args()
+    seen: list[dict[str, Any]] = []
+    for name in args.cases:
+        started = time.perf_counter()
+        entry: dict[str, Any] = {"case": name, "waits": {}, "unexpected": None, "error": ""}
+        try:
+            entry["waits"] = waits_of(name)
+            entry["unexpected"] = unexpected(name, entry["waits"])
+        except Exception as error:  # the other cases have something to tell, too
+            entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        seen.append(entry)
+        print(
+            f"{name:28} {time.perf_counter() - started:5.1f} s  {entry['error'] or entry['waits']}",
+            flush=True,
+        )
+        gc.collect()
+        if args.json:
+            args.json.write_text(json.dumps(seen, indent=2))
+    sys.exit(any(entry["error"] or entry["unexpected"] for entry in seen))
+
+
+if __name__ == "__main__":
+    main()
