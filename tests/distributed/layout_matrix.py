@@ -314,14 +314,19 @@ def measure(
     cases: list[tuple[str, str]],
     dump_folder: str,
     flags: tuple[str, ...] = (),
+    on_accelerators: bool = False,
 ) -> list[Run]:
-    """One run per (family, batch), the tensors of all ranks together."""
+    """One run per (family, batch), the tensors of all ranks together; on the host."""
     runs = []
     # A few at a time: process groups of engines that are closed keep their threads.
     for first in range(0, len(cases), _CASES_PER_SPAWN):
         some = cases[first : first + _CASES_PER_SPAWN]
         ranks = run_ranks(
-            _measure_cases, layout.world_size, layout, some, dump_folder, flags, timeout_seconds=600
+            _measure_cases,
+            layout.world_size,
+            *(layout, some, dump_folder, flags),
+            timeout_seconds=600,
+            on_accelerators=on_accelerators,
         )
         runs += [_merge(runs) for runs in zip(*ranks, strict=True)]
     return runs
@@ -367,7 +372,7 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return x.detach().clone()
+    return x.detach().to("cpu", copy=True)
 
 
 def hash_of(x: torch.Tensor) -> str:

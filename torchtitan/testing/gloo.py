@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks of this machine and get every rank's result back.
+"""Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and get every
+rank's result back.
 
 The ranks are processes of a fork server that has torch loaded, so that a rank starts in
 milliseconds instead of paying `import torch` again. The first call starts the server: a few
@@ -47,6 +48,7 @@ def run_ranks(
     timeout_seconds: float = 120,
     init_process_group: bool = True,
     progress: Path | None = None,
+    on_accelerators: bool = False,
 ) -> list[Any]:
     """Results of `fn(*args)` from `world_size` new processes, in rank order.
 
@@ -55,7 +57,9 @@ def run_ranks(
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With
     `init_process_group` it also has a gloo process group, which is destroyed afterwards;
     without, `fn` makes its own. With `progress`, a file that `fn` writes to, the timeout counts
-    from the last time that it did.
+    from the last time that it did. With `on_accelerators` each rank has an accelerator of its
+    own, and the process group is NCCL's, or whatever serves that kind, beside gloo for tensors of
+    the host; results must be on the host.
 
     Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
     outlives the call.
@@ -67,11 +71,11 @@ def run_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(_free_port()),
-            # These ranks are CPU ranks on a machine with accelerators too.
-            "CUDA_VISIBLE_DEVICES": "",
-            "HIP_VISIBLE_DEVICES": "",
         }
-        context = _process_context()
+        if not on_accelerators:
+            # These ranks are CPU ranks on a machine with accelerators too.
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        context = _process_context(on_accelerators)
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         try:
@@ -96,8 +100,9 @@ def run_ranks(
                 pipe.close()
 
 
-def _process_context() -> multiprocessing.context.BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+def _process_context(on_accelerators: bool) -> multiprocessing.context.BaseContext:
+    # CUDA does not survive a fork, should one of the modules have asked for its devices.
+    if on_accelerators or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED_MODULES)
@@ -144,7 +149,7 @@ def _run_with_group(
     if group is not None:
         folder, timeout_seconds = group
         dist.init_process_group(
-            "gloo",
+            _choose_backend(rank),
             store=dist.FileStore(os.path.join(folder, "store"), world_size),
             rank=rank,
             world_size=world_size,
@@ -156,6 +161,19 @@ def _run_with_group(
         # A rank that leaves early would cut the connections of those still working.
         dist.barrier()
     return result
+
+
+def _choose_backend(rank: int) -> str:
+    """The backends of this rank's device, which becomes the current one, and of the host."""
+    import torch.distributed as dist
+
+    from torchtitan.tools.utils import get_device_info
+
+    device_type, device_module = get_device_info()
+    if device_type == "cpu":
+        return "gloo"
+    device_module.set_device(rank)
+    return f"{device_type}:{dist.Backend.default_device_backend_map[device_type]},cpu:gloo"
 
 
 def _leave_group() -> None:
