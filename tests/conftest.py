@@ -1,9 +1,63 @@
 """What every test file shares."""
 
+import os
+
+# cuBLAS reads it once, at the first matrix product; deterministic kernels need it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import pytest
 import torch
 
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
+
+# On a machine with an accelerator these tests run on it. All others compute on the CPU there too:
+# they state the numbers of our CPU kernels, or hand tensors and models of the host to components.
+ON_THE_DEVICE = (
+    "tests/gpu/",
+    "tests/compat/",
+    "tests/unit/rl/test_controller.py",
+    "tests/unit/rl/test_rescore.py",
+    "tests/unit/rl/test_trainer.py",
+    "tests/unit/test_bad_input.py",
+    "tests/unit/test_document_training.py",
+    "tests/unit/test_engine.py",
+    "tests/unit/test_guest.py",
+    "tests/unit/test_isolation_probe.py",
+    "tests/unit/test_offload.py",
+    "tests/unit/test_readme.py",
+    "tests/unit/test_tools.py",
+)
+BEYOND_THE_KERNELS = "needs 16-bit numbers on an accelerator"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device_of_module(request):
+    """The project's device in this file's tests, and in processes that they start."""
+    root = request.config.rootpath
+    path = request.path.relative_to(root).as_posix()
+    if path.startswith(ON_THE_DEVICE) or utils.get_device_type() == "cpu":
+        yield
+        return
+    if torch.cuda.is_available():  # the driver, and torch, read the variables below only once
+        torch.cuda.init()
+        torch.cuda.device_count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "device_type", "cpu")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("HIP_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """A job that an accelerator's kernels cannot run, "varlen" in fp32, is skipped with that."""
+    try:
+        return (yield)
+    except ValueError as error:
+        if utils.get_device_type() != "cpu" and BEYOND_THE_KERNELS in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)

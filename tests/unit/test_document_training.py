@@ -7,6 +7,7 @@ import torch
 
 from tests.unit.document_runs import (
     KERNELS,
+    dtype_of,
     largest_difference,
     make_trainer,
     short_documents,
@@ -15,6 +16,9 @@ from tests.unit.document_runs import (
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models import decoder
 
+# Of logits of size 1.
+ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, atol=6e-2)}
+
 
 def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
     """The full size is benchmarks/documents.py."""
@@ -22,8 +26,10 @@ def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
     runs = {kernel: train(tmp_path / kernel, kernel, 4, *data) for kernel in KERNELS}
     assert all(n_ends >= 12 for _, n_ends in runs.values())
     losses = {kernel: run[0] for kernel, run in runs.items()}
-    assert losses["flex"] == losses["varlen"]  # one kernel on the CPU
-    assert largest_difference(losses["flex"], losses["dense"]) <= 1e-5
+    if dtype_of("varlen") == "float32":
+        assert losses["flex"] == losses["varlen"]  # one kernel on the CPU
+    assert largest_difference(losses["flex"], losses["varlen"]) <= 2e-2  # bf16
+    assert largest_difference(losses["flex"], losses["dense"]) <= ROUNDING["float32"]["atol"]
 
 
 def one_step(trainer):
@@ -99,7 +105,7 @@ def test_restarted_positions_give_the_logits_of_positions_along_the_row(tmp_path
         outputs += trainer.forward_step(batch)
     _, _, extra_inputs, _ = trainer.post_dataloading_process(batch, labels)
     assert extra_inputs == {}
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*outputs, **ROUNDING[dtype_of("varlen")])
     assert not torch.equal(*outputs)
 
 
@@ -112,7 +118,7 @@ def test_row_of_many_documents_may_be_longer_than_the_rope_table(tmp_path):
         trainer.forward_step({"input": part, "seq_lens": torch.tensor([[part.shape[1]]])})[0]
         for part in tokens.split([12, 16, 12], dim=1)
     ]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), **ROUNDING[dtype_of("varlen")])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_logprobs_come_back_per_sample_and_equal_those_of_a_forward(trainer):
     for sample, ours, again in zip(samples, found.logprobs, forward, strict=True):
         assert torch.equal(ours, again)
         with torch.no_grad():
-            logits = model(sample.token_ids[None])
+            logits = model(sample.token_ids[None].to(trainer.engine.device)).cpu()
         expected = logits[0].log_softmax(-1).gather(1, sample.labels[:, None]).squeeze(1)
         torch.testing.assert_close(ours, expected * sample.loss_mask, rtol=1e-5, atol=2e-6)
 
