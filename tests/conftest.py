@@ -2,14 +2,15 @@
 
 import os
 
-# cuBLAS reads it once, at the first matrix product; deterministic kernels need it.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 import pytest
 import torch
 
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
+
+if torch.cuda.is_available():
+    # cuBLAS reads it once, at the first matrix product; deterministic kernels need it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # On a machine with an accelerator these tests run on it. All others compute on the CPU there too:
 # they state the numbers of our CPU kernels, or hand tensors and models of the host to components.

@@ -51,6 +51,11 @@ def gradients(engine) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in engine.model_parts[0].named_parameters()}
 
 
+def rounding(on_cpu: float) -> float:
+    """A tolerance in fp32. The kernels of a GPU sum in orders that change with the shape."""
+    return on_cpu if utils.get_device_type() == "cpu" else 10 * on_cpu
+
+
 def num_valid(labels: torch.Tensor) -> int:
     return int((labels != IGNORE_INDEX).sum())
 
@@ -69,9 +74,9 @@ def test_gradient_is_the_same_for_one_batch_and_a_list_of_microbatches(tmp_path)
         labels=[labels[i : i + 1] for i in range(4)],
         global_valid_tokens=denominator,
     )
-    assert split.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert split.item() == pytest.approx(whole.item(), rel=rounding(1e-6))
     for name, gradient in gradients(engine).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=rounding(1e-7))
 
 
 def test_gradients_accumulate_until_optim_step_and_are_zeroed_by_it(tmp_path):
@@ -139,11 +144,12 @@ def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(t
 
     step = dict(input_dict=batch, labels=labels, global_valid_tokens=8, head=TokenLogProbs())
     losses = [engine.forward_backward_step(**step, loss_fn=fn) for fn in (None, minus_advantages)]
-    assert torch.stack(losses).tolist() == pytest.approx([plain.item()] * 2, rel=1e-6)
+    close = rounding(1e-6)
+    assert torch.stack(losses).tolist() == pytest.approx([plain.item()] * 2, rel=close)
     for name, gradient in gradients(engine).items():
-        torch.testing.assert_close(gradient, 2 * expected[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, 2 * expected[name], rtol=1e-4, atol=close)
     (outputs,) = engine.forward_step(batch, head=TokenLogProbs(chunk_tokens=7))
-    assert -outputs.logprobs.sum().item() / 8 == pytest.approx(plain.item(), rel=1e-6)
+    assert -outputs.logprobs.sum().item() / 8 == pytest.approx(plain.item(), rel=close)
 
 
 def test_scoring_with_a_head_needs_labels(tmp_path):

@@ -27,7 +27,7 @@ def ignore_mask(trainer, layer: str) -> None:
 
     def seeing_the_row(x, rope, attention_masks=None):
         if isinstance(attention_masks, VarlenMetadata):
-            row = torch.zeros(x.shape[:2], dtype=torch.int32)
+            row = torch.zeros(x.shape[:2], dtype=torch.int32, device=x.device)
             attention_masks = create_document_varlen_metadata(row)
         else:
             attention_masks = create_causal_block_mask(*x.shape[:2], device=x.device)
