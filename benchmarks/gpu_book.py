@@ -24,9 +24,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.conftest import ON_THE_DEVICE
+
+ROOT = Path(__file__).resolve().parents[1]
 OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS")
 # In `pytest -v`: the test first, or with several processes the outcome.
 _OUTCOME = re.compile(
@@ -63,10 +65,11 @@ class Entry:
     figures: Any = None
 
 
-def pytest_command(*arguments: str, processes: int = 1) -> list[str]:
+def pytest_command(*arguments: str, processes: int, dist: str = "loadfile") -> list[str]:
+    """On several processes, which share the card, if pytest-xdist is there."""
     command = ["-m", "pytest", "-v", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
-    if processes > 1 and importlib.util.find_spec("xdist"):
-        command += ["-n", str(min(processes, os.cpu_count() or 1)), "--dist=loadfile"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(processes, os.cpu_count() or 1)), f"--dist={dist}"]
     return [*command, *arguments]
 
 
@@ -74,11 +77,12 @@ def sections() -> list[Section]:
     """In the order of what is most wanted, should time run out."""
     throughput = ["benchmarks/throughput.py", "--json", "{out}/throughput.json"]
     return [
-        Section("tests", pytest_command("tests/gpu"), 130, 900),
+        # Most of their time is the compiler's, on the CPU.
+        Section("tests", pytest_command("tests/gpu", processes=8, dist="load"), 120, 1800),
         Section(
             "throughput",
-            [*throughput, "--attn-types", "flex"],
-            150,
+            [*throughput, "--attn-types", "flex", "--blocks", "3"],
+            130,
             1200,
             json="throughput.json",
             full_command=throughput,
@@ -87,17 +91,17 @@ def sections() -> list[Section]:
             "throughput_fsdp",
             [
                 *("benchmarks/throughput.py", "--json", "{out}/throughput_fsdp.json"),
-                *("--models", "1B", "--attn-types", "flex"),
+                *("--models", "1B", "--attn-types", "flex", "--blocks", "3"),
                 *("--override", "parallelism.always_fsdp=True"),
             ],
-            60,
+            55,
             600,
             json="throughput_fsdp.json",
         ),
         Section(
             "attention",
             ["benchmarks/attention.py", "--json", "{out}/attention.json"],
-            60,
+            55,
             600,
             json="attention.json",
         ),
@@ -110,8 +114,8 @@ def sections() -> list[Section]:
         ),
         Section(
             "unit",
-            pytest_command("tests/unit", "tests/compat", processes=8),
-            90,
+            pytest_command(*(path for path in ON_THE_DEVICE if path != "tests/gpu/"), processes=8),
+            80,
             3600,
             full_command=pytest_command(
                 *("tests/unit", "tests/compat", "tests/reference", "tests/distributed"),

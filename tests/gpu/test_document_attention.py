@@ -4,11 +4,10 @@ Tolerance: the kernels multiply in bf16, which keeps 8 bits, 4e-3 relative per r
 are of order 1, gradients up to 10.
 """
 
-import warnings
-
 import pytest
 import torch
 
+from tests.gpu.waits import counting_waits, num_graphs
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
@@ -107,34 +106,26 @@ def test_document_mask_composes_with_a_sliding_window():
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
 def test_changing_layouts_neither_recompile_nor_wait_for_the_device(attn_type):
     """After warm-up; varlen reads its sizes back once per batch, when the mask is made."""
-    from torch._dynamo.utils import counters
-
     inner, inputs = build_inner_attention(attn_type), tensors(1, 512, 4, 2)
 
     def train(lengths):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                mask = CREATE_MASK[attn_type](ids_of_on_device[tuple(lengths)])
-                out = attend(inner, *inputs, mask)
-                torch.autograd.grad(out, inputs, out.detach())
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(w.message) for w in caught)
+        with counting_waits() as waits:
+            mask = CREATE_MASK[attn_type](ids_of_on_device[tuple(lengths)])
+            out = attend(inner, *inputs, mask)
+            torch.autograd.grad(out, inputs, out.detach())
+        return sum(waits.values())
 
     ids_of_on_device = {tuple(lengths): ids_of(lengths) for lengths in LAYOUTS}
     for lengths in LAYOUTS[:3]:
         train(lengths)
-    before = counters["stats"]["unique_graphs"]
-    n_syncs = [train(lengths) for lengths in LAYOUTS[3:]]
-    assert counters["stats"]["unique_graphs"] == before
-    assert max(n_syncs) <= (1 if attn_type == "varlen" else 0)
+    before = num_graphs()
+    n_waits = [train(lengths) for lengths in LAYOUTS[3:]]
+    assert num_graphs() == before
+    assert max(n_waits) <= (1 if attn_type == "varlen" else 0)
 
 
 def test_mask_of_every_other_length_compiles_nothing_after_warm_up():
     """A new closure, which holds a new tensor, and a new length per call, as clients have them."""
-    from torch._dynamo.utils import counters
     from torch.nn.attention.flex_attention import and_masks
 
     counts = []
@@ -145,5 +136,5 @@ def test_mask_of_every_other_length_compiles_nothing_after_warm_up():
         )
         mask = create_attention_mask(mask_mod, 1, None, seq_len, seq_len, device="cuda")
         assert mask.shape == (1, 1, seq_len, seq_len)
-        counts.append(counters["stats"]["unique_graphs"])
+        counts.append(num_graphs())
     assert counts[2:] == [counts[2]] * 10

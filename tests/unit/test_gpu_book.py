@@ -110,7 +110,8 @@ def test_commands_of_all_sections_exist_and_fit_into_nine_minutes():
         for command in filter(None, (section.command, section.full_command)):
             paths = [part for part in command if part.startswith(("tests", "benchmarks/"))]
             assert paths and all((gpu_book.ROOT / path).exists() for path in paths)
-    assert sum(section.seconds for section in gpu_book.sections()) <= 540
+    limits = [section.seconds + gpu_book.SECONDS_TO_END for section in gpu_book.sections()]
+    assert sum(limits) <= 540
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
