@@ -1,6 +1,8 @@
 """The trainer: a `TrainingEngine` with a tokenizer, data, metrics, validation and a loop."""
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -29,6 +31,8 @@ class Trainer(TrainingEngine):
     """
 
     builds_data = True
+
+    _stop_signal_came = False
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
@@ -342,6 +346,7 @@ class Trainer(TrainingEngine):
             with (
                 maybe_enable_profiling(config.profiling, **profiling) as profiler,
                 maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
+                self._noticing_stop_signal(),
             ):
                 self._loop([tool for tool in (profiler, snapshot) if tool is not None])
         finally:
@@ -366,10 +371,16 @@ class Trainer(TrainingEngine):
             except DataloaderExhaustedError as error:
                 self._end_early(str(error))
                 break
-            is_last = self.step == config.training.steps
-            if self.checkpointer._should_save(self.step, is_last):
+            is_last_step = self.step == config.training.steps
+            if not is_last_step and self._is_asked_to_stop():
+                self.save()
+                logger.warning(
+                    "stopped after step %d of %d by SIGUSR2", self.step, config.training.steps
+                )
+                return
+            if self.checkpointer._should_save(self.step, is_last_step):
                 self._settle()  # a step that stops the run is not saved
-            self.checkpointer.save(self.step, last_step=is_last)
+            self.checkpointer.save(self.step, last_step=is_last_step)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)
             for profiler in profilers:
@@ -380,6 +391,35 @@ class Trainer(TrainingEngine):
                     timeout=timedelta(seconds=config.comm.train_timeout_seconds),
                     parallel_dims=self.parallel_dims,
                 )
+
+    @contextlib.contextmanager
+    def _noticing_stop_signal(self) -> Iterator[None]:
+        """SIGUSR2, which would end the process at once, asks for a checkpoint and the end."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not self.job_config.checkpoint.enable or not in_main_thread:
+            yield
+            return
+
+        def notice(_number: int, _frame: Any) -> None:
+            self._stop_signal_came = True
+
+        before = signal.signal(signal.SIGUSR2, notice)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank got the signal. Asked where steps are logged, which waits anyway."""
+        if not self.job_config.checkpoint.enable or not self.metrics_processor.should_log(
+            self.step
+        ):
+            return False
+        came = torch.full((), float(self._stop_signal_came), device=self.device)
+        if self.parallel_dims.world_size > 1:
+            torch.distributed.all_reduce(came)
+        self._stop_signal_came = came.item() > 0
+        return self._stop_signal_came
 
     def _end_early(self, reason: str) -> None:
         """The data ended before `training.steps`: keep what was learned."""

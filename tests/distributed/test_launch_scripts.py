@@ -1,0 +1,184 @@
+"""The launch scripts: what they would run, and two nodes' worth of ranks on this machine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = [Path("scripts/launch/multi_node.sh"), Path("scripts/launch/train.sbatch")]
+TIMEOUT_SECONDS = 180
+JOB = [
+    "--training.dataset=python_docs",
+    "--training.steps=1000",
+    "--training.seq_len=32",
+    "--training.local_batch_size=1",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--metrics.log_freq=1",
+    "--metrics.enable_jsonl",
+    "--checkpoint.enable",
+    "--checkpoint.interval=1000",
+]
+
+
+def environment(**others):
+    return os.environ | {"PYTHON": sys.executable, "VENV": "none", "OMP_NUM_THREADS": "1"} | others
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def wait_for_steps(dump_folder, n_steps, processes):
+    """Wait until so many steps were logged; the processes have to live until then."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    path = dump_folder / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < n_steps:
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def saved_steps(dump_folder):
+    """(steps logged, the one step that was saved)."""
+    lines = (dump_folder / "metrics.jsonl").read_text().splitlines()
+    (folder,) = (dump_folder / "checkpoint").glob("step-*")
+    return json.loads(lines[-1])["step"], int(folder.name.removeprefix("step-"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shell_can_read_the_script(script):
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_multi_node_script_shows_its_command():
+    variables = {"NNODES": "2:4", "MASTER": "node0:29500", "NGPU": "8", "DRY_RUN": "1"}
+    done = subprocess.run(
+        [SCRIPTS[0], "--training.steps=3"],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for part in ("--nnodes 2:4", "--nproc-per-node 8", "--rdzv-endpoint node0:29500"):
+        assert part in done.stdout
+    assert done.stdout.rstrip().endswith("python_docs.toml --training.steps=3")
+
+
+def test_multi_node_script_names_what_is_missing():
+    done = subprocess.run([SCRIPTS[0]], env=environment(), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "set NNODES to the number of nodes" in done.stderr
+
+
+def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_path):
+    variables = {"NNODES": "2", "MASTER": f"localhost:{free_port()}", "NGPU": "1"}
+    nodes = [
+        subprocess.Popen(
+            [SCRIPTS[0], *JOB, f"--job.dump_folder={tmp_path}"],
+            env=environment(**variables, LOG_DIR=str(tmp_path / "logs")),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(2)
+    ]
+    try:
+        wait_for_steps(tmp_path, 2, nodes)
+        agent = nodes[1].pid
+        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        workers = [pid for pid in children if b"torchtitan.train" in command_of(pid)]
+        os.kill(int(workers[0]), signal.SIGUSR2)
+        assert [node.wait(TIMEOUT_SECONDS) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.terminate()
+    logged, saved = saved_steps(tmp_path)
+    assert logged == saved < 1000
+    # Each rank has its output in a file, though both are local rank 0.
+    assert len(list(tmp_path.glob("logs/*/attempt_0/0/stderr.log"))) == 2
+
+
+def command_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+# What Slurm gives to a batch script: one task for srun here, which passes signals on.
+SRUN = """#!/usr/bin/env bash
+while [ "$1" != bash ]; do shift; done
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
+trap 'kill -USR2 $!' USR2
+wait $! || status=$?
+if [ "${status:-0}" -gt 128 ]; then wait $!; else exit "${status:-0}"; fi
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$CALLS"; fi
+"""
+
+
+def slurm_environment(folder, **others):
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "1",
+        "CALLS": str(folder / "calls"),
+        "CONFIG_FILE": "torchtitan/models/llama3/train_configs/python_docs.toml",
+    }
+    return environment(**variables, **others)
+
+
+def in_project(folder):
+    """A working folder like the project's, for what the script writes."""
+    for name in ("torchtitan", "tests"):
+        (folder / name).symlink_to(Path(name).resolve())
+    return folder
+
+
+def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
+    process = subprocess.Popen(
+        [SCRIPTS[1].resolve(), *JOB, f"--job.dump_folder={tmp_path / 'out'}"],
+        cwd=in_project(tmp_path),
+        env=slurm_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_steps(tmp_path / "out", 2, [process])
+        process.send_signal(signal.SIGUSR2)
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.terminate()
+    assert process.returncode == 0
+    assert "ended with exit code 0; queueing the job again" in output
+    assert (tmp_path / "calls").read_text() == "requeue 17\n"
+    logged, saved = saved_steps(tmp_path / "out")
+    assert logged == saved < 1000
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "attempt", "calls"),
+    [(0, "3", None), (1, "3", "requeue 17\n"), (1, "10", None), (2, "0", None)],
+)
+def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
+    exit_code, attempt, calls, tmp_path
+):
+    python = tmp_path / "python"
+    python.write_text(f"#!/usr/bin/env bash\nexit {exit_code}\n")
+    python.chmod(0o755)
+    env = slurm_environment(tmp_path) | {"SLURM_RESTART_COUNT": attempt, "PYTHON": str(python)}
+    done = subprocess.run([SCRIPTS[1].resolve()], cwd=tmp_path, env=env)
+    assert done.returncode == (0 if calls else exit_code)
+    path = tmp_path / "calls"
+    assert (path.read_text() if path.exists() else None) == calls
