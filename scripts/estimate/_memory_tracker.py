@@ -22,16 +22,21 @@ GRADIENTS = "gradients"
 OPTIMIZER_STATE = "optimizer state"
 OTHER = "activations and temporaries"
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 
 class MemoryTracker(TorchDispatchMode):
-    """While entered, counts every storage that an operator returns until it is freed.
+    """While entered, counts every storage of a device that an operator returns until it is freed.
 
     live: bytes now, by kind. peak: `live` at the moment since `reset_peak` when its sum was
     largest. most: the largest that each kind has been, each at a moment of its own.
     """
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
+        self.device_type = device_type
         self.live: Counter[str] = Counter()
         # storage -> [bytes, kind]; by identity, and without keeping it alive.
         self._storages = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -70,8 +75,10 @@ class MemoryTracker(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operators on local tensors, which come here again
         result = func(*args, **(kwargs or {}))
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return result  # DTensor finds out a shape, on tensors that no rank has
         for value in tree_iter(result):
-            if isinstance(value, Tensor) and value.device.type != "meta":
+            if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
         return result
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Estimates the memory that a job needs on each device, on any machine and in one process.
+# Estimates what a step of a job needs and sends on each device, in one process without any.
 #
 #   scripts/estimate/run_memory_estimation.sh [config overrides]
 #

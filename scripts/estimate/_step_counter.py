@@ -1,0 +1,162 @@
+"""Counts what one rank sends, and the floating-point operations of its matrix products."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+# Part of an operator's name -> the kind of collective. A receiver sends nothing.
+_KINDS = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Of one kind of collective on one mesh axis, in bytes but for `calls`.
+
+    payload: the whole tensors, of all ranks: what an all-gather returns, what a reduce-scatter
+        or all-reduce takes.
+    sent: what this rank sends, by the ring algorithm.
+    network: what each GPU's share of its node's network carries of that. A ring crosses the
+        edge of a node once, so the ranks of one node share what one of them sends.
+    """
+
+    calls: float = 0
+    payload: float = 0
+    sent: float = 0
+    network: float = 0
+
+    def __iadd__(self, other: "Traffic") -> "Traffic":
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        return self
+
+    def __mul__(self, factor: float) -> "Traffic":
+        return Traffic(*(factor * value for value in dataclasses.astuple(self)))
+
+
+@dataclasses.dataclass
+class StepCounts:
+    """traffic: by (mesh axis, kind of collective). flops: by "matrix products" or "attention"."""
+
+    traffic: dict[tuple[str, str], Traffic] = dataclasses.field(
+        default_factory=lambda: defaultdict(Traffic)
+    )
+    flops: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, other: "StepCounts", times: float = 1) -> None:
+        for key, traffic in other.traffic.items():
+            self.traffic[key] += traffic * times
+        for key, flops in other.flops.items():
+            self.flops[key] += flops * times
+
+
+class StepCounter(TorchDispatchMode):
+    """While entered, adds up in `counts` what this rank's operators send and compute.
+
+    axis_of_group: (namespace of the operator, name of its process group) -> what to call it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, axis_of_group: dict[tuple[str, str], str], gpus_per_node: int) -> None:
+        super().__init__()
+        self.axis_of_group = axis_of_group
+        self.gpus_per_node = gpus_per_node
+        self.counts = StepCounts()
+
+    def take(self) -> StepCounts:
+        """What was counted since the last call."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operators on local tensors, which come here again
+        result = func(*args, **kwargs)
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return result  # DTensor finds out a shape, on tensors that no rank has
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            self._count_collective(func, args, result)
+        else:
+            self._count_flops(func, args, kwargs, result)
+        return result
+
+    def _count_collective(self, func: Any, args: Any, result: Any) -> None:
+        name = func.name().partition("::")[2]
+        kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+        group = next((g for g in map(_as_group, args) if g is not None), None)
+        if kind is None or group is None:
+            return
+        payload = max(sum(t.nbytes for t in tree_iter(x) if _is_tensor(t)) for x in (*args, result))
+        ranks = dist.get_process_group_ranks(group)
+        n = len(ranks)
+        node = dist.get_rank() // self.gpus_per_node
+        in_node = sum(rank // self.gpus_per_node == node for rank in ranks)
+        sent = payload * (n - 1) / n
+        network = sent / in_node if in_node < n else 0.0
+        if kind == "all-reduce":
+            sent, network = 2 * sent, 2 * network
+        elif kind == "all-to-all":
+            network = payload * (n - in_node) / n
+        elif kind == "broadcast":
+            sent, network = payload, payload / in_node if in_node < n else 0.0
+        elif kind == "send":
+            sent = payload
+            network = payload if ranks[args[2]] // self.gpus_per_node != node else 0.0
+        axis = self.axis_of_group.get((func.namespace, group.group_name), f"{n} ranks")
+        self.counts.traffic[axis, kind] += Traffic(1, payload, sent, network)
+
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = getattr(func, "_overloadpacket", func)
+        name = packet.__name__
+        if name == "_grouped_mm":
+            # [M, K] x [E, K, N], one expert's matrix for each row, or, for its gradient,
+            # [K, M] x [M, N] with one product per expert: the last dim is what is summed over.
+            flops = 2 * args[0].shape[-1] * result.shape[-2] * result.shape[-1]
+            self.counts.flops["matrix products"] += flops
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            if "attention" in name:
+                # The formulas are of whole squares of scores; kernels leave out the future.
+                self.counts.flops["attention"] += flops // 2
+            else:
+                self.counts.flops["matrix products"] += flops
+
+
+def _as_group(value: Any) -> ProcessGroup | None:
+    if isinstance(value, str):
+        try:
+            return _resolve_process_group(value)
+        except (RuntimeError, ValueError, KeyError):  # the name of an operation, such as "sum"
+            return None
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):  # such as a ReduceOp
+            return None
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

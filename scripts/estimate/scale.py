@@ -1,0 +1,188 @@
+"""What steps of large models need and send on 8, 64 and 512 GPUs: the table of docs/scale.md.
+
+    python -m scripts.estimate.scale [--only 70b]
+
+Each row is one rank at full width and batch (`scripts.estimate.step`), of a pipeline one of the
+first and one of the last stage. Models of two depths are rehearsed, and all layers follow from
+them; `--whole` rehearses all, which takes minutes for each row and gives the same. Nothing is measured: bytes and FLOPs are counted, and the
+times are bounds that follow from them and from the peaks given as options.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.estimate.estimation import prepare_device
+
+MODELS = Path(__file__).resolve().parents[2] / "torchtitan/models"
+_P = "--parallelism."
+TP, CP = f"{_P}tensor_parallel_degree=", f"{_P}context_parallel_degree="
+PP, EP = f"{_P}pipeline_parallel_degree=", f"{_P}expert_parallel_degree="
+REPLICAS, BATCH = f"{_P}data_parallel_replicate_degree=", "--training.local_batch_size="
+# 128k tokens per row; attention trades tokens for heads, whose traffic does not depend on data.
+LONG = f"--training.seq_len=131072 {_P}context_parallel_rotate_method=alltoall"
+LLAMA = "llama3/train_configs/llama3_{}.toml"
+# (preset, GPUs, layout, flags over the preset's); but for long rows, those of one preset have one
+# global batch
+CASES = [
+    (LLAMA.format("8b"), 8, "FSDP 8", ""),
+    (LLAMA.format("8b"), 8, "FSDP 4, TP 2", f"{TP}2 {BATCH}2"),
+    (LLAMA.format("8b"), 8, "CP 8, 128k rows", f"{CP}8 {LONG}"),
+    (LLAMA.format("70b"), 64, "FSDP 8, TP 8", ""),
+    (LLAMA.format("70b"), 64, "HSDP 2 x 4, TP 8", f"{REPLICAS}2"),
+    (LLAMA.format("70b"), 64, "FSDP 64", f"{TP}1 {BATCH}1"),
+    (LLAMA.format("405b"), 512, "FSDP 64, TP 8", ""),
+    (LLAMA.format("405b"), 512, "HSDP 8 x 8, TP 8", f"{REPLICAS}8"),
+    (LLAMA.format("405b"), 512, "PP 8, FSDP 8, TP 8", f"{PP}8 {BATCH}16"),
+    (LLAMA.format("405b"), 512, "FSDP 4, CP 16, TP 8, 128k rows", f"{CP}16 {LONG} {BATCH}1"),
+    ("deepseek_v3/train_configs/deepseek_v3_671b.toml", 512, "FSDP 512, EP 64", f"{EP}64"),
+]
+# Axes whose collectives the next operator waits for; the others' can run beside computation.
+_IN_LINE = ("tp", "cp", "ep", "etp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction."""
+
+    flops: float
+    nvlink: float
+    network: float
+    gpus_per_node: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Seconds of a step that no implementation of it can go below on that machine.
+
+    compute: its FLOPs at peak. in_line: collectives that the next operator waits for. beside:
+    the longer one of NVLink and network for all others, which can run at the same time as the
+    rest. step: max(compute + in_line, beside), plus the pipeline's bubble.
+    """
+
+    compute: float
+    in_line: float
+    beside: float
+    step: float
+    mfu: float
+
+
+def bound_of(estimate: Any, machine: Machine) -> Bound:
+    """estimate: a `StepEstimate`, made for `machine.gpus_per_node`."""
+
+    def seconds(in_line: bool) -> float:
+        traffic = estimate.counts.traffic.items()
+        chosen = [t for (axis, _), t in traffic if (axis in _IN_LINE) == in_line]
+        on_nvlink = sum(t.sent for t in chosen) / machine.nvlink
+        on_network = sum(t.network for t in chosen) / machine.network
+        return max(on_nvlink, on_network)
+
+    compute = estimate.counts.flops.total() / machine.flops
+    in_line, beside = seconds(True), seconds(False)
+    step = max((compute + in_line) * (1 + estimate.bubble), beside)
+    mfu = estimate.model_flops / (estimate.world_size * step * machine.flops)
+    return Bound(compute, in_line, beside, step, mfu)
+
+
+_HEADERS = (
+    "| model | GPUs | layout | tokens | states | peak | sends: fsdp, replicas | tp, cp, ep | pp "
+    "| out of the node | collectives |\n|" + "---|" * 11,
+    "| model | GPUs | layout | compute | in line | beside | bubble | step, at least | tokens/s of a GPU "
+    "| MFU, at most |\n|" + "---|" * 10,
+)
+
+
+def rows_of(name: str, layout: str, estimate: Any, machine: Machine) -> tuple[str, str]:
+    """One row of each table."""
+    gib = 2**30
+    traffic = estimate.counts.traffic
+
+    def sent(*axes: str) -> str:
+        total = sum(t.sent for (axis, _), t in traffic.items() if axis in axes) / gib
+        return f"{total:.1f}" if total > 0.05 else ""
+
+    states = estimate.parameters + estimate.gradients + estimate.optimizer_state
+    network = sum(t.network for t in traffic.values())
+    calls = sum(t.calls for t in traffic.values())
+    head = [name, str(estimate.world_size), layout]
+    needs = [
+        *head,
+        f"{estimate.tokens / 2**20:.2f} M",
+        f"{states / gib:.1f}",
+        f"{estimate.peak / gib:.1f}",
+        sent("fsdp", "efsdp", "dp_replicate"),
+        sent(*_IN_LINE),
+        sent("pp"),
+        f"{network / gib:.1f}" if network else "",
+        f"{calls:.0f}",
+    ]
+    bound = bound_of(estimate, machine)
+    times = [
+        *head,
+        f"{bound.compute:.2f} s",
+        f"{bound.in_line:.2f} s" if bound.in_line else "",
+        f"{bound.beside:.2f} s",
+        f"{100 * estimate.bubble:.0f} %" if estimate.bubble else "",
+        f"{bound.step:.2f} s",
+        f"{estimate.tokens / estimate.world_size / bound.step:,.0f}",
+        f"{100 * bound.mfu:.0f} %",
+    ]
+    return f"| {' | '.join(needs)} |", f"| {' | '.join(times)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name or layout contains this")
+    parser.add_argument("--peak-tflops", type=float, default=989, help="of one GPU in bf16")
+    parser.add_argument(
+        "--nvlink-gbs", type=float, default=450, help="GB/s of a GPU, one direction"
+    )
+    parser.add_argument("--network-gbs", type=float, default=50, help="GB/s of a GPU's share")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--whole", action="store_true", help="all layers instead of two depths")
+    args = parser.parse_args()
+    machine = Machine(
+        args.peak_tflops * 1e12, args.nvlink_gbs * 1e9, args.network_gbs * 1e9, args.gpus_per_node
+    )
+    os.environ["LOCAL_RANK"] = "0"
+    prepare_device()
+    from scripts.estimate.step import estimate_from_depths, estimate_step
+    from torchtitan.config import ConfigManager
+
+    tables: tuple[list[str], list[str]] = ([], [])
+    for preset, n_gpus, layout, flags in CASES:
+        name = Path(preset).stem.replace("_", " ")
+        if args.only not in f"{name}, {layout}":
+            continue
+        config = ConfigManager().parse_args(
+            [f"--job.config_file={MODELS / preset}", *flags.split()]
+        )
+        os.environ["NGPU"] = str(n_gpus)
+        ranks = {"": 0}
+        if config.parallelism.pipeline_parallel_degree > 1:
+            ranks = {", first stage": 0, ", last stage": n_gpus - 1}
+        for stage, rank in ranks.items():
+            started = time.process_time()
+            job = config, rank, machine.gpus_per_node
+            if args.whole:
+                estimate = estimate_step(*job)
+            else:
+                # Of a pipeline, one layer more in each stage; first layers may be unlike others.
+                pp = config.parallelism.pipeline_parallel_degree
+                depths = (2 * pp - 2, 3 * pp - 2) if pp > 1 else (4, 6)
+                estimate = estimate_from_depths(*job, depths)
+            rows = rows_of(name, layout + stage, estimate, machine)
+            for table, row in zip(tables, rows, strict=True):
+                table.append(row)
+            seconds = time.process_time() - started
+            print(f"{rows[0]}\n{rows[1]} {seconds:.0f} CPU seconds", file=sys.stderr, flush=True)
+    for header, table in zip(_HEADERS, tables, strict=True):
+        print("\n".join([header, *table, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""One training step of one rank of a job, rehearsed on fake tensors and counted."""
+
+import copy
+import dataclasses
+import os
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from scripts.estimate._memory_tracker import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    MemoryTracker,
+)
+from scripts.estimate._step_counter import StepCounter, StepCounts
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEstimate:
+    """What one rank needs and does in a step after the first. Memory in bytes.
+
+    parameters: shards of parameters, and buffers. gradients: all of them, after backward.
+    activations: the largest sum of everything else, whenever that was: activations kept for
+        backward, parameters gathered by FSDP, buffers of collectives, temporaries.
+    peak: the largest sum of all; not all kinds are at their largest then. peak_phase says when.
+    counts: what the rank sends and computes. host_waits: where the host waited for the device,
+        and how often; None where the step ran on real tensors, which don't tell.
+    tokens: of the whole step, over all ranks. model_flops: what the model needs for them, without
+        recomputation. bubble: idle share of a pipeline's rank, over its busy time.
+    """
+
+    rank: int
+    world_size: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    peak: int
+    peak_phase: str
+    counts: StepCounts
+    host_waits: Counter[str] | None
+    num_params: int
+    tokens: int
+    model_flops: float
+    bubble: float
+
+    def as_table(self) -> str:
+        rows = {
+            PARAMETERS: self.parameters,
+            GRADIENTS: self.gradients,
+            OPTIMIZER_STATE: self.optimizer_state,
+            f"{OTHER}, at most": self.activations,
+            f"peak ({self.peak_phase})": self.peak,
+        }
+        lines = [f"rank {self.rank} of {self.world_size}:"]
+        lines += [f"{name:45} {size / _GIB:9.3f} GiB" for name, size in rows.items()]
+        for name, flops in self.counts.flops.items():
+            lines.append(f"{name:45} {flops / 1e12:9.3f} TFLOP")
+        flops = self.model_flops / self.world_size
+        lines.append(f"{'its share of what MFU counts':45} {flops / 1e12:9.3f} TFLOP")
+        for (axis, kind), traffic in sorted(self.counts.traffic.items()):
+            what = f"{kind} on {axis}, {traffic.calls:.0f} calls, sends"
+            lines.append(f"{what:45} {traffic.sent / _GIB:9.3f} GiB")
+            if traffic.network:
+                lines.append(f"{'  of that out of the node':45} {traffic.network / _GIB:9.3f} GiB")
+        if self.host_waits is not None:
+            lines.append(f"{'the host waits for the device':45} {self.host_waits.total():9} times")
+            lines += [f"  {count} x {what}" for what, count in self.host_waits.most_common()]
+        return "\n".join(lines)
+
+    def towards(self, other: "StepEstimate", times: float) -> "StepEstimate":
+        """This one plus `times` the difference to the other, in all that is counted."""
+
+        def go_on(mine: Any, theirs: Any) -> Any:
+            if isinstance(mine, dict):
+                counted = {key: go_on(mine[key], theirs[key]) for key in mine | theirs}
+                return type(mine)(counted)
+            if isinstance(mine, StepCounts):
+                counts = StepCounts()
+                counts.add(mine, 1 - times)
+                counts.add(theirs, times)
+                return counts
+            difference = (theirs - mine) * times
+            return mine + (round(difference) if isinstance(mine, int) else difference)
+
+        same = "rank", "world_size", "peak_phase", "tokens", "bubble"
+        values = {
+            field.name: go_on(getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in same
+        }
+        return dataclasses.replace(self, **values)
+
+
+class _Engine(TrainingEngine):
+    """n_layers: to build the model with, instead of its flavor's."""
+
+    n_layers: int | None = None
+
+    def _derive_model_args(self) -> Any:
+        model_args = super()._derive_model_args()
+        model_args.n_layers = self.n_layers or model_args.n_layers
+        return model_args
+
+
+def estimate_step(
+    job_config: JobConfig, rank: int = 0, gpus_per_node: int = 8, n_layers: int | None = None
+) -> StepEstimate:
+    """Build the job's engine for one rank and count what a step of it allocates and sends.
+
+    As many ranks as the environment variable NGPU says, in a process group where nobody answers.
+    Tensors on the device are fake, and the device too, unless this machine has one. With
+    memory_estimation.disable_fake_mode the step is computed for real, with the memory of one
+    rank; its host waits are not counted. n_layers: of the model, in place of its flavor's.
+
+    Raises ConfigError for a config that cannot run, or that cannot be estimated.
+    """
+    config = _config_to_estimate(job_config)
+    is_fake = not config.memory_estimation.disable_fake_mode
+
+    def join_fake_group(world_size: int, _mode: str) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
+
+    with (
+        mock.patch("torchtitan.distributed.utils.init_fake_mode", join_fake_group),
+        _rehearsal() if is_fake else _real_device() as rehearsal,
+        mock.patch.object(_Engine, "n_layers", n_layers),
+        _Engine(config) as engine,
+    ):
+        engine.tokenizer = types.SimpleNamespace(eos_id=0)
+        logger.info("first step, which makes the optimizer's state")
+        for _ in _run_step(engine):
+            pass
+        logger.info("second step, which is counted")
+        if rehearsal is not None:
+            rehearsal.forget()
+        return _measure_step(engine, rehearsal, gpus_per_node)
+
+
+def estimate_from_depths(
+    job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int]
+) -> StepEstimate:
+    """As `estimate_step`, along the line through models of two numbers of layers.
+
+    Exact where each layer is like the one before: the depths have to differ by a multiple of what
+    repeats, as the stages of a pipeline do, or every second layer under selective checkpointing.
+    """
+    spec = resolve_job(_config_to_estimate(job_config), builds_data=False)
+    n_layers = spec.model_args[job_config.model.flavor].n_layers
+    low, high = (estimate_step(job_config, rank, gpus_per_node, depth) for depth in depths)
+    return low.towards(high, (n_layers - depths[0]) / (depths[1] - depths[0]))
+
+
+def _run_step(engine: TrainingEngine) -> Iterator[str]:
+    """One step on an invented batch; yields the name of each phase when it has ended.
+
+    Of the microbatches at most two are run: the second finds the gradients of the first, a third
+    changes nothing more.
+    """
+    training = engine.job_config.training
+    # Pinned, as the data loader's batches are.
+    tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
+    if engine.device.type != "cpu":
+        tokens = tokens.pin_memory()
+    for _ in range(min(engine.gradient_accumulation_steps, 2)):
+        engine.forward_backward_step(
+            input_dict={"input": tokens}, labels=tokens, global_valid_tokens=1.0
+        )
+        yield "forward and backward"
+    engine.optim_step()
+    yield "optimizer step"
+
+
+def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) -> StepEstimate:
+    tracker = MemoryTracker(engine.device.type)
+    counter = StepCounter(_axes_of_groups(engine), gpus_per_node)
+    parameters = [p for part in engine.model_parts for p in part.parameters()]
+    buffers = [b for part in engine.model_parts for b in part.buffers()]
+    tracker.mark([*parameters, *buffers], PARAMETERS)
+    for state in engine.optimizers.state.values():
+        tracker.mark(state.values(), OPTIMIZER_STATE)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: tracker.mark([parameter.grad], GRADIENTS)
+            )
+
+    peak, peak_phase = 0, ""
+    most: Counter[str] = Counter()
+    total = StepCounts()
+    n_microbatches = 0
+    with tracker, counter:
+        for phase in _run_step(engine):
+            if tracker.peak.total() > peak:
+                peak, peak_phase = tracker.peak.total(), phase
+            most |= tracker.most  # the larger one of each
+            tracker.reset_peak()
+            n_microbatches += phase != "optimizer step"
+            # The second microbatch stands for all that follow.
+            is_last_run = n_microbatches == 2 and phase != "optimizer step"
+            times = engine.gradient_accumulation_steps - 1 if is_last_run else 1
+            total.add(counter.take(), times)
+    dims = engine.parallel_dims
+    training = engine.job_config.training
+    tokens = engine.global_batch_size * training.seq_len
+    return StepEstimate(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world_size=dims.world_size,
+        parameters=most[PARAMETERS],
+        gradients=most[GRADIENTS],
+        optimizer_state=most[OPTIMIZER_STATE],
+        activations=most[OTHER],
+        peak=peak,
+        peak_phase=peak_phase,
+        counts=total,
+        host_waits=None if rehearsal is None else Counter(rehearsal.waits),
+        num_params=engine.num_params,
+        tokens=tokens,
+        model_flops=tokens * engine.num_flops_per_token,
+        bubble=_bubble(engine),
+    )
+
+
+def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
+    """See `StepCounter`. Axes of the same ranks may share a group, as cp and fsdp do without data
+    parallelism: then FSDP and pipelines are told from the others by the operators they use."""
+    meshes = engine.parallel_dims.get_all_one_dimensional_meshes()
+    orders = {
+        "c10d": ["efsdp", "fsdp", "dp_replicate", "pp", "tp", "cp", "ep", "etp", "batch", "loss"],
+        "_c10d_functional": ["tp", "cp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp"],
+    }
+    return {
+        (namespace, meshes[axis].get_group().group_name): axis
+        for namespace, order in orders.items()
+        for axis in reversed(order)
+        if axis in meshes
+    }
+
+
+def _bubble(engine: TrainingEngine) -> float:
+    """(p - 1) / (v m): idle over busy time of a rank with v stages and m microbatches."""
+    if engine.pp_schedule is None:
+        return 0.0
+    config = engine.job_config
+    if "ZeroBubble" in config.parallelism.pipeline_parallel_schedule:
+        return 0.0
+    n = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+    return (engine.parallel_dims.pp - 1) / (len(engine.pp_schedule.stages) * n)
+
+
+@contextmanager
+def _real_device() -> Iterator[None]:
+    is_stand_in = torch.cuda.is_available() and torch.version.cuda is None
+    with mock.patch.object(utils, "device_type", "cpu") if is_stand_in else nullcontext():
+        yield
+
+
+@contextmanager
+def _rehearsal() -> Iterator[Any]:
+    from tests.cuda_rehearsal.rehearsal import Rehearsal, patch_kernels
+
+    def refuse_made_up_sizes(what: str, frame: Any) -> None:
+        """What only a device could tell is made up, which must not be the size of a tensor."""
+        if frame is not None and frame.f_code.co_filename.endswith("context_parallel.py"):
+            raise ConfigError(
+                "parallelism.context_parallel_rotate_method = 'allgather' cannot be estimated "
+                f"here: sizes depend on values ({what} in {frame.f_code.co_name}); set it to "
+                "'alltoall'"
+            )
+
+    patch_kernels()
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        Rehearsal(on_read=refuse_made_up_sizes) as rehearsal,
+    ):
+        yield rehearsal
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that sdpa takes on a GPU; a torch without kernels for it writes out the scores."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return attend(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
+
+
+def _config_to_estimate(job_config: JobConfig) -> JobConfig:
+    """Copy of the config that asks for no devices, files or values of tensors."""
+    if job_config.training.enable_cpu_offload:
+        raise ConfigError(
+            "the memory of training.enable_cpu_offload = true cannot be estimated: what is on the "
+            "device depends on timing; set it to false"
+        )
+    if job_config.activation_checkpoint.mode == "memory_budget":
+        raise ConfigError(
+            "the memory of activation_checkpoint.mode = 'memory_budget' cannot be estimated: the "
+            "compiler decides it; estimate 'none' and 'full', which it lies between"
+        )
+    config = copy.deepcopy(job_config)
+    if config.compile.enable:
+        logger.info("compile.enable is left out: compiled blocks keep less than this estimate")
+    config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
+    config.comm.mode = "fake_backend"
+    config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = False
+    config.job.save_config_file = None
+    # No data is read and no tokenizer loaded; these pass the checks on any machine.
+    config.model.hf_assets_path = os.curdir
+    config.training.dataset, config.training.dataset_path = JobConfig().training.dataset, None
+    config.validation.enable = False
+    config.debug.seed = 0
+    return config
