@@ -25,6 +25,7 @@ PP, EP = f"{_P}pipeline_parallel_degree=", f"{_P}expert_parallel_degree="
 REPLICAS, BATCH = f"{_P}data_parallel_replicate_degree=", "--training.local_batch_size="
 # 128k tokens per row; attention trades tokens for heads, whose traffic does not depend on data.
 LONG = f"--training.seq_len=131072 {_P}context_parallel_rotate_method=alltoall"
+FULL = "--activation_checkpoint.mode=full"
 LLAMA = "llama3/train_configs/llama3_{}.toml"
 # (preset, GPUs, layout, flags over the preset's); but for long rows, those of one preset have one
 # global batch
@@ -39,7 +40,12 @@ CASES = [
     (LLAMA.format("405b"), 512, "HSDP 8 x 8, TP 8", f"{REPLICAS}8"),
     (LLAMA.format("405b"), 512, "PP 8, FSDP 8, TP 8", f"{PP}8 {BATCH}16"),
     (LLAMA.format("405b"), 512, "FSDP 4, CP 16, TP 8, 128k rows", f"{CP}16 {LONG} {BATCH}1"),
-    ("deepseek_v3/train_configs/deepseek_v3_671b.toml", 512, "FSDP 512, EP 64", f"{EP}64"),
+    (
+        "deepseek_v3/train_configs/deepseek_v3_671b.toml",
+        512,
+        "FSDP 512, EP 64, full AC",
+        f"{EP}64 {FULL}",
+    ),
 ]
 # Axes whose collectives the next operator waits for; the others' can run beside computation.
 _IN_LINE = ("tp", "cp", "ep", "etp")
