@@ -172,8 +172,8 @@ def estimate_from_depths(
 def _run_step(engine: TrainingEngine) -> Iterator[str]:
     """One step on an invented batch; yields the name of each phase when it has ended.
 
-    Of the microbatches at most two are run: the second finds the gradients of the first, a third
-    changes nothing more.
+    Of the microbatches at most the first and the last are run: those between need as much memory
+    as the last, which finds gradients, and send and compute as much as the first.
     """
     training = engine.job_config.training
     # Pinned, as the data loader's batches are.
@@ -206,18 +206,16 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
     peak, peak_phase = 0, ""
     most: Counter[str] = Counter()
     total = StepCounts()
-    n_microbatches = 0
+    n_microbatches = engine.gradient_accumulation_steps
     with tracker, counter:
         for phase in _run_step(engine):
             if tracker.peak.total() > peak:
                 peak, peak_phase = tracker.peak.total(), phase
             most |= tracker.most  # the larger one of each
             tracker.reset_peak()
-            n_microbatches += phase != "optimizer step"
-            # The second microbatch stands for all that follow.
-            is_last_run = n_microbatches == 2 and phase != "optimizer step"
-            times = engine.gradient_accumulation_steps - 1 if is_last_run else 1
-            total.add(counter.take(), times)
+            # The first microbatch stands for all but the last.
+            is_first = not total.flops
+            total.add(counter.take(), max(1, n_microbatches - 1) if is_first else 1)
     dims = engine.parallel_dims
     training = engine.job_config.training
     tokens = engine.global_batch_size * training.seq_len
