@@ -932,7 +932,7 @@ class TrainingEngine:
                 torch._foreach_div_(grads, divisor)
             return None
         if grads:
-            divisor = torch.where(total == 0, 1.0, total)
+            divisor = total + (total == 0)  # 1 for 0; torch.where would copy the number over
             torch._foreach_div_(grads, divisor.to(grads[0].dtype))
         return total.double()
 
