@@ -306,11 +306,10 @@ def _attention_table(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def _waits_table(figures: list[dict[str, Any]]) -> list[str]:
-    lines = ["| case | waits of a step | unknown to the rehearsal |", "|---|---|---|"]
+    lines = ["| case | waits of a step | not allowed |", "|---|---|---|"]
     for one in figures:
         seen = "<br>".join(f"{n} x {place}" for place, n in one["waits"].items()) or "none"
-        new = one["unexpected"]
-        new = "no table" if new is None else "<br>".join(new) or "none"
+        new = "<br>".join(one["unexpected"]) or "none"
         lines.append(f"| {one['case']} | {one['error'] or seen} | {new} |")
     return lines
 
