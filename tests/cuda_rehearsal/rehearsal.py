@@ -53,21 +53,15 @@ def _local_of_caller(name: str) -> Any:
 
 
 class Rehearsal(TorchDispatchMode):
-    """waits: what and where -> how often; see the module.
-
-    made_up: how many numbers were read that only a device could have told.
-    on_read: called with (what, frame) before a number is made up.
-    """
+    """waits, races: what and where -> how often; see the module."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_read: Callable[[str, Any], None] = lambda what, frame: None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
-        self.made_up = 0
-        self.on_read = on_read
         self._uses: dict[int, _Uses] = {}
         self._lock = threading.Lock()
 
@@ -94,10 +88,8 @@ class Rehearsal(TorchDispatchMode):
     def _note(self, what: str) -> None:
         self.waits[f"{what} in {place()[0]}"] += 1
 
-    def _made_up(self, what: str, default: float = 1) -> float:
-        where, frame = place()
-        self.on_read(what, frame)
-        self.made_up += 1
+    def _made_up(self, default: float = 1) -> float:
+        _, frame = place()
         answer = ANSWERS.get(frame.f_code.co_name) if frame else None
         return default if answer is None else answer(frame.f_locals)
 
@@ -111,11 +103,11 @@ class Rehearsal(TorchDispatchMode):
         if isinstance(source, FakeTensor) and source.is_cuda:
             if func in READS:
                 self._note(func.name())
-                value = self._made_up(func.name())
+                value = self._made_up()
                 return bool(value) if func is aten.equal.default else _as(source.dtype, value)
             if func in SIZED_BY_VALUES and kwargs.get("output_size") is None:
                 self._note(func.name())
-                n = int(self._made_up(func.name()))
+                n = int(self._made_up())
                 shape = (n, source.dim()) if func is aten.nonzero.default else (n,)
                 with self.fake_mode:
                     return torch.zeros(shape, dtype=torch.int64, device="cuda")
@@ -164,7 +156,7 @@ class Rehearsal(TorchDispatchMode):
     def _read(self, source, kwargs):
         self._track(aten.clone.default, (source,), {}, None)
         self._note("copy to host, async" if kwargs.get("non_blocking") else "copy to host")
-        value = self._made_up("copy to host", default=0)
+        value = self._made_up(default=0)
         dtype = kwargs.get("dtype") or source.dtype
         # As torch does it: a copy that need not block goes to pinned memory.
         pinned = bool(kwargs.get("non_blocking"))

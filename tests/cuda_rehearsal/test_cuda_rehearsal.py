@@ -71,11 +71,11 @@ def test_seeded_fault_is_caught(seeded, name):
     assert seeded[name]["error"] is None, seeded[name]["error"]
 
 
-def test_engine_and_document_tests_pass_on_the_device_up_to_the_numbers():
-    """They pass, or are skipped where they ask for a number that only a device knows."""
+def test_unit_tests_of_engine_and_documents_pass_on_the_device():
+    """On the device that has numbers; some are skipped, with their reason (see `values.py`)."""
     files = sorted(str(file) for file in (ROOT / "tests/unit").glob("test_document*.py"))
     done = run(
-        *("pytest", "-q", "-p", "tests.cuda_rehearsal.plugin", "-p", "no:cacheprovider"),
+        *("pytest", "-q", "-p", "tests.cuda_rehearsal.values", "-p", "no:cacheprovider"),
         *("--tb=short", "--durations=0", "tests/unit/test_engine.py", *files),
     )
     assert done.returncode == 0, done.stdout[-6000:]
