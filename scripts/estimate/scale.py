@@ -167,6 +167,7 @@ def main() -> None:
         config = ConfigManager().parse_args(
             [f"--job.config_file={MODELS / preset}", *flags.split()]
         )
+        config.model.converters = []  # all in bf16, whose peak is given
         os.environ["NGPU"] = str(n_gpus)
         ranks = {"": 0}
         if config.parallelism.pipeline_parallel_degree > 1:
