@@ -143,7 +143,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
     elif _is_float8_linear(module) and name != "output":
-        from torchtitan.components.quantization.float8_tensor_parallel import LocalFloat8Linear
+        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear
 
         module.__class__ = LocalFloat8Linear
     elif _is_float8_linear(module):
@@ -166,7 +166,7 @@ def _is_float8_linear(module: nn.Module) -> bool:
 
 
 def _float8_shards(block: nn.Module, mesh: DeviceMesh) -> SequenceShards | None:
-    from torchtitan.components.quantization.float8_tensor_parallel import float8_shards_for
+    from torchtitan.distributed.float8_tensor_parallel import float8_shards_for
 
     return float8_shards_for(block, mesh)
 
