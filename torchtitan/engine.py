@@ -287,11 +287,10 @@ class TrainingEngine:
             return True
         if self.device.type == "cpu" or degrees.data_parallel_replicate_degree > 1:
             return False
-        from torchtitan.models.parallelize import parallelize_decoder
-
         # Autocast would keep an fp32 residual stream, and cast all weights in every step. Others'
         # functions may leave one rank's model as it is.
-        return self.train_spec.parallelize_fn is parallelize_decoder
+        parallelize = self.train_spec.parallelize_fn
+        return getattr(parallelize, "__module__", None) == "torchtitan.models.parallelize"
 
     def _set_determinism(self) -> int:
         """Return the seed of the parameters. The host's generators are seeded only if it asked."""

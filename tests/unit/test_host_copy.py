@@ -102,7 +102,7 @@ def numbers_of(masks):
         return {name: numbers_of(mask) for name, mask in masks.items()}
     if isinstance(masks, VarlenMetadata):
         return on_host(masks.cu_seq_q).tolist(), masks.max_q, masks.max_k
-    return on_host(masks.document_ids).tolist(), masks.window, masks.seq_lengths
+    return on_host(masks.document_starts).tolist(), masks.window, masks.seq_lengths
 
 
 @pytest.mark.parametrize("source", PACKED)

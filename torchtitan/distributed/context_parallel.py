@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.models.documents import document_starts
 from torchtitan.tools.host_copy import on_host, pinned, to_device
 
 __all__ = [
@@ -306,12 +305,12 @@ def _place_among_ranks(chunks: Tensor, n_rows: int, seq_len: int) -> Tensor:
 def _boundaries_of(mask: Any, seq_len: int) -> tuple[Tensor | None, int | None]:
     """(what says where documents begin, window) of a mask.
 
-    The first is document ids [1 or B, T] or cumulative lengths [documents + 1]; None if the mask
-    does not say.
+    The former is where each token's document begins [1 or B, T], or cumulative lengths
+    [documents + 1]; None if the mask does not say.
     """
     if mask is None:
         return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu"), None
-    boundaries = getattr(mask, "document_ids", None)
+    boundaries = getattr(mask, "document_starts", None)
     if boundaries is None:
         boundaries = getattr(getattr(mask, "varlen_metadata", mask), "cu_seq_q", None)
     return boundaries, getattr(mask, "window", None)
@@ -330,7 +329,7 @@ def _read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _starts_of(boundaries: Tensor, n_rows: int, seq_len: int) -> Tensor:
     """[1 or B, T], the first key that each query sees but for the window; all on the host."""
     if boundaries.dim() == 2:
-        return document_starts(boundaries)
+        return boundaries
     first = boundaries[:-1].repeat_interleave(boundaries.diff(), output_size=n_rows * seq_len)
     return first.view(n_rows, seq_len) % seq_len
 

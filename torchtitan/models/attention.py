@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.documents import document_ids_from_eos, document_starts
-from torchtitan.tools.host_copy import fetch, to_device
+from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
@@ -254,16 +254,17 @@ def create_document_block_mask(
     window: a query sees no more than itself and the window - 1 tokens before it.
     The block structure is written down from the boundaries, without evaluating any pair of
     tokens and without waiting for the device. A padding token sees itself alone. The mask carries
-    `document_ids` and the `window` for context parallelism, on the CPU the boundaries also as
+    `document_starts` and the `window` for context parallelism, on the CPU the boundaries also as
     `varlen_metadata`, which lets the flex wrapper run attention document by document.
     """
-    starts = _within_window(document_starts(document_ids), window)
+    first_tokens = document_starts(document_ids)
+    starts = _within_window(first_tokens, window)
 
     def causal_document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (kv_idx >= starts[b, q_idx])
 
     mask = _block_mask_from_starts(starts, block_size, causal_document_mask)
-    mask.document_ids = document_ids
+    mask.document_starts = remember_host(first_tokens, document_starts(on_host(document_ids)))
     mask.window = window
     if document_ids.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(document_ids)
@@ -281,7 +282,7 @@ def create_causal_block_mask(
     row = torch.zeros((1, seq_len), device=device, dtype=torch.int32)  # all one document
     mask_mod = get_causal_mask_mod() if window is None else get_sliding_window_mask_mod(window)
     mask = _block_mask_from_starts(_within_window(row, window), block_size, mask_mod)
-    mask.document_ids = torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
+    mask.document_starts = torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
     mask.window = window
     if row.device.type == "cpu":
         mask.varlen_metadata = create_document_varlen_metadata(row.expand(n_rows, -1))
