@@ -2,7 +2,7 @@
 
 It raises where a tensor of the host meets one of the device, and notes in `waits` each place
 where the host waits for the device or copies from pageable memory, and in `races` each place
-where a stream reads or writes what another one may still be working on.
+where a stream, or the host, uses what another stream may still be working on.
 
 Not covered: kernels and their limits, device memory, NCCL.
 """
@@ -12,12 +12,14 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda_rehearsal import device
@@ -40,6 +42,7 @@ ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "_on_any_rank": lambda _: 0,  # none of them saw a leak
     "check": lambda _: 0,
     "_next_microbatches": lambda _: 0,  # no rank ran out of data
+    "_is_asked_to_stop": lambda _: 0,
     "continue_prompts": lambda _: 1,  # one token each
     "_begin_exchange": lambda local: _local_of_caller("pairs").shape[0] // local["num_ranks"],
 }
@@ -62,7 +65,8 @@ class Rehearsal(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
-        self._uses: dict[int, _Uses] = {}
+        self._uses: dict[int, _Uses] = {}  # by the storage on the device
+        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by address on the host
         self._lock = threading.Lock()
 
     @classmethod
@@ -73,7 +77,9 @@ class Rehearsal(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
         self._stack.enter_context(mock.patch.object(threading.Thread, "run", _in_thread(self)))
-        self._stack.enter_context(mock.patch.object(torch.Tensor, "tolist", _tolist))
+        tolist = partialmethod(_tolist, self._check_arrival, torch.Tensor.tolist)
+        for tensor_class in (torch.Tensor, FakeTensor):
+            self._stack.enter_context(mock.patch.object(tensor_class, "tolist", tolist))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -86,6 +92,9 @@ class Rehearsal(TorchDispatchMode):
         self.races.clear()
 
     def _note(self, what: str) -> None:
+        # A thread of the program's own is there to wait. Those of autograd are not Python's.
+        if type(threading.current_thread()) is threading.Thread:
+            return
         self.waits[f"{what} in {place()[0]}"] += 1
 
     def _made_up(self, default: float = 1) -> float:
@@ -149,18 +158,40 @@ class Rehearsal(TorchDispatchMode):
             self._track(func, (target,), {}, out)
             return out
         self._track(func, (source,), {}, None)
-        if not (non_blocking and target.is_pinned()):
+        if non_blocking and target.is_pinned():
+            self._expect(target)
+        else:
             self._note("copy to host")
         return target
 
     def _read(self, source, kwargs):
         self._track(aten.clone.default, (source,), {}, None)
-        self._note("copy to host, async" if kwargs.get("non_blocking") else "copy to host")
-        value = self._made_up(default=0)
-        dtype = kwargs.get("dtype") or source.dtype
         # As torch does it: a copy that need not block goes to pinned memory.
-        pinned = bool(kwargs.get("non_blocking"))
-        return torch.full(source.shape, _as(dtype, value), dtype=dtype, pin_memory=pinned)
+        non_blocking = bool(kwargs.get("non_blocking"))
+        dtype = kwargs.get("dtype") or source.dtype
+        value = _as(dtype, self._made_up(default=0))
+        copy = torch.full(source.shape, value, dtype=dtype, pin_memory=non_blocking)
+        if non_blocking:
+            self._expect(copy)
+        else:
+            self._note("copy to host")
+        return copy
+
+    def _expect(self, tensor) -> None:
+        """The current stream copies into it, and the host goes on."""
+        stream = device.current_stream()
+        reference = StorageWeakRef(tensor.untyped_storage())
+        arrives = reference, stream.stream_id, stream.clock[stream.stream_id]
+        self._arriving[tensor.untyped_storage().data_ptr()] = arrives
+
+    def _check_arrival(self, tensor) -> None:
+        key = tensor.untyped_storage().data_ptr() if self._arriving else 0
+        reference, stream_id, tick = self._arriving.get(key, (None, 0, 0))
+        if reference is None:
+            return
+        if not reference.expired() and device.host.clock[stream_id] < tick:
+            self.races[f"read of a copy that is on its way in {place()[0]}"] += 1
+        del self._arriving[key]
 
     def _check_source(self, source, non_blocking: bool) -> None:
         """The host goes on at once only while it copies from pinned memory.
@@ -177,25 +208,27 @@ class Rehearsal(TorchDispatchMode):
     # ---- streams ----
 
     def _track(self, func, args, kwargs, out) -> None:
-        """Note who reads and writes, and what of that another stream may be in the middle of."""
+        """Note who uses what, and what of it another stream may be in the middle of."""
+        used = _tensors((args, kwargs))
+        reads = self._arriving and not getattr(func, "is_view", False)
+        for tensor in used if reads else ():
+            if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
+                self._check_arrival(tensor)
+        used = [tensor for tensor in used if isinstance(tensor, FakeTensor) and tensor.is_cuda]
+        made = [x for x in _tensors(out) if isinstance(x, FakeTensor) and x.is_cuda]
+        if not used and not made:
+            return
+        arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+        written = {
+            id(value)
+            for value, argument in zip(args, arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
         with self._lock:
-            used = [(t, False) for t in _tensors(args)] + [(t, False) for t in _tensors(kwargs)]
-            if not used and out is None:
-                return
-            written = {
-                id(args[i])
-                for i, argument in enumerate(func._schema.arguments)
-                if i < len(args) and argument.alias_info is not None and argument.alias_info.is_write
-            } if hasattr(func, "_schema") else set()  # fmt: skip
             stream = device.current_stream()
+            stream.tick()
             keys = set()
-            is_first = True
-            for tensor, _ in used:
-                if not (isinstance(tensor, FakeTensor) and tensor.is_cuda):
-                    continue
-                if is_first:
-                    stream.tick()
-                    is_first = False
+            for tensor in used:
                 key = tensor.untyped_storage()._cdata
                 keys.add(key)
                 uses = self._uses.setdefault(key, _Uses())
@@ -204,19 +237,17 @@ class Rehearsal(TorchDispatchMode):
                     what = "write" if is_write else "read"
                     self.races[f"{what} of {func} in {place()[0]}"] += 1
                 uses.add(stream, is_write)
-            for tensor in _tensors(out):
-                if isinstance(tensor, FakeTensor) and tensor.is_cuda:
-                    key = tensor.untyped_storage()._cdata
-                    if key not in keys:  # new memory
-                        if is_first:
-                            stream.tick()
-                            is_first = False
-                        self._uses[key] = _Uses()
-                        self._uses[key].add(stream, True)
+            for tensor in made:
+                key = tensor.untyped_storage()._cdata
+                if key not in keys:  # new memory
+                    self._uses[key] = _Uses()
+                    self._uses[key].add(stream, True)
 
 
-def _tolist(tensor: torch.Tensor, tolist: Callable[[Any], Any] = torch.Tensor.tolist) -> Any:
+def _tolist(tensor: torch.Tensor, check: Callable, tolist: Callable) -> Any:
     """One copy to the host, as on a device; of a fake tensor torch would read each number."""
+    if not tensor.is_cuda:
+        check(tensor)
     return tolist(tensor.cpu() if tensor.is_cuda else tensor)
 
 

@@ -121,8 +121,9 @@ def scores_lists(_name: str) -> Notes:
                     global_valid_tokens=1.0,
                     head=TokenLogProbs(),
                 )
+            denominator = torch.tensor(7.0, device=engine.device)
             with noting(rehearsal, notes, "optim_step"):
-                engine.optim_step(denominator=torch.tensor(7.0, device=engine.device))
+                engine.optim_step(denominator=denominator)
     return notes
 
 
