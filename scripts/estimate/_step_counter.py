@@ -137,7 +137,7 @@ class StepCounter(TorchDispatchMode):
             self.counts.flops["matrix products"] += flops
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            if "attention" in name:
+            if "attention" in name or "attn" in name:
                 # The formulas are of whole squares of scores; kernels leave out the future.
                 self.counts.flops["attention"] += flops // 2
             else:

@@ -88,7 +88,7 @@ PLAIN = ["--activation_checkpoint.mode=none"]
 MOE = [*PLAIN, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
 _P = "--parallelism."
 PP = [*PLAIN, f"{_P}pipeline_parallel_degree=2", f"{_P}pipeline_parallel_schedule=1F1B"]
-CP = [f"{_P}context_parallel_degree=2", f"{_P}context_parallel_rotate_method=alltoall"]
+CP = f"{_P}context_parallel_degree=2"
 LAYERS = 2
 # name -> (ranks, overrides, rank, GPUs in each node, layers)
 FORMULAS = {
@@ -100,7 +100,8 @@ FORMULAS = {
     "hsdp": (8, [*PLAIN, f"{_P}data_parallel_replicate_degree=2"], 0, 4, LAYERS),
     "pp, first": (2, PP, 0, 8, LAYERS),
     "pp, last": (2, PP, 1, 8, LAYERS),
-    "cp": (2, [*PLAIN, *CP], 0, 8, LAYERS),
+    "cp": (2, [*PLAIN, CP, f"{_P}context_parallel_rotate_method=alltoall"], 0, 8, LAYERS),
+    "cp, allgather": (2, [*PLAIN, CP], 0, 8, LAYERS),
     "ep": (2, [*MOE, f"{_P}expert_parallel_degree=2"], 0, 8, LAYERS),
     # What needs neither its files nor its accelerators to be here.
     "256 ranks": (
@@ -244,6 +245,7 @@ def test_context_parallelism_halves_the_products_of_each_rank(estimates):
     whole, half = estimates["fsdp"], estimates["cp"]
     assert 2 * half.counts.flops["matrix products"] == whole.counts.flops["matrix products"]
     assert 2 * half.counts.flops["attention"] == whole.counts.flops["attention"]
+    assert estimates["cp, allgather"].counts.flops == half.counts.flops
     # Queries, keys, values and outputs, and the gradients of each.
     assert half.counts.traffic["cp", "all-to-all"].calls == 8 * LAYERS
 
