@@ -66,6 +66,7 @@ def _then(function: Callable, also: Callable) -> Callable:
 
 
 ENGINE = "torchtitan.engine:TrainingEngine."
+CONTEXT = "torchtitan.distributed.context_parallel:"
 
 # ---- the host waits, once per step ----
 
@@ -75,9 +76,9 @@ def gradient_norm_is_read_in_each_step(function):
     return _then(function, lambda result: result.grad_norm.item())
 
 
-@fault("llama3 fsdp", ENGINE + "forward_backward_step")
-def loss_is_printed_in_each_step(function):
-    return _then(function, lambda loss: f"{loss}")
+@fault("llama3", ENGINE + "forward_backward_step")
+def loss_is_read_in_each_step(function):
+    return _then(function, float)
 
 
 @fault("llama3", ENGINE + "optim_step")
@@ -90,10 +91,10 @@ def norm_is_checked_on_the_host(function):
     return _then(function, lambda norm: bool(norm > 1))
 
 
-@fault("llama3 flex", "torchtitan.models.attention:create_document_block_mask")
+@fault("llama3 flex", "torchtitan.models.decoder:create_document_block_mask")
 def documents_are_counted_on_the_host(function):
     def count(document_ids, *args, **kwargs):
-        int(document_ids.to("cuda").max())
+        int(document_ids.max())
         return function(document_ids, *args, **kwargs)
 
     return count
@@ -138,20 +139,51 @@ def constant_is_made_on_the_host_in_each_step(function):
     return forward
 
 
-@fault("llama3", "torchtitan.engine:TrainingEngine.forward_backward_step")
-def labels_go_to_the_host_for_their_count(function):
+@fault("llama3", ENGINE + "forward_backward_step")
+def loss_goes_to_the_host_in_each_step(function):
     return _then(function, lambda loss: loss.to("cpu"))
 
 
-@fault("to host and back", "torch:Tensor.pin_memory")
-def offload_goes_through_pageable_memory(function):
-    return lambda self, *args, **kwargs: self.clone()
+@fault("to host and back", "torchtitan.components.offload:Offloader._pinned_copies")
+def states_go_to_pageable_memory(function):
+    def copies(self, kinds):
+        return {key: (x, y.clone()) for key, (x, y) in function(self, kinds).items()}
+
+    return copies
+
+
+@fault("trainer", "torchtitan.tools.host_copy:pinned")
+def batches_are_not_pinned(function):
+    return lambda x: x
+
+
+# ---- what was asked the host before ----
+
+
+@fault("llama3 fsdp", "torchtitan.engine:skips_on_device")
+def the_host_decides_whether_to_skip_a_step(function):
+    return lambda optimizers: False
+
+
+@fault("llama3 varlen", "torchtitan.tools.host_copy:remember_host")
+def documents_are_read_back_from_the_device(function):
+    return lambda copy, source: copy
+
+
+@fault("qwen3 moe ep full compile", "torchtitan.distributed.expert_parallel:read_once")
+def recomputation_waits_for_the_counts_again(function):
+    return lambda read: read()
+
+
+@fault("llama3", "torchtitan.tools.host_copy:read_later")
+def number_is_read_before_it_has_arrived(function):
+    return lambda tensor: tensor.to("cpu", non_blocking=True).tolist
 
 
 # ---- tensors of the host among those of the device ----
 
 
-@fault("llama3 flex", "torchtitan.models.attention:create_document_block_mask")
+@fault("llama3 flex", "torchtitan.models.decoder:create_document_block_mask")
 def mask_stays_on_the_host(function):
     return lambda ids, *args, **kwargs: function(
         torch.zeros(ids.shape, dtype=torch.int32), *args, **kwargs
@@ -166,19 +198,16 @@ def device_argument_is_forgotten(function):
     return forward
 
 
-@fault("llama3 fsdp", "torchtitan.components.loss:cross_entropy_sum")
+@fault("llama3 fsdp", "torchtitan.components.loss:cross_entropy_loss")
 def labels_stay_on_the_host(function):
     return lambda logits, labels, *a, **k: function(
         logits, torch.zeros(labels.shape, dtype=torch.long), *a, **k
     )
 
 
-@fault("llama3 cp allgather", "torchtitan.distributed.context_parallel:ShardedMask.gather_keys")
+@fault("llama3 cp allgather", CONTEXT + "ShardedMask.gathered_keys")
 def index_of_gathered_keys_stays_on_the_host(function):
-    def gather_keys(self, x):
-        return function(self, x).index_select(0, torch.arange(8))
-
-    return gather_keys
+    return lambda self: function(self).index_select(0, torch.arange(8))
 
 
 @fault("qwen3 moe compile", "torchtitan.models.moe.moe:MoE.forward")
@@ -192,13 +221,12 @@ def bias_of_experts_stays_on_the_host(function):
 # ---- streams ----
 
 
-@fault("checkpoint pinned")
-def staging_does_not_wait_for_the_update():
-    from tests.cuda_rehearsal import device
-
-    return mock.patch.object(
-        type(device.default_stream), "wait_stream", lambda self, stream: None
-    ) if False else _streams_never_wait()  # fmt: skip
+@fault(
+    "checkpoint pinned",
+    "torchtitan.components.checkpoint:CheckpointManager._order_staging_after_compute",
+)
+def staging_does_not_wait_for_the_update(function):
+    return lambda self: None
 
 
 @contextlib.contextmanager
@@ -230,7 +258,7 @@ def work_of_another_stream_is_not_waited_for(function):
 # ---- the compiler, and what only runs on a device ----
 
 
-@fault("qwen3 moe compile", "torchtitan.models.moe.utils:indices_padding_wrapper")
+@fault("qwen3 moe compile", "torchtitan.models.moe.moe:indices_padding_wrapper")
 def compiled_block_wraps_a_partial_function(function):
     return lambda run: functools.wraps(run)(function(run))
 
@@ -240,11 +268,3 @@ def recomputation_refuses_higher_order_operators():
     from torchtitan.distributed.activation_checkpoint import _RecomputeMode
 
     return mock.patch.object(_RecomputeMode, "supports_higher_order_operators", False)
-
-
-@fault("trainer", "torchtitan.components.dataloader:ParallelAwareDataloader.__init__")
-def batches_are_not_pinned(function):
-    def init(self, *args, **kwargs):
-        function(self, *args, **{**kwargs, "pin_memory": False})
-
-    return init
