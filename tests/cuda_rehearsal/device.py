@@ -155,14 +155,13 @@ def on_host_wait(what: str) -> None:
     """Called when the host waits for a stream, an event or the device; a rehearsal replaces it."""
 
 
-class HostClock(threading.local):
-    """What the host knows to be finished, in each of its threads."""
+class Host:
+    """`clock`: what the host knows to be finished, in whatever thread it learned that."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    clock = Clock()
 
 
-host = HostClock()
+host = Host()
 
 
 class Event:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_rehearsal.cases import ALLOWED, CASES
+from tests.cuda_rehearsal.cases import ALLOWED, CASES, IN_FULL_RUNS
 from tests.cuda_rehearsal.device import why_not
 from tests.cuda_rehearsal.faults import FAULTS
 from tests.cuda_rehearsal.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL = os.environ.get("REHEARSE") == "all"
+NAMES = [name for name in (*CASES, *SCENARIOS) if ALL or name not in IN_FULL_RUNS]
 reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"cannot rehearse CUDA: {reason}")
 
@@ -50,7 +52,7 @@ def records_of(names, *flags):
 
 @pytest.fixture(scope="module")
 def rehearsed():
-    return records_of([*CASES, *SCENARIOS])
+    return records_of(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def seeded():
     return records_of(FAULTS, "--faults")
 
 
-@pytest.mark.parametrize("name", [*CASES, *SCENARIOS])
+@pytest.mark.parametrize("name", NAMES)
 def test_host_waits_for_the_device_only_where_the_table_says(rehearsed, name):
     record = rehearsed[name]
     assert record["error"] is None, record["error"]
