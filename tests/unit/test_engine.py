@@ -397,7 +397,7 @@ def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypa
     def lose_device():
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(engine, "_forget_token_counts", lose_device)
+    monkeypatch.setattr(engine, "_forget_microbatches", lose_device)
     batch, labels = random_batch(2, 32)
     with pytest.raises(ZeroDivisionError):
         engine.forward_backward_step(
