@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,6 +79,9 @@ class Rehearsal(TorchDispatchMode):
         self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
         self._stack.enter_context(mock.patch.object(threading.Thread, "run", _in_thread(self)))
         tolist = partialmethod(_tolist, self._check_arrival, torch.Tensor.tolist)
+        offload = "_offload_tensor"
+        stage = partialmethod(_stage, self._use_storage, getattr(StateDictStager, offload))
+        self._stack.enter_context(mock.patch.object(StateDictStager, offload, stage))
         for tensor_class in (torch.Tensor, FakeTensor):
             self._stack.enter_context(mock.patch.object(tensor_class, "tolist", tolist))
         return super().__enter__()
@@ -231,17 +235,27 @@ class Rehearsal(TorchDispatchMode):
             for tensor in used:
                 key = tensor.untyped_storage()._cdata
                 keys.add(key)
-                uses = self._uses.setdefault(key, _Uses())
-                is_write = id(tensor) in written
-                if not uses.is_safe(stream, is_write):
-                    what = "write" if is_write else "read"
-                    self.races[f"{what} of {func} in {place()[0]}"] += 1
-                uses.add(stream, is_write)
+                self._use_storage(key, id(tensor) in written, func)
             for tensor in made:
                 key = tensor.untyped_storage()._cdata
                 if key not in keys:  # new memory
                     self._uses[key] = _Uses()
                     self._uses[key].add(stream, True)
+
+    def _use_storage(self, key: int, is_write: bool, func: Any) -> None:
+        stream, uses = device.current_stream(), self._uses.setdefault(key, _Uses())
+        if not uses.is_safe(stream, is_write):
+            what = "write" if is_write else "read"
+            self.races[f"{what} of {func} in {place()[0]}"] += 1
+        uses.add(stream, is_write)
+
+
+def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoints in pinned memory copy storages, which no operator sees."""
+    if not isinstance(x, FakeTensor):
+        return stage(stager, x, *args, **kwargs)
+    use(x.untyped_storage()._cdata, False, "a tensor that is staged")
+    return torch.zeros(x.shape, dtype=x.dtype)
 
 
 def _tolist(tensor: torch.Tensor, check: Callable, tolist: Callable) -> Any:

@@ -183,6 +183,7 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
 
 def pytest_configure() -> None:
     from torchtitan.distributed import utils
+    from torchtitan.engine import TrainingEngine
     from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(_flex)
@@ -197,6 +198,11 @@ def pytest_configure() -> None:
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     dist.init_process_group = dist.distributed_c10d.init_process_group = with_gloo
     utils._check_existing_group = lambda *_: None
+    # FSDP resizes storages, which these tensors don't have.
+    wanted = TrainingEngine._is_fsdp_wanted_always
+    TrainingEngine._is_fsdp_wanted_always = lambda self: (
+        not isinstance(self, TrainingEngine) and wanted(self)
+    )
     torch.compile = lambda *_args, **_kwargs: pytest.skip("compiles, which needs a real device")
 
 

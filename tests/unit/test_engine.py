@@ -209,7 +209,9 @@ def test_optim_step_reports_norm_and_learning_rate_of_the_first_step(tmp_path):
     )
     expected = torch.stack([g.double().norm() for g in gradients(engine).values()]).norm()
     result = engine.optim_step()
-    assert result.grad_norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    # On the CPU norms are taken row by row; elsewhere by torch's kernel, in fp32.
+    rel = 1e-5 if engine.device.type == "cpu" else 2e-4
+    assert result.grad_norm.item() == pytest.approx(expected.item(), rel=rel)
     assert result.lr == pytest.approx(1e-3 / 5)
     assert result.skipped is False
 
@@ -226,6 +228,7 @@ def test_non_finite_gradient_is_skipped_and_leaves_the_weights(tmp_path, caplog)
     assert engine.optim_step().skipped is True
     for name, tensor in engine.model_parts[0].state_dict().items():
         assert torch.equal(tensor, before[name])
+    assert engine.weights_version == 0  # a look at what an accelerator said
     assert "gradient norm is nan" in caplog.text
 
 
@@ -237,6 +240,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
     poison(engine)
     with pytest.raises(FloatingPointError, match="nonfinite_grad_norm"):
         engine.optim_step()
+        engine.weights_version  # noqa: B018 (on an accelerator the error comes with a look)
 
 
 def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
@@ -244,6 +248,7 @@ def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
     poison(engine)
     with pytest.raises(FloatingPointError, match="lower optimizer.lr"):
         engine.optim_step()
+        engine.weights_version  # noqa: B018 (as above)
 
 
 def backward(engine, seed: int = 0) -> None:
@@ -430,6 +435,7 @@ def test_steps_on_top_of_a_loaded_checkpoint_are_saved_beside_it(tmp_path, caplo
             assert f"step-{n}" in names_of_steps(tmp_path)
     poison(engine)
     engine.optim_step()
+    engine.weights_version  # noqa: B018 (as above)
     assert "step 8: the gradient norm is nan" in caplog.text
     engine.step = 20
     engine.save()
