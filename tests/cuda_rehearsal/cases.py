@@ -94,6 +94,18 @@ IN_FULL_RUNS = {
     "gpt_oss compile",
 }
 
+FAULTS_IN_FULL_RUNS = {
+    "loss is read in each step",
+    "norm is checked on the host",
+    "device is synchronized in each step",
+    "forward looks for places by value",
+    "constant is made on the host in each step",
+    "loss goes to the host in each step",
+    "every step logs",
+    "recomputation waits for the counts again",
+    "experts are counted one by one",
+}
+
 # ---- where the host may wait, and how often; nothing that is not here may ----
 
 Waits = dict[str, int]
