@@ -68,8 +68,15 @@ CASES = {
     "gpt_oss tp ep": (8, f"{TP}2 {EP}2"),
 }
 
-# Not run in CI, where others stand for them; `REHEARSE=all` runs them, too.
-IN_FULL_RUNS = {
+# Together a few minutes: marked slow, and not run in CI, where others stand for them.
+SLOW = {
+    "llama3 fsdp registered",
+    "llama3 op flex compile",
+    "llama3 cp alltoall flex compile",
+    "gpt_oss op flex",
+    "trainer accumulates",
+    "checkpoint sync",
+    "checkpoint async",
     "llama3",
     "llama3 varlen",
     "llama3 fsdp",
@@ -94,7 +101,10 @@ IN_FULL_RUNS = {
     "gpt_oss compile",
 }
 
-FAULTS_IN_FULL_RUNS = {
+SLOW_FAULTS = {
+    "gradient norm is read in each step",
+    "states go to pageable memory",
+    "batches are not pinned",
     "loss is read in each step",
     "norm is checked on the host",
     "device is synchronized in each step",

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_rehearsal.cases import ALLOWED, CASES, FAULTS_IN_FULL_RUNS, IN_FULL_RUNS
+from tests.cuda_rehearsal.cases import ALLOWED, CASES, SLOW, SLOW_FAULTS
 from tests.cuda_rehearsal.device import why_not
 from tests.cuda_rehearsal.faults import FAULTS
 from tests.cuda_rehearsal.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = os.environ.get("REHEARSE") == "all"
-NAMES = [name for name in (*CASES, *SCENARIOS) if ALL or name not in IN_FULL_RUNS]
-FAULT_NAMES = [name for name in FAULTS if ALL or name not in FAULTS_IN_FULL_RUNS]
 reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"cannot rehearse CUDA: {reason}")
+
+
+def marked(names, slow):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
 
 
 def run(*arguments):
@@ -51,17 +52,23 @@ def records_of(names, *flags):
     return {record["name"]: record for records in shares for record in records}
 
 
-@pytest.fixture(scope="module")
-def rehearsed():
-    return records_of(NAMES)
+def wanted(request):
+    """Names of all selected tests that take the fixture."""
+    takers = (i for i in request.session.items if request.fixturename in i.fixturenames)
+    return [item.callspec.params["name"] for item in takers]
 
 
 @pytest.fixture(scope="module")
-def seeded():
-    return records_of(FAULT_NAMES, "--faults")
+def rehearsed(request):
+    return records_of(wanted(request))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.fixture(scope="module")
+def seeded(request):
+    return records_of(wanted(request), "--faults")
+
+
+@pytest.mark.parametrize("name", marked([*CASES, *SCENARIOS], SLOW))
 def test_host_waits_for_the_device_only_where_the_table_says(rehearsed, name):
     record = rehearsed[name]
     assert record["error"] is None, record["error"]
@@ -69,19 +76,17 @@ def test_host_waits_for_the_device_only_where_the_table_says(rehearsed, name):
     assert noted == ALLOWED.get(name, {})
 
 
-@pytest.mark.parametrize("name", FAULT_NAMES)
+@pytest.mark.parametrize("name", marked(FAULTS, SLOW_FAULTS))
 def test_seeded_fault_is_caught(seeded, name):
     assert seeded[name]["error"] is None, seeded[name]["error"]
 
 
-def test_unit_tests_of_engine_and_documents_pass_on_the_device():
-    """On the device that has numbers; some are skipped, with their reason (see `values.py`).
-
-    In CI those of the engine.
-    """
-    documents = sorted(str(file) for file in (ROOT / "tests/unit").glob("test_document*.py"))
-    done = run(
-        *("pytest", "-q", "-p", "tests.cuda_rehearsal.values", "-p", "no:cacheprovider"),
-        *("--tb=short", "--durations=0", "tests/unit/test_engine.py", *(documents if ALL else [])),
-    )
+@pytest.mark.parametrize(
+    "files", ["test_engine.py", pytest.param("test_document*.py", marks=pytest.mark.slow)]
+)
+def test_unit_tests_pass_on_the_device(files):
+    """On the device that has numbers; some are skipped, with their reason (see `values.py`)."""
+    paths = sorted(str(file) for file in (ROOT / "tests/unit").glob(files))
+    plugins = "-p", "tests.cuda_rehearsal.values", "-p", "no:cacheprovider"
+    done = run("pytest", "-q", *plugins, "--tb=short", *paths)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -80,6 +80,7 @@ def test_multi_node_script_names_what_is_missing():
     assert "set NNODES to the number of nodes" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_path):
     variables = {"NNODES": "2", "MASTER": f"localhost:{free_port()}", "NGPU": "1"}
     nodes = [

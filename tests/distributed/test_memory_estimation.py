@@ -138,6 +138,7 @@ def estimates(tmp_path_factory):
     return pickle.loads((folder / "estimates").read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_estimate_agrees_with_a_real_run(name, tmp_path, estimates):
     world_size, overrides = JOBS[name]
