@@ -14,7 +14,7 @@ from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools import host
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_contract_holds(nproc):
     results = conformance.run_checks(nproc)
     failed = {r.name: r.problem for r in results if r.outcome == "FAIL"}

@@ -162,6 +162,7 @@ def sent(estimate, axis, kind):
     return estimate.counts.traffic[axis, kind].sent
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_twice_in_bf16_and_reduces_once_in_fp32(estimates):
     estimate = estimates["fsdp"]
     assert estimate.parameters >= 4 * estimate.num_params / 8
@@ -180,6 +181,7 @@ def test_fsdp_gathers_twice_in_bf16_and_reduces_once_in_fp32(estimates):
     assert all(traffic.network == 0 for traffic in estimate.counts.traffic.values())
 
 
+@pytest.mark.slow
 def test_matrix_products_are_six_flops_per_weight_and_token(estimates):
     estimate = estimates["fsdp"]
     tokens = BATCH * SEQ_LEN
@@ -191,11 +193,13 @@ def test_matrix_products_are_six_flops_per_weight_and_token(estimates):
     assert estimate.tokens == 8 * tokens
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_share_what_a_ring_sends_out_of_it(estimates):
     for traffic in estimates["accumulation, 2 nodes"].counts.traffic.values():
         assert traffic.network == traffic.sent / 4
 
 
+@pytest.mark.slow
 def test_every_microbatch_gathers_again(estimates):
     one, four = estimates["fsdp"], estimates["accumulation, 2 nodes"]
     assert four.tokens == 4 * one.tokens
@@ -204,11 +208,13 @@ def test_every_microbatch_gathers_again(estimates):
     assert four.counts.flops == {name: 4 * flops for name, flops in one.counts.flops.items()}
 
 
+@pytest.mark.slow
 def test_two_depths_tell_what_the_whole_model_needs(estimates):
     low, high = estimates["fsdp"], estimates["fsdp, 3 layers"]
     assert low.towards(high, 3) == estimates["fsdp, 5 layers"]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_sends_hidden_states_four_times_each_way(estimates):
     hidden = BATCH * SEQ_LEN * DIM * 2  # bf16
     times = 4 * LAYERS + 2  # attention and feed-forward, forward and backward; both ends
@@ -216,6 +222,7 @@ def test_tensor_parallelism_sends_hidden_states_four_times_each_way(estimates):
     assert sent(estimates["tp"], "tp", "reduce-scatter") == times * hidden / 2
 
 
+@pytest.mark.slow
 def test_replicas_reduce_their_shard_of_the_gradients(estimates):
     traffic = estimates["hsdp"].counts.traffic["dp_replicate", "all-reduce"]
     shard = 4 * estimates["hsdp"].num_params / 4
@@ -224,6 +231,7 @@ def test_replicas_reduce_their_shard_of_the_gradients(estimates):
     assert traffic.network == traffic.sent  # one rank of each node has this shard
 
 
+@pytest.mark.slow
 def test_pipeline_stages_send_hidden_states(estimates):
     first, last = estimates["pp, first"], estimates["pp, last"]
     for estimate in (first, last):
@@ -233,6 +241,7 @@ def test_pipeline_stages_send_hidden_states(estimates):
     assert total == 2 * estimates["tp"].counts.flops["matrix products"]
 
 
+@pytest.mark.slow
 def test_experts_get_their_share_of_chosen_tokens(estimates):
     traffic = estimates["ep"].counts.traffic["ep", "all-to-all"]
     # Counts and tokens out, tokens back; gradients of both.
@@ -242,6 +251,7 @@ def test_experts_get_their_share_of_chosen_tokens(estimates):
     assert traffic.sent == pytest.approx(LAYERS * 4 * chosen / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_context_parallelism_halves_the_products_of_each_rank(estimates):
     whole, half = estimates["fsdp"], estimates["cp"]
     assert 2 * half.counts.flops["matrix products"] == whole.counts.flops["matrix products"]
@@ -251,6 +261,7 @@ def test_context_parallelism_halves_the_products_of_each_rank(estimates):
     assert half.counts.traffic["cp", "all-to-all"].calls == 8 * LAYERS
 
 
+@pytest.mark.slow
 def test_bound_adds_up_compute_and_what_it_waits_for(estimates):
     machine = Machine(flops=1e12, nvlink=1e9, network=1e8, gpus_per_node=8)
     estimate = estimates["tp"]
@@ -261,6 +272,7 @@ def test_bound_adds_up_compute_and_what_it_waits_for(estimates):
     assert bound.mfu == pytest.approx(estimate.model_flops / (2 * bound.step * 1e12))
 
 
+@pytest.mark.slow
 def test_ranks_files_and_accelerators_need_not_exist(estimates):
     estimate = estimates["256 ranks"]
     table = estimate.as_table()
