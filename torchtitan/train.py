@@ -20,6 +20,7 @@ import torchtitan
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.job import resolve_job
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def main(
         _run(config, trainer_class)
     except ConfigError as error:
         _exit_with_message(error, 2)
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, RunError) as error:
         _exit_with_message(error, 1)
     except Exception as error:
         # A lost connection is another rank's failure, which that rank reports.

@@ -1,0 +1,3 @@
+from tests.reliability.faults import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,170 @@
+"""Jobs started as a user starts them, several in a second: `python -m MODULE ARGUMENTS` on one or
+more ranks, forked from a server that has torch and this package loaded.
+
+For tests that need many runs, and for those that kill them.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "tests/assets/tokenizer"
+_PRELOADED = [
+    "torch._dynamo",
+    "torchtitan.trainer",
+    "torchtitan.config.manager",
+    "torchtitan.components.checkpoint",
+    "torchtitan.components.metrics",
+    "torchtitan.models.llama3",
+    "torchtitan.rl.controller",
+]
+
+# A job of a tenth of a second per step, repeated bit for bit when it is run again.
+TINY_JOB = [
+    "--model.name=llama3",
+    "--model.flavor=debugmodel",
+    f"--model.hf_assets_path={TOKENIZER}",
+    "--training.dataset=c4_test",
+    "--training.steps=4",
+    "--training.seq_len=32",
+    "--training.local_batch_size=1",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--lr_scheduler.warmup_steps=1",
+    "--debug.seed=3",
+    "--metrics.log_freq=1",
+]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a job ended."""
+
+    exit_codes: list[int | None]  # of each rank; negative: the signal; None: it had to be killed
+    seconds: float
+    outputs: list[str]  # stdout and stderr of each rank
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+
+class Job:
+    """A job that was started; end it with `wait` or `kill`."""
+
+    def __init__(self, processes: list[BaseProcess], logs: list[Path]) -> None:
+        self.processes, self.logs = processes, logs
+        self._started = time.monotonic()
+
+    def send(self, signal_number: int, rank: int = 0) -> None:
+        pid = self.processes[rank].pid
+        if pid is not None and self.processes[rank].is_alive():
+            os.kill(pid, signal_number)
+
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def output(self, rank: int = 0) -> str:
+        return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
+
+    def wait(self, timeout_seconds: float = 30) -> Outcome:
+        """What became of the job. Ranks that have not ended in time are killed."""
+        deadline = time.monotonic() + timeout_seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        seconds = time.monotonic() - self._started
+        exit_codes = [process.exitcode for process in self.processes]
+        self.kill()
+        return Outcome(exit_codes, seconds, [self.output(r) for r in range(len(self.logs))])
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def start(
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    module: str = "torchtitan.train",
+    ranks: int = 1,
+    environment: dict[str, str | None] | None = None,
+    arguments_of_rank: dict[int, Sequence[str]] | None = None,
+) -> Job:
+    """Start `python -m MODULE ARGUMENTS` (or a script, by its path) on `ranks` ranks.
+
+    folder: what the ranks print goes to rank_<r>.log there.
+    environment: added to the present one; None removes a variable.
+    arguments_of_rank: appended for one rank.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if ranks > 1:
+        variables |= {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+        }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    processes, logs = [], []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        merged = dict(os.environ) | variables | own | (environment or {})
+        log = folder / f"rank_{rank}.log"
+        process = context.Process(
+            target=_run,
+            args=(
+                module,
+                [*arguments, *(arguments_of_rank or {}).get(rank, [])],
+                {name: value for name, value in merged.items() if value is not None},
+                str(log),
+            ),
+            daemon=False,  # a job may have data workers
+        )
+        process.start()
+        processes.append(process)
+        logs.append(log)
+    return Job(processes, logs)
+
+
+def run(arguments: Sequence[str], folder: Path, timeout_seconds: float = 30, **options) -> Outcome:
+    """`start`, then `wait`."""
+    return start(arguments, folder, **options).wait(timeout_seconds)
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [module, *arguments]
+    if module.endswith(".py"):
+        runpy.run_path(str(ROOT / module), run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
