@@ -1,0 +1,331 @@
+"""Kill runs at random instants, damage what they left, and see whether they resume.
+
+    python -m tests.reliability.kill_anywhere --trials 500
+
+A trial starts a run, sends SIGKILL at a random instant to all ranks, at once or shortly after one
+another, damages a file of a checkpoint in two of five trials, and starts the run again. It passes if
+that run
+
+- continues from the newest step folder that is whole, as judged here from files and hashes alone,
+- repeats loss and gradient norm of every later step of an unbroken run, bit for bit, and
+- says so and stops, where no whole step is left but damaged ones are, instead of starting anew.
+
+Exit code 1 if a trial fails. Its folder is kept then.
+"""
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tests.reliability import jobs
+
+STEPS = 8
+SECONDS_TO_END = 60
+SAVING = [
+    "--checkpoint.enable",
+    "--checkpoint.interval=1",
+    "--checkpoint.keep_latest_k=3",
+    "--checkpoint.no_last_save_model_only",
+    f"--training.steps={STEPS}",
+    "--metrics.enable_jsonl",
+    "--metrics.disable_color_printing",
+]
+TRAIN = [
+    *jobs.TINY_JOB,
+    "--experimental.custom_import=tests.reliability.tiny_flavor",
+    "--model.flavor=tiny",
+    *SAVING,
+]
+RL = [
+    "--model.name=rl_toy",
+    "--training.seq_len=24",
+    "--training.local_batch_size=4",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--lr_scheduler.warmup_steps=0",
+    "--optimizer.lr=1e-3",
+    "--debug.seed=7",
+    "--metrics.log_freq=1",
+    "--rl.task.name=copy",
+    "--rl.sampling.max_tokens=4",
+    "--rl.num_prompts_per_step=4",
+    "--rl.num_samples_per_prompt=4",
+    *SAVING,
+]
+ASYNC = ["--checkpoint.async_mode=async"]
+VALIDATION = [
+    "--validation.enable",
+    "--validation.dataset=local",
+    f"--validation.dataset_path={jobs.ROOT}/tests/assets/c4_test/data.json",
+    "--validation.freq=1",
+    "--validation.steps=1",
+    "--validation.local_batch_size=1",
+    "--validation.seq_len=32",
+]
+EXPORT = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kind of run that is killed."""
+
+    name: str
+    arguments: tuple[str, ...]
+    ranks: int = 1
+    module: str = "torchtitan.train"
+
+
+def _variants() -> list[Variant]:
+    kinds = {
+        "plain": (TRAIN, "torchtitan.train"),
+        "validation": ([*TRAIN, *VALIDATION], "torchtitan.train"),
+        "data workers": ([*TRAIN, "--training.dataloader.num_workers=1"], "torchtitan.train"),
+        "export": ([*TRAIN, *EXPORT], "torchtitan.train"),
+        "RL": (RL, "torchtitan.rl.train"),
+    }
+    return [
+        Variant(f"{kind}, {mode}, {ranks} rank{'s'[: ranks - 1]}", (*arguments, *extra), ranks, of)
+        for kind, (arguments, of) in kinds.items()
+        for mode, extra in (("sync", ()), ("async", ASYNC))
+        for ranks in ((1,) if kind == "data workers" else (1, 2))
+    ]
+
+
+VARIANTS = {variant.name: variant for variant in _variants()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What was done to one run, and `failure`: what went wrong afterwards, if anything."""
+
+    variant: str
+    seed: int
+    killed_after_seconds: float
+    damage: str | None
+    resumed_from: int | None  # None: there was no whole step, and the run began or stopped
+    failure: str | None
+
+
+# ---- the unbroken run ----
+
+
+def start(variant: Variant, folder: Path) -> jobs.Job:
+    return jobs.start(
+        [*variant.arguments, f"--job.dump_folder={folder}/outputs"],
+        folder / "logs",
+        module=variant.module,
+        ranks=variant.ranks,
+    )
+
+
+def rows(folder: Path) -> list[dict]:
+    """The logged steps, with their numbers that must not depend on whether the run was killed."""
+    path = folder / "outputs/metrics.jsonl"
+    if not path.exists():
+        return []
+    logged = []
+    for line in path.read_text().split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that was cut by the kill, or the empty one at the end
+            continue
+        if "grad_norm" in row:
+            loss = row.get("loss_metrics/global_avg_loss", row.get("loss"))
+            logged.append({"step": row["step"], "numbers": (loss, row["grad_norm"])})
+    return logged
+
+
+def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
+    """Numbers of each step, and how long the run took."""
+    outcome = start(variant, folder).wait(SECONDS_TO_END)
+    assert outcome.exit_codes == [0] * variant.ranks, outcome.output
+    numbers = {row["step"]: row["numbers"] for row in rows(folder)}
+    assert sorted(numbers) == list(range(1, STEPS + 1)), outcome.output
+    return numbers, outcome.seconds
+
+
+# ---- what is on disk, judged without the package ----
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Newest first."""
+    found = (folder / "outputs/checkpoint").glob("step-*")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def is_finished(step: Path) -> bool:
+    """Whether the save ended, whatever became of the files since."""
+    return not (step / ".incomplete").exists() and any(step.iterdir())
+
+
+def is_whole(step: Path) -> bool:
+    if not is_finished(step):
+        return False
+    if not (step / ".sha256sums").exists():  # as other tools write it; nothing else is damaged then
+        return (step / ".metadata").exists() or any(step.glob("*.safetensors"))
+    text = (step / ".sha256sums").read_text(errors="replace")
+    entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
+    if not text.startswith(f"# {len(entries)} files\n") or not entries:
+        return False
+    if not any(name in (".metadata", "model.safetensors") for _, name in entries):
+        return False
+    return all(
+        (step / name).is_file() and hashlib.sha256((step / name).read_bytes()).hexdigest() == digest
+        for digest, name in entries
+    )
+
+
+def newest_whole_step(folder: Path) -> int | None:
+    return next(
+        (int(s.name.removeprefix("step-")) for s in step_folders(folder) if is_whole(s)), None
+    )
+
+
+def damage_a_file(folder: Path, rng: random.Random) -> str | None:
+    """Truncate, flip a bit of, or delete a random file of a random finished step."""
+    finished = [step for step in step_folders(folder) if is_finished(step)]
+    if not finished:
+        return None
+    step = rng.choice(finished[:2])
+    path = rng.choice(sorted(p for p in step.rglob("*") if p.is_file()))
+    how = rng.choice(["truncated", "bit flipped", "deleted"])
+    content = path.read_bytes()
+    if how == "deleted":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[: rng.randrange(max(len(content), 1))])
+    elif content:
+        place = rng.randrange(len(content))
+        flipped = bytes([content[place] ^ 1 << rng.randrange(8)])
+        path.write_bytes(content[:place] + flipped + content[place + 1 :])
+    return f"{step.name}/{path.name} {how}"
+
+
+# ---- a trial ----
+
+
+def try_once(
+    name: str, seed: int, expected: dict[int, tuple], seconds: float, folder: Path
+) -> Trial:
+    variant, rng = VARIANTS[name], random.Random(f"{name} {seed}")
+    job = start(variant, folder)
+    # From before the first file is written to after the last.
+    instant = rng.uniform(0.2, 1.05) * seconds
+    time.sleep(instant)
+    at_once = rng.random() < 0.5
+    for rank in rng.sample(range(variant.ranks), variant.ranks):
+        job.send(signal.SIGKILL, rank)
+        time.sleep(0 if at_once else rng.uniform(0, 0.5))
+    job.wait(SECONDS_TO_END)
+    damage = damage_a_file(folder, rng) if rng.random() < 0.4 else None
+    whole = newest_whole_step(folder)
+    only_damaged = whole is None and any(map(is_finished, step_folders(folder)))
+    before = len(rows(folder))
+    again = start(variant, folder).wait(SECONDS_TO_END)
+    if only_damaged:
+        failure = _not_refused(again)
+    else:
+        failure = _not_repeated(variant, again, rows(folder)[before:], expected, whole)
+    shutil.rmtree(folder) if failure is None else (folder / "failure").write_text(
+        f"{failure}\n{damage}\n"
+    )
+    return Trial(name, seed, instant, damage, whole, failure)
+
+
+def _not_refused(again: jobs.Outcome) -> str | None:
+    if all(again.exit_codes) and "damaged" in again.output and "Traceback" not in again.output:
+        return None
+    return f"every checkpoint is damaged, and the run went on: {again.exit_codes}\n{again.output}"
+
+
+def _not_repeated(
+    variant: Variant,
+    again: jobs.Outcome,
+    new_rows: list[dict],
+    expected: dict[int, tuple],
+    whole: int | None,
+) -> str | None:
+    if again.exit_codes != [0] * variant.ranks:
+        return f"the second run ended with {again.exit_codes}\n{again.output}"
+    first = (whole or 0) + 1
+    steps = [row["step"] for row in new_rows]
+    if steps != list(range(first, STEPS + 1)):
+        return f"steps {steps} followed, not {first} to {STEPS}\n{again.output}"
+    wrong = [row["step"] for row in new_rows if row["numbers"] != expected[row["step"]]]
+    return f"other numbers at steps {wrong}" if wrong else None
+
+
+# ---- all trials ----
+
+
+def run_trials(
+    names: list[str], n_trials: int, seed: int, folder: Path, n_workers: int
+) -> list[Trial]:
+    """The trials, dealt to the variants in turn."""
+    finished = {}
+    for number, name in enumerate(names):
+        finished[name] = unbroken(VARIANTS[name], folder / f"unbroken-{number}")
+        print(f"unbroken: {name}, {finished[name][1]:.1f} s", flush=True)
+    trials = []
+    with ThreadPoolExecutor(n_workers) as pool:
+        futures = []
+        for number in range(n_trials):
+            name = names[number % len(names)]
+            place = folder / f"trial-{number}"
+            futures.append(pool.submit(try_once, name, seed + number, *finished[name], place))
+        for future in as_completed(futures):
+            trials.append(future.result())
+            if trials[-1].failure is not None:
+                print(f"FAILED: {trials[-1]}", flush=True)
+            elif len(trials) % 25 == 0:
+                print(f"{len(trials)} of {n_trials} trials", flush=True)
+    return trials
+
+
+def summarize(trials: list[Trial]) -> str:
+    by_variant = collections.defaultdict(list)
+    for trial in trials:
+        by_variant[trial.variant].append(trial)
+    lines = ["| runs | trials | damaged | began anew or refused | resumed as they must |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, group in [*sorted(by_variant.items()), ("all", trials)]:
+        damaged = sum(trial.damage is not None for trial in group)
+        without = sum(trial.resumed_from is None for trial in group)
+        passed = sum(trial.failure is None for trial in group)
+        lines.append(f"| {name} | {len(group)} | {damaged} | {without} | {passed} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="trials at the same time")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    options = parser.parse_args()
+    # In memory where that can be had: what SIGKILL leaves is the same there, and waits for no disk.
+    memory = Path("/dev/shm")
+    folder = Path(
+        tempfile.mkdtemp(prefix="kill_anywhere_", dir=memory if memory.is_dir() else None)
+    )
+    trials = run_trials(options.variants, options.trials, options.seed, folder, options.workers)
+    print(summarize(trials))
+    if any(trial.failure for trial in trials):
+        print(f"what the failed trials left is in {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""A few trials of `kill_anywhere`; docs/faults.md says how many more were run."""
+
+from tests.reliability.kill_anywhere import VARIANTS, run_trials, summarize
+
+NAMES = [
+    "plain, async, 2 ranks",
+    "validation, sync, 1 rank",
+    "export, async, 1 rank",
+    "RL, async, 1 rank",
+]
+
+
+def test_run_killed_anywhere_resumes_from_its_newest_whole_step(tmp_path):
+    assert set(NAMES) <= set(VARIANTS)
+    trials = run_trials(NAMES, n_trials=16, seed=1000, folder=tmp_path, n_workers=1)
+    assert not [trial for trial in trials if trial.failure], summarize(trials)
