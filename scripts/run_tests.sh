@@ -3,7 +3,7 @@
 #
 #   scripts/run_tests.sh [pytest arguments]        e.g. tests/unit -k tokenizer
 #
-# NPROC        pytest processes (default 1: the distributed tests start their own)
+# NPROC        test files run at the same time (default 1)
 # PYTHON, VENV see scripts/setup_env.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,4 +11,5 @@ source scripts/setup_env.sh
 prepare_python dev
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+[ "${NPROC:-1}" = 1 ] || set -- -n "$NPROC" --dist loadfile "$@"
 exec "$PYTHON" -m pytest "$@"
