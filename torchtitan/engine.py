@@ -39,6 +39,7 @@ from torchtitan.components.lr_scheduler import set_lrs
 from torchtitan.components.offload import Offloader
 from torchtitan.components.optimizer import skipped_where, skips_on_device
 from torchtitan.components.packing import PackingPolicy, split_rows
+from torchtitan.components.run_record import record_of
 from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -420,6 +421,7 @@ class TrainingEngine:
         )
         model = self.job_config.model
         checkpointer.model_description = f"{model.name} {model.flavor}"
+        checkpointer.run_record = record_of(self.job_config, self.global_batch_size, self.tokenizer)
         self._warn_of_shared_folder(checkpointer)
         return checkpointer
 

@@ -451,8 +451,9 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     one holds weights only.
     """
     config = engine.job_config
-    newest = engine.checkpointer.newest_step()
-    continues = config.checkpoint.load_step == -1 and newest > 0
+    engine.checkpointer.claim_folder()
+    newest = engine.checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
+    continues = newest > 0
     if continues and newest >= config.training.steps:
         logger.info(
             "this run is complete: its checkpoint of step %d reaches training.steps = %d",
@@ -469,4 +470,6 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
+    if engine.step > 0:
+        logger.info("the run continues after step %d", engine.step)
     return True

@@ -858,7 +858,7 @@ def test_missing_component_names_the_way_to_load_without_it(tmp_path):
 
 def test_unknown_name_in_exclude_from_loading_lists_the_names(tmp_path):
     Run(tmp_path).train_and_save(1)
-    with pytest.raises(ValueError, match="'data_loader', the names are .*dataloader"):
+    with pytest.raises(ValueError, match="can hold .*dataloader.* got 'data_loader'"):
         Run(tmp_path, exclude_from_loading=["data_loader"]).manager.load()
 
 

@@ -13,9 +13,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,7 @@ from torchtitan.components.checkpoint_contents import (
     shapes_of,
 )
 from torchtitan.components.checkpoint_folder import (
+    GIB,
     Contents,
     HashingWriter,
     StepFolder,
@@ -64,10 +65,18 @@ from torchtitan.components.checkpoint_folder import (
     list_steps,
     mark_kept,
     mark_unfinished,
+    remove_folder,
 )
 from torchtitan.components.checkpoint_hf import load_from_hf, save_to_hf
 from torchtitan.components.checkpoint_plan import SavePlans
+from torchtitan.components.run_record import (
+    check_same_optimizer,
+    differences,
+    read_record,
+)
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.check_helpers import ConfigError
+from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -123,7 +132,10 @@ def purge_thread(purge_queue: queue.Queue) -> None:
     """Remove each folder that comes out of the queue, until a `Terminate` does."""
     while not isinstance(path := purge_queue.get(), Terminate):
         logger.info(f"Removing old checkpoint {path}")
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            remove_folder(path)
+        except OSError as error:  # tried again after a later save
+            logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
 class ModelWrapper(Stateful):
@@ -272,6 +284,10 @@ class CheckpointManager:
         self.pg: dist.ProcessGroup | None = None  # of asynchronous saves
 
         self.keep_latest_k = checkpoint_config.keep_latest_k
+        self.run_record: dict[str, Any] = {}  # of what a resume compares; see run_record.py
+        self._lock: FolderLock | None = None
+        self._chosen: tuple[list[StepFolder], StepFolder | None] | None = None
+        self._damaged: set[str] = set()
         self._written: set[str] = set()  # by this manager, in a folder of its own choice
         self._given: set[str] = set()  # by path, to be saved to or loaded from
         if self.initial_load_path:
@@ -305,6 +321,9 @@ class CheckpointManager:
                 self.stager = None
             self._plans.forget()
             self._leave_group()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def _leave_group(self) -> None:
         group, self.pg = self.pg, None
@@ -332,8 +351,8 @@ class CheckpointManager:
             then. Retention, of this run and later ones, leaves the folder alone.
 
         Raises ValueError where a save was asked for by path or force that the config forbids,
-        RuntimeError if this save, or an asynchronous one before it, fails; older checkpoints are
-        then untouched.
+        RunError (a RuntimeError) if this save, or an asynchronous one before it, fails; older
+        checkpoints are then untouched.
         """
         if path is not None or force:
             self._check_may_save(path)
@@ -344,10 +363,14 @@ class CheckpointManager:
         self._refresh_model()
         folder = self._create_checkpoint_id(curr_step) if path is None else os.fspath(path)
         if path is None:
+            if _rank() == 0 and _resolved(folder) not in self._written:
+                _warn_of_replacing(folder)
             self._written.add(_resolved(folder))
+            self._damaged.discard(folder)
         else:
             self._given.add(_resolved(folder))
-            from_rank_zero(lambda: mark_kept(folder))
+            with self._explaining_failure(f"The checkpoint {folder} could not be written"):
+                from_rank_zero(lambda: mark_kept(folder))
         if last_step:
             self._save_last_step(folder)
         elif self.async_mode == AsyncMode.DISABLED:
@@ -379,12 +402,11 @@ class CheckpointManager:
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
-        what = f"The checkpoint {checkpoint_id} could not be written"
-        with one_error(what), self._plans.forgotten_on_error():
+        with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
             if to_hf:
                 save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
                 return None
-            writer = HashingWriter(checkpoint_id)
+            writer = HashingWriter(checkpoint_id, self.run_record)
             if async_mode == AsyncMode.DISABLED:
                 dcp.save(
                     state_dict,
@@ -509,29 +531,51 @@ class CheckpointManager:
             return False
         future, path = self.save_future, self._saving_to
         self.save_future = self._saving_to = None
-        what = f"The asynchronous save to {path} failed"
-        with one_error(what), self._plans.forgotten_on_error():
+        with self._explaining_failure(f"The asynchronous save to {path} failed"):
             future.result()
         return True
+
+    @contextmanager
+    def _explaining_failure(self, what: str) -> Iterator[None]:
+        """The error of a failed save says what is left to continue from."""
+
+        def advice() -> str:
+            step = self._find_load_step()
+            if step < 0:
+                return f". Mend that and start again; {self.folder} holds no whole checkpoint yet"
+            return (
+                f". Mend that and start again: the last whole checkpoint in {self.folder} is that "
+                f"of step {step}"
+            )
+
+        with one_error(what, advice), self._plans.forgotten_on_error():
+            yield
 
     def _purge_stale_checkpoints(self) -> None:
         """Have all but the newest `keep_latest_k` finished step folders removed.
 
-        A folder that is being written neither counts nor goes; an interrupted one goes once a
-        newer step is finished. Folders that are not ours to remove neither count nor go.
+        A folder that is being written neither counts nor goes; an interrupted one, or one that
+        was found damaged, does not count, and goes once a newer step is finished. Folders that
+        are not ours to remove neither count nor go.
         """
         if not (self.enable and self.keep_latest_k > 0 and _rank() == 0):
             return
         folders = [folder for folder in list_steps(self.folder) if self._may_purge(folder)]
-        finished = [f for f in folders if f.contents != Contents.UNFINISHED]
-        if not finished:
-            return
-        stale = finished[: -self.keep_latest_k] + [
+        broken = [
             f
             for f in folders
-            if f.contents == Contents.UNFINISHED
-            and f.step < finished[-1].step
-            and f.path != self._saving_to
+            if f.contents in (Contents.UNFINISHED, Contents.DAMAGED) or f.path in self._damaged
+        ]
+        # After a resume from an older step, what this process saved is newer than higher numbers.
+        finished = sorted(
+            (f for f in folders if f not in broken),
+            key=lambda f: (_resolved(f.path) in self._written, f.step),
+        )
+        if not finished:
+            return
+        newest = max(f.step for f in finished)
+        stale = finished[: -self.keep_latest_k] + [
+            f for f in broken if f.step < newest and f.path != self._saving_to
         ]
         if stale and (self.purge_thread is None or not self.purge_thread.is_alive()):
             self._start_purge_thread()  # keep_latest_k was 0 at first
@@ -546,7 +590,7 @@ class CheckpointManager:
         set at run time, only what this manager wrote is its own.
         """
         path = _resolved(folder.path)
-        if path in self._given or is_kept(path):
+        if path in self._given or is_kept(path) or os.path.islink(folder.path):
             return False
         if path in self._written:
             return True
@@ -579,12 +623,14 @@ class CheckpointManager:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
         if path is None and not self.enable:
             return False
+        self._check_excluded_names()
         self._async_wait()
         if path is not None:
             source = self._source_at(os.fspath(path))
         else:
             source = self._own_source(step) or self._initial_source()
         if source is None:
+            logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             return False
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
@@ -592,6 +638,8 @@ class CheckpointManager:
         states = self._states_to_load(source.model_only or model_only)
         if not source.from_hf:
             states = self._fit_to_checkpoint(states, source)
+        if OPTIMIZER in states or DATALOADER in states:  # the run goes on, with more than weights
+            self._compare_runs(source.path, states)
         self.dcp_load(
             states,
             checkpoint_id=source.path,
@@ -632,6 +680,11 @@ class CheckpointManager:
             chosen = self._newest_whole_step(folders)
             if chosen is None:
                 return None
+        if newer := [str(f.step) for f in folders if f.step > chosen.step]:
+            logger.warning(
+                f"{self.folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "
+                "run replaces as it comes to them"
+            )
         if self.initial_load_path or self.initial_load_in_hf:
             logger.warning(
                 f"{chosen.path} continues this run; checkpoint.initial_load_path and "
@@ -656,22 +709,36 @@ class CheckpointManager:
         )
 
     def _newest_whole_step(self, folders: list[StepFolder]) -> StepFolder | None:
-        passed_over = []
+        """Collective. The answer is kept while the folders are the same: hashing takes long."""
+        if self._chosen is not None and self._chosen[0] == folders:
+            return self._chosen[1]
+        chosen, damaged = None, []
         for folder in reversed(folders):
             if folder.contents == Contents.UNFINISHED:
                 logger.warning(f"Passing over {folder.path}: its save was interrupted")
-            elif folder.contents != Contents.UNKNOWN:
-                damage = find_damage(folder.path) if self.verify_on_load else None
-                if damage is None:
-                    return folder
+            elif folder.contents == Contents.UNKNOWN:
+                logger.warning(
+                    f"Passing over {folder.path}: it holds no checkpoint, which has a file .metadata"
+                )
+            elif damage := self._damage_of(folder.path):
                 logger.warning(f"Passing over {folder.path}: it is damaged, {damage}")
-                passed_over.append(folder.path)
-        if passed_over:
+                damaged.append(folder.path)
+            else:
+                chosen = folder
+                break
+        if damaged and chosen is None:
             raise ValueError(
-                f"Every checkpoint in {self.folder} is damaged ({', '.join(passed_over)}). Move "
+                f"Every checkpoint in {self.folder} is damaged ({', '.join(damaged)}). Move "
                 "the folder away to start anew, or set checkpoint.verify_on_load = false"
             )
-        return None
+        self._damaged.update(damaged)
+        self._chosen = folders, chosen
+        return chosen
+
+    def _damage_of(self, path: str) -> str | None:
+        """Collective."""
+        is_damaged = from_rank_zero(lambda: contents_of(path)) == Contents.DAMAGED
+        return find_damage(path) if self.verify_on_load or is_damaged else None
 
     def _source_at(self, path: str) -> _Source:
         self._given.add(_resolved(path))
@@ -715,7 +782,7 @@ class CheckpointManager:
         """For a checkpoint that was asked for by name: no other can take its place."""
         if from_rank_zero(lambda: contents_of(path)) == Contents.UNFINISHED:
             raise ValueError(f"The checkpoint {path} is incomplete: its save was interrupted")
-        if self.verify_on_load and (damage := find_damage(path)):
+        if damage := self._damage_of(path):
             raise ValueError(
                 f"The checkpoint {path} is damaged: {damage}. Load another one, or set "
                 "checkpoint.verify_on_load = false to read it nevertheless"
@@ -763,12 +830,6 @@ class CheckpointManager:
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         if model_only:
             return self.states[MODEL].state_dict()
-        for name in self.exclude_from_loading:
-            if name not in self.states:
-                raise ValueError(
-                    f"checkpoint.exclude_from_loading: unknown name {name!r}, "
-                    f"the names are {', '.join(self.states)}"
-                )
         # An absent dataloader has nothing to restore.
         kept = {
             name: state
@@ -776,6 +837,25 @@ class CheckpointManager:
             if name not in self.exclude_from_loading and state is not None
         }
         return self._flattened_model_states_sd(kept)
+
+    def _check_excluded_names(self) -> None:
+        for name in self.exclude_from_loading:
+            if name not in self.states:
+                raise ConfigError(
+                    f"checkpoint.exclude_from_loading can hold {', '.join(self.states)}, got "
+                    f"{name!r}; correct or remove it"
+                )
+
+    def _compare_runs(self, path: str, states: dict[str, Any]) -> None:
+        """Say what this run has otherwise than the one that saved. Collective.
+
+        Raises ValueError if the optimizer's state is of another kind of optimizer.
+        """
+        saved = from_rank_zero(lambda: read_record(path))
+        if OPTIMIZER in states:
+            check_same_optimizer(saved, self.run_record, path)
+        for difference in differences(saved, self.run_record, states):
+            logger.warning(f"{path} is continued, but {difference}")
 
     # Shared
 
@@ -810,8 +890,44 @@ class CheckpointManager:
         return max(steps, default=-1)
 
     def newest_step(self) -> int:
-        """The newest finished step in this run's folder; -1 if there is none. Collective."""
-        return from_rank_zero(self._find_load_step) if self.enable else -1
+        """The newest whole step in this run's folder; -1 if there is none. Collective.
+
+        Raises ValueError if there are steps and all of them are damaged.
+        """
+        if not self.enable:
+            return -1
+        newest = self._newest_whole_step(from_rank_zero(lambda: list_steps(self.folder)))
+        return -1 if newest is None else newest.step
+
+    def claim_folder(self) -> None:
+        """Lock this run's folder against other jobs until `close`, and look at the free space.
+        Collective.
+
+        Raises RunError if another job writes there.
+        """
+        if not self.enable or self.load_only or self._lock is not None:
+            return
+
+        def lock() -> None:
+            self._lock = FolderLock(self.folder)
+
+        with one_error(f"The checkpoint folder {self.folder} cannot be used"):
+            from_rank_zero(lock)
+        n_bytes = self._estimated_bytes()
+        if _rank() == 0:
+            _warn_of_little_space(self.folder, n_bytes, self.keep_latest_k)
+
+    def _estimated_bytes(self) -> int:
+        """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
+        Collective."""
+        n_bytes, first_name = 0, ""
+        for part in self.states[MODEL].model:
+            for name, parameter in part.named_parameters():
+                n_copies = 3 if parameter.requires_grad else 1
+                n_bytes += n_copies * parameter.numel() * parameter.element_size()
+                first_name = first_name or name
+        # Sizes are global; only pipeline ranks have different parameters.
+        return sum(dict(all_ranks((first_name, n_bytes))).values())
 
     def require_adapter(self) -> "BaseStateDictAdapter":
         """The model's adapter; ValueError if it has none."""
@@ -848,6 +964,30 @@ def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None
     if config.last_save_in_hf and sd_adapter is None:
         raise ValueError(
             "checkpoint.last_save_in_hf needs a model whose TrainSpec has a state_dict_adapter"
+        )
+
+
+def _warn_of_replacing(folder: str) -> None:
+    if os.path.isdir(folder) and os.listdir(folder):
+        contents = contents_of(folder)
+        if contents == Contents.UNKNOWN:
+            logger.warning(f"Saving in {folder}, which holds other files; they stay")
+        elif contents != Contents.UNFINISHED:
+            logger.warning(f"Replacing the checkpoint {folder}")
+
+
+def _warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
+    """keep_latest_k: 0 keeps all, whose number nobody knows."""
+    n_more = 1
+    if keep_latest_k:
+        n_whole = sum(f.contents in (Contents.DCP, Contents.HF) for f in list_steps(folder))
+        n_more = max(1, keep_latest_k + 1 - n_whole)  # old ones go after a new one is whole
+    free = shutil.disk_usage(folder).free
+    if free < n_more * n_bytes:
+        logger.warning(
+            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run has about "
+            f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
+            "room, or lower checkpoint.keep_latest_k"
         )
 
 

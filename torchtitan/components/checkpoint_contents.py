@@ -4,7 +4,7 @@ Functions said to be collective must be called by every rank.
 """
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torchtitan.components.checkpoint_folder import (
     find_damage,
     from_rank_zero,
 )
+from torchtitan.tools.errors import RunError
 
 if TYPE_CHECKING:
     from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -181,11 +182,15 @@ def shorten(names: list[str]) -> str:
 
 
 @contextmanager
-def one_error(what: str) -> Generator[None, None, None]:
-    """Turn DCP's exception, a BaseException that quotes every rank's stack, into one sentence."""
+def one_error(what: str, advice: Callable[[], str] = str) -> Generator[None, None, None]:
+    """Make one sentence, a RunError, of DCP's exception, a BaseException that quotes every rank's
+    stack, and of the file system's. `advice` is asked for what comes after it."""
     try:
         yield
     except dcp.CheckpointException as error:
         reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
         ranks = ", ".join(map(str, sorted(error.failures)))
-        raise RuntimeError(f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}") from error
+        told = f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}"
+        raise RunError(told + advice()) from error
+    except OSError as error:
+        raise RunError(f"{what}: {type(error).__name__}: {error}{advice()}") from error

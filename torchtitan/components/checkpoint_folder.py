@@ -9,6 +9,8 @@ be unfinished:
 3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
 4. the marker is removed.
 
+It is removed in the other order: the marker comes first and goes last.
+
 Folders without marker and hashes, such as older tools write, are taken as whole when they hold
 `.metadata` or safetensors files; they cannot be verified.
 
@@ -16,6 +18,7 @@ Functions said to be collective must be called by every rank, and give every ran
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -40,6 +43,7 @@ UNFINISHED_MARKER = ".incomplete"
 KEPT_MARKER = ".keep"
 HASHES_FILE = ".sha256sums"
 DCP_METADATA = ".metadata"
+RUN_RECORD = "run.json"
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
 GIB = 1024**3
@@ -53,6 +57,7 @@ class Contents(Enum):
     UNFINISHED = "unfinished"
     DCP = "dcp"
     HF = "hf"
+    DAMAGED = "damaged"  # parts of a checkpoint, without the file that says what stands where
     UNKNOWN = "unknown"
 
 
@@ -74,6 +79,9 @@ def contents_of(folder: str) -> Contents:
         return Contents.DCP
     if has(HF_INDEX) or has(HF_SINGLE_FILE):
         return Contents.HF
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(name == HASHES_FILE or name.endswith(".distcp") for name in names):
+        return Contents.DAMAGED
     return Contents.UNKNOWN
 
 
@@ -85,8 +93,10 @@ def list_steps(folder: str) -> list[StepFolder]:
     for entry in os.scandir(folder):
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
-            found.append(StepFolder(int(match.group(1)), entry.path, contents_of(entry.path)))
-    return sorted(found)
+            # A process may be killed between making a folder and marking it.
+            contents = contents_of(entry.path) if os.listdir(entry.path) else Contents.UNFINISHED
+            found.append(StepFolder(int(match.group(1)), entry.path, contents))
+    return sorted(found, key=lambda folder: folder.step)
 
 
 def mark_unfinished(folder: str) -> None:
@@ -105,15 +115,16 @@ def is_kept(folder: str) -> bool:
 
 
 def is_of_this_package(folder: str) -> bool:
-    """Whether this package wrote `folder`: others' hold neither marker nor hashes."""
-    return any(os.path.isfile(os.path.join(folder, n)) for n in (UNFINISHED_MARKER, HASHES_FILE))
+    """Whether this package wrote `folder`: others' hold neither marker nor hashes, but something."""
+    names = os.listdir(folder)
+    return not names or UNFINISHED_MARKER in names or HASHES_FILE in names
 
 
 def start_writing(folder: str) -> None:
     """Create or empty `folder` and mark it unfinished. Removes only what a checkpoint consists
     of: an older `.metadata` beside new files would be loaded in their place."""
     mark_unfinished(folder)
-    patterns = (DCP_METADATA, HASHES_FILE, HF_INDEX, "*.distcp", "*.safetensors")
+    patterns = (DCP_METADATA, HASHES_FILE, RUN_RECORD, HF_INDEX, "*.distcp", "*.safetensors")
     for pattern in patterns:
         for path in Path(folder).glob(pattern):
             path.unlink()
@@ -128,6 +139,18 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
     os.unlink(os.path.join(folder, UNFINISHED_MARKER))
 
 
+def remove_folder(folder: str) -> None:
+    """Remove a step folder; killed on the way, this leaves one that is seen to be unfinished."""
+    mark_unfinished(folder)
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != UNFINISHED_MARKER:
+            os.unlink(entry.path)
+    os.unlink(os.path.join(folder, UNFINISHED_MARKER))
+    os.rmdir(folder)
+
+
 def hash_file(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -135,19 +158,25 @@ def hash_file(path: str) -> str:
 
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
     """Hash the named files of `folder`, each by one of the ranks. Collective."""
-    mine = {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
-    return {name: digest for part in all_ranks(mine) for name, digest in part.items()}
+
+    def hash_own_share() -> dict[str, str]:
+        return {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
+
+    return {name: digest for part in on_all_ranks(hash_own_share) for name, digest in part.items()}
 
 
 def find_damage(folder: str) -> str | None:
     """What is wrong with the files of `folder`, or None. Collective: each rank reads its share.
 
-    A folder without recorded hashes passes.
+    A folder without recorded hashes passes, if it has what says what stands where.
     """
     try:
         expected = from_rank_zero(lambda: _read_hashes(folder))
-    except ValueError as error:
+        contents = from_rank_zero(lambda: contents_of(folder))
+    except (ValueError, OSError) as error:
         return str(error)
+    if contents == Contents.DAMAGED and not expected:
+        return f"{DCP_METADATA} is missing"
     problems = [_problem_with(folder, name, expected[name]) for name in _own_share(list(expected))]
     return next((p for part in all_ranks(problems) for p in part if p), None)
 
@@ -178,6 +207,22 @@ def all_ranks(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
+    """What `work()` returns on every rank, in rank order. Collective.
+
+    What it raises on one rank is raised on all, so that none waits for another that has stopped.
+    """
+    own: tuple[Any, Exception | None] = None, None
+    try:
+        own = work(), None
+    except Exception as error:  # raised below, on every rank
+        own = None, error
+    answers = all_ranks(own)
+    if failure := next((error for _, error in answers if error is not None), None):
+        raise failure
+    return [result for result, _ in answers]
 
 
 class _RankWrites(NamedTuple):
@@ -216,7 +261,13 @@ class _HashingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
             hashed = HashedFile(file)
-            yield hashed
+            try:
+                yield hashed
+            except RuntimeError as error:
+                # torch's zip writer says where the file ends, the error before it says why.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
         self.hashes[os.path.basename(path)] = hashed.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -231,11 +282,14 @@ class HashingWriter(FileSystemWriter):
     a save in the caller's thread, in a background thread and in a background process. Files are
     hashed as they are written: reading them again would take as long on a network file system,
     and could not tell what was meant to be written.
+
+    record: of the run, written beside the rest as `run.json`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(path)
         self.fs = _HashingFileSystem()
+        self.record = record
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # The other ranks write only after they got a plan from the coordinator, who is here.
@@ -256,6 +310,10 @@ class HashingWriter(FileSystemWriter):
         """Called on the coordinator once every rank has written."""
         super().finish(metadata, [rank.results for rank in results])
         hashes = {name: digest for rank in results for name, digest in rank.hashes.items()}
+        if self.record:
+            with self.fs.create_stream(os.path.join(self.path, RUN_RECORD), "wb") as file:
+                file.write(json.dumps(self.record, indent=1).encode())
+            hashes[RUN_RECORD] = self.fs.hashes[RUN_RECORD]
         hashes[DCP_METADATA] = self.fs.hashes[DCP_METADATA]
         finish_writing(str(self.path), hashes)
         size = sum(os.path.getsize(os.path.join(self.path, name)) for name in hashes)
@@ -287,7 +345,11 @@ def _problem_with(folder: str, name: str, expected: str) -> str | None:
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return f"{name} is missing"
-    if hash_file(path) != expected:
+    try:
+        digest = hash_file(path)
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if digest != expected:
         return f"{name} does not have the content that was written (SHA-256 differs)"
     return None
 

@@ -33,6 +33,7 @@ from torchtitan.components.checkpoint_folder import (
     finish_writing,
     from_rank_zero,
     hash_over_ranks,
+    on_all_ranks,
     start_writing,
 )
 from torchtitan.distributed.dtensor import is_dtensor
@@ -210,9 +211,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 def _write_over_ranks(
     tensors: dict[str, Any], adapter: "BaseStateDictAdapter", folder: str
 ) -> None:
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-        consolidate_safetensors_files_on_every_rank,
-    )
+    from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
 
     # An adapter may give views with rows and columns swapped, which the format has no word for.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -226,13 +225,25 @@ def _write_over_ranks(
         enable_consolidation=False,
     )
     dcp.save(tensors, storage_writer=writer, checkpoint_id=None)
-    consolidate_safetensors_files_on_every_rank(
-        input_dir=sharded,
-        output_dir=folder,
-        fqn_to_index_mapping=file_index,
-        num_threads=_CONSOLIDATION_THREADS,
-    )
-    from_rank_zero(lambda: shutil.rmtree(sharded))  # every rank has passed a barrier
+    rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
+
+    def join_own_files() -> dict[str, Any]:
+        """Each file by one rank. torch's function for it leaves the others waiting for one that
+        fails."""
+        own = {
+            name: torch_hf._gen_file_name(number, n_files)
+            for name, number in file_index.items()
+            if number % n_ranks == rank
+        }
+        if not own:
+            return {}
+        return torch_hf._consolidate_safetensors_files(
+            sharded, folder, own, num_threads=_CONSOLIDATION_THREADS
+        )
+
+    written = {path: data for part in on_all_ranks(join_own_files) for path, data in part.items()}
+    from_rank_zero(lambda: torch_hf._write_overall_metadata_file(folder, written))
+    from_rank_zero(lambda: shutil.rmtree(sharded))
 
 
 def _write_alone(

@@ -1,0 +1,115 @@
+"""What a checkpoint says of the run that wrote it, and what a run that goes on has otherwise.
+
+The record is a flat table of strings and numbers, `run.json` in the step folder. A checkpoint
+without one, as older versions and other tools write, is not compared.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.components.checkpoint_folder import RUN_RECORD
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import JobConfig
+
+_MOST_CHARACTERS = 100_000
+
+_OWN = "this run's is used"
+_SAVED = "the saved one is used"
+_OWN_SCHEDULE = f"{_OWN}, from the second step on"
+_OWN_DATA = (
+    f"{_OWN}, from the saved position on; checkpoint.exclude_from_loading = ['dataloader'] "
+    "begins it at its start"
+)
+
+# Key -> (the component whose state decides, what happens when it is loaded, and when not).
+_WHICH_IS_USED = {
+    "optimizer.lr": ("lr_scheduler", _SAVED, _OWN),
+    "optimizer.beta1": ("optimizer", _SAVED, _OWN),
+    "optimizer.beta2": ("optimizer", _SAVED, _OWN),
+    "optimizer.eps": ("optimizer", _SAVED, _OWN),
+    "optimizer.weight_decay": ("optimizer", _SAVED, _OWN),
+    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "training.steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
+    "training.dataset": ("dataloader", _OWN_DATA, _OWN),
+    "training.dataset_path": ("dataloader", _OWN_DATA, _OWN),
+    "training.seq_len": ("dataloader", _OWN, _OWN),
+    "training.max_norm": ("optimizer", _OWN, _OWN),
+    "training.mixed_precision_param": ("optimizer", _OWN, _OWN),
+}
+_GLOBAL_BATCH_SIZE = "global batch size"
+_TOKENIZER = "tokenizer"
+_OPTIMIZER = "optimizer.name"
+
+
+def record_of(
+    config: "JobConfig", global_batch_size: int, tokenizer: "BaseTokenizer | None"
+) -> dict[str, Any]:
+    """What of this run matters to one that goes on from its checkpoints."""
+    record: dict[str, Any] = {}
+    for key in (_OPTIMIZER, *_WHICH_IS_USED):
+        section, name = key.split(".")
+        record[key] = getattr(getattr(config, section), name)
+    record[_GLOBAL_BATCH_SIZE] = global_batch_size
+    backend = getattr(tokenizer, "tokenizer", None)
+    if hasattr(backend, "get_vocab"):  # that of other libraries is not known to have one
+        vocabulary = json.dumps(sorted(backend.get_vocab().items()))
+        digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
+        record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
+    return record
+
+
+def read_record(folder: str) -> dict[str, Any]:
+    """The record in a step folder; empty if there is none."""
+    path = os.path.join(folder, RUN_RECORD)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.loads(file.read(_MOST_CHARACTERS))
+    except (OSError, ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        logger.warning(f"{path} cannot be read, so the run that saved is not compared with this")
+        return {}
+    return record
+
+
+def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
+    """Raises ValueError: the state of one kind of optimizer means something else to another."""
+    names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
+    if None not in names and names[0] != names[1]:
+        raise ValueError(
+            f"{path} was saved with optimizer.name = {names[0]!r}, got {names[1]!r}; set it back, "
+            "or start that optimizer's state from zero with checkpoint.exclude_from_loading = "
+            "['optimizer']"
+        )
+
+
+def differences(
+    saved: dict[str, Any], own: dict[str, Any], loaded: Collection[str]
+) -> Iterator[str]:
+    """A clause for each setting that differs, which says whose is used.
+
+    loaded: the components whose state comes from the checkpoint.
+    """
+    for key, (component, if_loaded, if_not) in _WHICH_IS_USED.items():
+        if key in saved and key in own and saved[key] != own[key]:
+            used = if_loaded if component in loaded else if_not
+            yield f"{key} was {saved[key]!r} there and is {own[key]!r} now: {used}"
+    for key, used in (
+        (_GLOBAL_BATCH_SIZE, _OWN),
+        (_TOKENIZER, f"{_OWN}, with which the weights were not trained"),
+    ):
+        if key in saved and key in own and saved[key] != own[key]:
+            yield f"the {key} was {saved[key]} there and is {own[key]} now: {used}"

@@ -1,0 +1,69 @@
+"""A folder that one job at a time may use."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.logging import logger, warn_once
+
+LOCK_FILE = ".lock"
+
+# Path -> open file and number of holders, for a process has one lock on a file, however many
+# of its objects want it, and loses it as soon as any of them closes the file.
+_held: dict[str, tuple[int, int]] = {}
+
+
+class FolderLock:
+    """Holds `folder`, which is made if needed, for this process until `release` or its death.
+
+    It is a POSIX record lock: child processes don't inherit it, so a data worker that lives on
+    for a while does not keep it, and NFS knows it. The file says who holds it, and stays.
+    Raises RunError if another process holds the folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self._path: str | None = os.path.join(os.path.realpath(folder), LOCK_FILE)
+        if self._path in _held:
+            file, holders = _held[self._path]
+            _held[self._path] = file, holders + 1
+            return
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "another job"
+            os.close(file)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise RunError(
+                    f"{folder} is in use by {owner}, and two jobs would overwrite and remove each "
+                    "other's checkpoints. Wait for that one or stop it, or give this one a "
+                    "job.dump_folder or a checkpoint.folder of its own"
+                ) from None
+            self._path = None
+            warn_once(
+                logger,
+                f"{folder} cannot be locked ({error.strerror}); do not start a second job in it",
+            )
+            return
+        _held[self._path] = file, 1
+        os.ftruncate(file, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.pwrite(
+            file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0
+        )
+
+    def release(self) -> None:
+        """Give the folder free. May be called twice."""
+        if self._path is None:
+            return
+        file, holders = _held.pop(self._path)
+        if holders > 1:
+            _held[self._path] = file, holders - 1
+        else:
+            os.ftruncate(file, 0)
+            os.close(file)
+        self._path = None
