@@ -51,6 +51,7 @@ def check_job_config(
     layouts.check_quantized_tensor_parallel(job_config)
     layouts.check_early_step_in_backward(job_config)
     check_fault_tolerance_is_off(job_config)
+    check_places_in_dump_folder(job_config)
     if builds_data or _engine_writes(job_config):
         check_dump_folder(job_config)
     if builds_data:
@@ -233,7 +234,7 @@ def check_load_step(job_config: JobConfig) -> None:
     if not checkpoint.enable or checkpoint.load_step == -1 or starts_elsewhere:
         return
     if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
-        found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        found = sorted(glob.glob("step-*", root_dir=folder))
         raise ConfigError(
             f"checkpoint.load_step must be a step saved in {folder!r}, got "
             f"{checkpoint.load_step}; there is {', '.join(found) or 'nothing'}, "
@@ -353,23 +354,53 @@ def _engine_writes(job_config: JobConfig) -> bool:
     )
 
 
+def check_places_in_dump_folder(job_config: JobConfig) -> None:
+    """What a job writes stays inside its dump folder, so that two jobs can't meet elsewhere."""
+    for key in (
+        "checkpoint.folder",
+        "job.save_config_file",
+        "metrics.save_tb_folder",
+        "metrics.save_jsonl_file",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
+        "comm.save_traces_folder",
+    ):
+        place = _value(job_config, key) or ""
+        if os.path.isabs(place) or ".." in place.split(os.sep):
+            raise ConfigError(
+                f"{key} is a path inside job.dump_folder, so it has no '..' and does not begin with "
+                f"'/', got {place!r}; correct it, or change job.dump_folder"
+            )
+
+
 def check_dump_folder(job_config: JobConfig) -> None:
-    folder = job_config.job.dump_folder
-    existing = os.path.abspath(folder)
+    if not job_config.job.dump_folder:
+        raise ConfigError("job.dump_folder must name a folder, got ''; the default is './outputs'")
+    _check_writable("job.dump_folder", job_config.job.dump_folder)
+    checkpoint = job_config.checkpoint
+    if checkpoint.enable and not checkpoint.load_only:
+        _check_writable("checkpoint.folder", _checkpoint_folder(job_config))
+
+
+def _check_writable(key: str, folder: str) -> None:
+    path = os.path.abspath(folder)
+    existing = path
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
         raise ConfigError(
-            f"job.dump_folder must be a folder, or a place for one, got {folder!r}, but "
+            f"{key} must be a folder, or a place for one, got {folder!r}, but "
             f"{existing!r} is a file; choose another"
         )
     try:
         # os.access believes that root may write everywhere.
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-"):
-            pass
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
+            os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
+            with open(os.path.join(trial, "file"), "w") as file:
+                file.write("Is there room?")
     except OSError as error:
         raise ConfigError(
-            f"job.dump_folder must be writable, got {folder!r}, but {existing!r} is not "
+            f"{key} must be writable, got {folder!r}, but in {existing!r} it cannot be made "
             f"({error.strerror}); choose another"
         ) from None
 
