@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchtitan.components import dcp
 from torchtitan.components.checkpoint_folder import (
     DCP_METADATA,
     Contents,
@@ -123,7 +123,7 @@ def saved_shapes_in(path: str) -> Shapes | None:
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None
-    return saved_shapes(dcp.FileSystemReader(path))
+    return saved_shapes(dcp.SafeReader(path))
 
 
 def flat_keys(name: str, state: Any) -> set[str]:

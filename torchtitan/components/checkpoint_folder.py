@@ -85,6 +85,21 @@ def contents_of(folder: str) -> Contents:
     return Contents.UNKNOWN
 
 
+def path_inside(folder: str, name: str) -> str:
+    """The path of the file `name` of `folder`, where links have been followed.
+
+    Raises ValueError if it lies elsewhere, by its name or by a link. The links of Hugging Face's
+    cache, from snapshots/<revision> to the blobs of the same repository, are taken.
+    """
+    root, path = Path(folder).resolve(), Path(folder, name).resolve()
+    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
+    if not any(path.is_relative_to(place) for place in (root, *blobs)):
+        raise ValueError(
+            f"{name} in {folder} leads out of the folder, to {path}; put the file itself there"
+        )
+    return str(path)
+
+
 def list_steps(folder: str) -> list[StepFolder]:
     """The `step-<N>` folders under `folder`, oldest step first. Other names are left alone."""
     if not os.path.isdir(folder):
@@ -335,7 +350,7 @@ def _read_hashes(folder: str) -> dict[str, str]:
     if not os.path.isfile(path):
         return {}
     header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
-    entries = [re.fullmatch(r"([0-9a-f]{64})  (.+)", line) for line in lines]
+    entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
     if header != f"# {len(entries)} files" or not all(entries):
         raise ValueError(f"{HASHES_FILE} is not as it was written")
     return {entry.group(2): entry.group(1) for entry in entries}

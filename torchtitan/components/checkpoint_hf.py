@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+from torchtitan.components import dcp
 from torchtitan.components.checkpoint_contents import (
     Shapes,
     check_same_model,

@@ -1,0 +1,159 @@
+"""torch's distributed checkpoint (DCP), with a `load` that executes nothing from the files.
+
+torch's own reads `.metadata` and every entry that is no tensor with pickle, which calls whatever
+function the file names.
+"""
+
+import dataclasses
+import io
+import os
+import pickle
+import re
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    async_save,
+    save,
+)
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchtitan.components.checkpoint_folder import DCP_METADATA, all_ranks, path_inside
+from torchtitan.components.unpickling import read_dcp_metadata, refusal
+
+__all__ = ["CheckpointException", "SafeReader", "async_save", "load", "save"]
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | None = None,
+    storage_reader: StorageReader | None = None,
+) -> None:
+    """Read a checkpoint into `state_dict`, as torch's `load` does. Collective.
+
+    checkpoint_id: the folder. storage_reader: takes its place for files that are not DCP's.
+    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with a
+    ValueError that names the file of each rank that failed to read its part.
+    """
+    if storage_reader is None:
+        assert checkpoint_id is not None
+        storage_reader = reader = SafeReader(checkpoint_id)
+        # Here, since torch's own attempt logs a stack and then looks for another file.
+        for problem in all_ranks(_problem_with_metadata(reader)):
+            if problem is not None:
+                raise ValueError(problem)
+    torch_dcp.load(state_dict, storage_reader=storage_reader, planner=_SafePlanner())
+
+
+class SafeReader(FileSystemReader):
+    """DCP's file reader. Raises ValueError, naming the file, for what is damaged or hostile."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
+        path = os.path.join(self.path, DCP_METADATA)
+        with open(path_inside(str(self.path), DCP_METADATA), "rb") as file:
+            metadata = read_dcp_metadata(file, path)
+        try:
+            _check_metadata(metadata)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items_of_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            items_of_file.setdefault(info.relative_path, []).append(item)
+        for name, items in items_of_file.items():
+            path = path_inside(str(self.path), name)
+            try:
+                size = os.path.getsize(path)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            infos = [self.storage_data[item.storage_index] for item in items]
+            if (end := max(info.offset + info.length for info in infos)) > size:
+                raise ValueError(
+                    f"{path} is cut off: it has {size} bytes, and {DCP_METADATA} speaks of {end}"
+                )
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner)
+            except Exception as error:  # torch tells a damaged entry in many ways
+                raise ValueError(f"{path} cannot be read: {_in_short(error)}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            content = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"the entry {name}: {_in_short(error)}") from error
+        set_element(self.original_state_dict, self.mappings[name], content)
+
+
+def _problem_with_metadata(reader: SafeReader) -> str | None:
+    try:
+        reader.read_metadata()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _in_short(error: Exception) -> str:
+    """The reason, without torch's pages about how to trust a file."""
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        name = re.search(r"GLOBAL ([\w.]+)", text)
+        return refusal(name[1]) if name else "it is damaged"
+    return re.split(r"\n|\. This is an internal", text)[0] or "it is damaged"
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raises TypeError or AttributeError if a part is not what its field says."""
+    _check_type(metadata, Metadata)
+    _check_type(metadata.state_dict_metadata, dict)
+    for name, entry in metadata.state_dict_metadata.items():
+        _check_type(name, str)
+        _check_type(entry, TensorStorageMetadata, BytesStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata):
+            _check_type(entry.size, torch.Size)
+            _check_type(entry.chunks, list)
+    _check_type(metadata.storage_data, dict)
+    for index, info in metadata.storage_data.items():
+        _check_type(index, MetadataIndex)
+        _check_type(info, _StorageInfo)
+        _check_type(info.relative_path, str)
+        for number in (info.offset, info.length):
+            _check_type(number, int)
+            if number < 0:
+                raise TypeError(f"{index.fqn} lies at a negative offset")
+
+
+def _check_type(value: Any, *types: type) -> None:
+    if not isinstance(value, types):
+        wanted = " or ".join(cls.__name__ for cls in types)
+        raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
