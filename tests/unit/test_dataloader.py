@@ -1,6 +1,11 @@
+import pickle
+
+import numpy
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
+from tests import hostile
 from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
@@ -114,6 +119,110 @@ def test_other_number_of_ranks_needs_every_saved_rank():
     saved = loader(dp_rank=0, dp_world_size=3, batch_size=4).state_dict()
     with pytest.raises(ValueError, match="dp_rank_1, dp_rank_2 are missing.*resume on 3"):
         loader(dp_rank=0, dp_world_size=2, batch_size=4).load_state_dict(saved)
+
+
+class Numbered(IterableDataset):
+    """100 numbers in turn; divisible among other numbers of readers."""
+
+    can_reshard = True
+
+    def __init__(self):
+        self.next, self.inherited = 0, None
+
+    def __iter__(self):
+        while self.next < 100:
+            self.next += 1
+            yield {"input": self.next - 1}, self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next, "extra": torch.arange(3), "sizes": torch.Size([2])}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+    def inherit(self, states):
+        self.inherited = [state["next"] for state in states]
+
+
+def saved_by_ranks(count, **kwargs):
+    merged = {}
+    for rank in range(count):
+        data = ParallelAwareDataloader(Numbered(), rank, count, batch_size=4, **kwargs)
+        for _, _ in zip(range(rank + 1), data, strict=False):
+            pass
+        merged |= data.state_dict()
+    return merged
+
+
+def test_position_with_tensors_is_read_again():
+    data = ParallelAwareDataloader(Numbered(), 1, 2, batch_size=4)
+    data.load_state_dict(saved_by_ranks(2))
+    assert next(iter(data))[1].tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_positions_of_all_ranks_are_handed_to_the_dataset_of_fewer_ranks(workers):
+    dataset = Numbered()
+    saved = saved_by_ranks(3, num_workers=workers)
+    ParallelAwareDataloader(dataset, 0, 1, batch_size=4).load_state_dict(saved)
+    assert dataset.inherited == [4, 8, 12]
+
+
+def test_one_hostile_position_among_those_of_other_ranks_executes_nothing(tmp_path):
+    saved = saved_by_ranks(3) | {"dp_rank_2": hostile.pickle_that_creates(tmp_path / "canary")}
+    data = ParallelAwareDataloader(Numbered(), 0, 1, batch_size=4)
+    with pytest.raises(ValueError, match="data position of dp_rank_2.*names .*nothing was exec"):
+        data.load_state_dict(saved)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("name", sorted(hostile.PICKLES))
+def test_position_executes_nothing(tmp_path, name):
+    data = loader(batch_size=4)
+    state = hostile.PICKLES[name](tmp_path / "canary")
+    with pytest.raises(ValueError, match="data position of dp_rank_0"):
+        data.load_state_dict({"world_size": 1, "dp_rank_0": state})
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (b"", "cannot be read: Ran out of input"),
+        (b"garbage", "cannot be read"),
+        (pickle.dumps([1, 2]), "is a list and no dict"),
+        (b"(" * 10_000_000, "cannot be read"),
+        (b"]" * 100_000 + b"a" * 99_999 + b".", "is a list and no dict"),
+        ("text", "must be bytes, got a str"),
+    ],
+    ids=["empty", "garbage", "list", "marks", "nested", "text"],
+)
+def test_damaged_position_is_named(state, message):
+    with pytest.raises(ValueError, match=f"data position of dp_rank_0 {message}"):
+        loader(batch_size=4).load_state_dict({"world_size": 1, "dp_rank_0": state})
+
+
+@pytest.mark.parametrize("content", [{"_snapshot": 3}, {"x": 1}])
+def test_position_of_something_else_is_named(content):
+    data = loader(batch_size=4)
+    with pytest.raises(ValueError, match="not one of this dataset.*exclude_from_loading"):
+        data.load_state_dict({"world_size": 1, "dp_rank_0": pickle.dumps(content)})
+        iter(data)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 10**12, "2", None])
+def test_number_of_ranks_that_is_none_is_named(ranks):
+    with pytest.raises(ValueError, match="number of ranks is"):
+        loader(batch_size=4).load_state_dict({"world_size": ranks})
+
+
+def test_position_that_could_not_be_read_again_is_refused_when_it_is_saved():
+    dataset = Numbered()
+    dataset.state_dict = lambda: {"next": numpy.int64(3)}
+    data = ParallelAwareDataloader(dataset, 0, 1, batch_size=4)
+    next(iter(data))
+    with pytest.raises(ValueError, match="which a checkpoint is to hold.*it names numpy"):
+        data.state_dict()
 
 
 def test_exhaustion_may_be_raised_inside_a_generator():

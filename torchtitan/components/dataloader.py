@@ -5,14 +5,19 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan.components.unpickling import read_plain
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
+
+_MOST_RANKS = 2**20
+_BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
 
 
 class DataloaderExhaustedError(Exception):
@@ -46,6 +51,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
         self._rank_id = f"dp_rank_{dp_rank}"
+        self._is_known_to_be_readable = False
         with warnings.catch_warnings():  # torchdata 0.11 on torch 2.13: nothing a user can change
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             super().__init__(dataset, **kwargs)
@@ -71,21 +77,34 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         if get_device_type() == "cpu":
             kwargs.pop("pin_memory", None)
 
+    def __iter__(self) -> Iterator[Any]:
+        if self.next_iter_state is None:
+            return super().__iter__()
+        with _one_error_if_damaged():  # here the loaded position is read
+            return super().__iter__()
+
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.
-        return {
-            self._rank_id: pickle.dumps(super().state_dict()),
-            "world_size": self.dp_world_size,
-        }
+        state = pickle.dumps(super().state_dict())
+        if not self._is_known_to_be_readable:  # else it would be refused when it is needed
+            read_plain(state, "the data position, which a checkpoint is to hold,")
+            self._is_known_to_be_readable = True
+        return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position: this rank's own, or a share of all ranks' if their number changed.
 
-        Raises ValueError if the position cannot be divided among today's ranks and workers.
+        Raises ValueError if the position cannot be divided among today's ranks and workers, or
+        holds anything but plain data.
         """
         if not state_dict:
             return
         saved_world_size = state_dict["world_size"]
+        if not isinstance(saved_world_size, int) or not 1 <= saved_world_size <= _MOST_RANKS:
+            raise ValueError(
+                f"the data position's number of ranks is {saved_world_size!r}: the checkpoint is "
+                f"damaged; {_BEGIN_AGAIN}"
+            )
         if saved_world_size == self.dp_world_size:
             if self._rank_id not in state_dict:
                 logger.warning(
@@ -93,8 +112,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                     f"this rank begins its data anew"
                 )
                 return
-            own_state = pickle.loads(state_dict[self._rank_id])
-            if _num_workers(own_state) == self.num_workers:
+            own_state = _read_loader_state(state_dict, self._rank_id)
+            with _one_error_if_damaged():
+                num_workers = len(_worker_snapshots(own_state))
+            if num_workers == self.num_workers:
                 super().load_state_dict(own_state)
                 return
         self._load_resharded(state_dict, saved_world_size)
@@ -102,7 +123,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def _load_resharded(self, state_dict: dict[str, Any], saved_world_size: int) -> None:
         remedies = (
             f"resume on {saved_world_size} data-parallel ranks with as many data workers as "
-            f"before, or begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
+            f"before, or {_BEGIN_AGAIN}"
         )
         names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
         missing = [name for name in names if name not in state_dict]
@@ -118,25 +139,45 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"of a dataset which cannot be read by index does not divide among "
                 f"{self.dp_world_size} ranks with {self.num_workers} data workers: {remedies}"
             )
-        loader_states = [pickle.loads(state_dict[name]) for name in names]
+        loader_states = [_read_loader_state(state_dict, name) for name in names]
         super().load_state_dict({})  # forgets iterator and workers of the present position
-        self.dataset.inherit(
-            [state for loader in loader_states for state in _reader_states(loader)]
-        )
+        with _one_error_if_damaged():
+            self.dataset.inherit(
+                [state for loader in loader_states for state in _reader_states(loader)]
+            )
         logger.info(
             f"Dealt the data position of {saved_world_size} data-parallel ranks out to "
             f"{self.dp_world_size}"
         )
 
 
+def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    state = read_plain(state_dict[name], f"the data position of {name}")
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"the data position of {name} is a {type(state).__name__} and no dict: the checkpoint "
+            f"is damaged; {_BEGIN_AGAIN}"
+        )
+    return state
+
+
+@contextmanager
+def _one_error_if_damaged() -> Iterator[None]:
+    """For reading what is in a data position, of which torchdata and datasets take the best."""
+    try:
+        yield
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        reason = (str(error).splitlines() or [""])[-1]
+        raise ValueError(
+            f"the data position in the checkpoint is not one of this dataset and dataloader "
+            f"({type(error).__name__}: {reason}); {_BEGIN_AGAIN}"
+        ) from error
+
+
 # What torchdata 0.8 to 0.11 nests into a StatefulDataLoader's state.
 def _worker_snapshots(loader_state: dict[str, Any]) -> dict[str, Any]:
     """Worker name -> snapshot; empty if the loader had no workers."""
     return loader_state.get("_snapshot", {}).get("_worker_snapshots", {})
-
-
-def _num_workers(loader_state: dict[str, Any]) -> int:
-    return len(_worker_snapshots(loader_state))
 
 
 def _reader_states(loader_state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,124 @@
+"""Files that try to execute something when they are read.
+
+Each creates a file, the canary, if it succeeds: read by torch or pickle without precautions, it
+does. For tests that assert that reading them here does not.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+
+class Creates:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = str(canary)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.canary,)
+
+
+class _CreatesByEval(Creates):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"__import__('os').mkdir({self.canary!r})",)
+
+
+class _CreatesByTensor(Creates):
+    """A tensor's storage is bytes that torch unpickles by itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.storage._load_from_bytes, (entry_that_creates(Path(self.canary)),)
+
+
+def pickle_that_creates(canary: Path) -> bytes:
+    return pickle.dumps({"state": Creates(canary)})
+
+
+def _pickle_by_names(canary: Path) -> bytes:
+    """An old protocol, and the function by an innocent module's attribute."""
+    return f"cshutil\nos.mkdir\n(V{canary}\ntR.".encode()
+
+
+PICKLES = {
+    "by a call": pickle_that_creates,
+    "by eval": lambda canary: pickle.dumps(_CreatesByEval(canary)),
+    "by a tensor": lambda canary: pickle.dumps(_CreatesByTensor(canary)),
+    "by a dotted name": lambda canary: b"\x80\x04" + _pickle_by_names(canary),
+}
+
+
+def entry_that_creates(canary: Path) -> bytes:
+    """What torch.save writes for one entry of a checkpoint."""
+    buffer = io.BytesIO()
+    torch.save(Creates(canary), buffer)
+    return buffer.getvalue()
+
+
+# Checkpoints: each changes the step folder and takes its hashes away, as if it came from elsewhere.
+
+
+def plant_in_metadata(step: Path, canary: Path) -> None:
+    """`.metadata` is as it was, and more."""
+    metadata = dcp.FileSystemReader(step).read_metadata()
+    metadata.planner_data = Creates(canary)
+    write_metadata(step, metadata)
+
+
+def plant_in_entry(step: Path, canary: Path, name: str) -> None:
+    """The entry `name`, a number, say, becomes an object of another kind."""
+    replace_entry(step, name, entry_that_creates(canary))
+
+
+def plant_in_position(step: Path, canary: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(pickle_that_creates(canary), buffer)
+    replace_entry(step, "dataloader.dp_rank_0", buffer.getvalue())
+
+
+def replace_entry(step: Path, name: str, content: bytes) -> None:
+    metadata = dcp.FileSystemReader(step).read_metadata()
+    (index,) = (index for index in metadata.storage_data if index.fqn == name)
+    info = metadata.storage_data[index]
+    with open(step / info.relative_path, "ab") as file:
+        info.offset, info.length = file.tell(), len(content)
+        file.write(content)
+    write_metadata(step, metadata)
+
+
+def redirect_files(step: Path, name: str) -> None:
+    """All tensors are said to lie in the file `name`."""
+    metadata = dcp.FileSystemReader(step).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    write_metadata(step, metadata)
+
+
+def write_metadata(step: Path, metadata: Any) -> None:
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    forget_hashes(step)
+
+
+def forget_hashes(step: Path) -> None:
+    (step / ".sha256sums").unlink(missing_ok=True)
+
+
+def keep_only(step: Path) -> None:
+    """No other step is there to fall back to."""
+    for other in step.parent.iterdir():
+        if other != step:
+            shutil.rmtree(other)
+
+
+def safetensors_file(path: Path, header: Any, data: bytes = b"") -> None:
+    """header: its JSON, as an object or as bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
