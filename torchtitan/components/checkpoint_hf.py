@@ -28,15 +28,18 @@ from torchtitan.components.checkpoint_contents import (
 )
 from torchtitan.components.checkpoint_folder import (
     HF_INDEX,
+    HF_SINGLE_FILE,
     HashedFile,
     all_ranks,
     finish_writing,
     from_rank_zero,
     hash_over_ranks,
     on_all_ranks,
+    path_inside,
     start_writing,
 )
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.protocols.state_dict_adapter import read_weight_map
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -73,15 +76,17 @@ def load_from_hf(
     state_dict: the model's own entries. Returns those that were read.
     Raises ValueError if the two sides do not match.
     """
+    from_rank_zero(lambda: _check_files(path))
     reader = adapter.get_hf_storage_reader(path, from_quantized)
-    metadata = reader.read_metadata()
+    try:
+        metadata = reader.read_metadata()
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The safetensors files in {path} cannot be read: what stands beside their tensors, "
+            f"about parts or scales of them, is damaged ({type(error).__name__}: {error})"
+        ) from error
     reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it for every part
     saved = from_rank_zero(lambda: saved_shapes(reader))
-    if not saved:
-        raise ValueError(
-            f"There are no safetensors files in {path}, from where Hugging Face weights are "
-            "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
-        )
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
     parts += [{}] * (max(all_ranks(len(parts))) - len(parts))
@@ -106,6 +111,40 @@ def load_from_hf(
     if kept := sorted(state_dict.keys() - loaded.keys()):
         logger.warning(f"Not in {path}, left as they are: {shorten(kept)}")
     return loaded
+
+
+def _check_files(folder: str) -> None:
+    """Raise ValueError, naming the file, if one is damaged, missing, or leads out of `folder`.
+
+    Reads headers only. safetensors bounds their size, and sees that tensors neither overlap nor
+    end beyond the file.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import _TYPES
+
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if not names:
+        raise ValueError(
+            f"There are no safetensors files in {folder}, from where Hugging Face weights are "
+            "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
+        )
+    for name in names:
+        path = path_inside(folder, name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        except Exception as error:  # the library has its own kind for each thing that it reads
+            raise ValueError(
+                f"{path} is not a safetensors file, or only a part of one ({error}); fetch it again"
+            ) from error
+        if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
+            raise ValueError(f"{path} has numbers that cannot be read: {shorten(unknown)}")
+    index = os.path.join(folder, HF_INDEX)
+    if os.path.lexists(index):
+        path_inside(folder, HF_INDEX)
+        missing = sorted(set(read_weight_map(index).values()) - set(names))
+        if missing and HF_SINGLE_FILE not in names:
+            raise ValueError(f"{index} names files that are missing: {shorten(missing)}")
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -9,13 +9,13 @@ Of the three ways a model folder can hold a tokenizer, the first that is there i
 Special tokens come from `tokenizer_config.json` where that file exists.
 """
 
-import json
 from abc import ABC, abstractmethod
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import JobConfig
+from torchtitan.tools.json_files import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -161,11 +161,15 @@ def _load_backend(folder: Path) -> "Tokenizer":
     whole = folder / "tokenizer.json"
     if whole.is_file():
         try:
-            return Tokenizer.from_file(str(whole))
+            backend = Tokenizer.from_file(str(whole))
         except Exception as error:  # the library raises bare Exception for any bad content
             raise ValueError(
                 f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
             ) from error
+        # Settings of another program's batches. A text is wanted whole here, and nothing but it.
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
 
     vocab = _read_vocab(folder)
     merges = folder / "merges.txt"
@@ -181,19 +185,30 @@ def _load_backend(folder: Path) -> "Tokenizer":
 def _read_vocab(folder: Path) -> dict[str, int] | None:
     vocab = _read_json(folder / "vocab.json", missing_ok=True)
     if vocab is not None:
+        if wrong := [entry for entry in vocab.items() if type(entry[1]) is not int]:
+            raise ValueError(
+                f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}"
+            )
         return vocab
     listing = folder / "vocab.txt"
     if not listing.is_file():
         return None
-    lines = listing.read_text(encoding="utf-8").splitlines()
+    lines = _read_lines(listing)
     # A blank line keeps its number: ids after it must not move.
     return {line.strip(): number for number, line in enumerate(lines) if line.strip()}
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
 
 
 def _byte_level_bpe(vocab: dict[str, int], merges_path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    lines = merges_path.read_text(encoding="utf-8").splitlines()
+    lines = _read_lines(merges_path)
     pairs = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
     try:
@@ -219,28 +234,32 @@ def _read_json(path: Path, missing_ok: bool = False) -> dict | None:
     if missing_ok and not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except ValueError as error:  # bad JSON or bad UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
-    return content
 
 
 def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
     """Every token that tokenizer_config.json declares, named ones first."""
     named = [(key, config.get(key)) for key in SPECIAL_TOKEN_KEYS]
     by_id = config.get("added_tokens_decoder") or {}
+    if not isinstance(by_id, dict):
+        raise ValueError(
+            f"{config_path}: added_tokens_decoder must be an object, got a {type(by_id).__name__}"
+        )
     numbered = [
         (f"added_tokens_decoder[{token_id}]", entry)
         for token_id, entry in by_id.items()
         if isinstance(entry, dict) and "content" in entry
     ]
-    return [
-        _added_token(entry, _token_text(entry, key, config_path))
-        for key, entry in named + numbered
-        if entry is not None
-    ]
+    try:
+        return [
+            _added_token(entry, _token_text(entry, key, config_path))
+            for key, entry in named + numbered
+            if entry is not None
+        ]
+    except TypeError as error:  # a flag that is none
+        raise ValueError(f"{config_path}: a token cannot be used: {error}") from error
 
 
 def _added_token(entry: Any, text: str) -> "AddedToken":

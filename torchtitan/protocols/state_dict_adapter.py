@@ -1,11 +1,11 @@
 """Translating a model's state dict to the names and layouts of Hugging Face, and back."""
 
-import json
 import os
 import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan.protocols.model import BaseModelArgs
 
 _INDEX_FILE = "model.safetensors.index.json"
+_MOST_FILES = 99_999  # as many as their names have digits for
 
 
 class BaseStateDictAdapter(ABC):
@@ -115,23 +116,43 @@ class StateDictAdapter(BaseStateDictAdapter):
         return name in table and table[name] is None
 
 
+def read_weight_map(path: str) -> dict[str, str]:
+    """Tensor name -> file name, from a model.safetensors.index.json.
+
+    Raises FileNotFoundError, or ValueError if it is something else, or names files elsewhere.
+    """
+    try:
+        weight_map = read_json_object(path).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{path} is not a safetensors index: {error}") from error
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path} is not a safetensors index: it has no table 'weight_map'")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or os.path.basename(name) != name or "\0" in name:
+            raise ValueError(
+                f"{path} names a file that is not beside it, for {tensor}: {name!r}; an index can "
+                "only name files of its own folder"
+            )
+    return weight_map
+
+
 def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
     if hf_assets_path is None:
         return None
     path = os.path.join(hf_assets_path, _INDEX_FILE)
     try:
-        with open(path) as file:
-            weight_map = json.load(file)["weight_map"]
+        weight_map = read_weight_map(path)
     except FileNotFoundError:
         logger.info(f"There is no {path}: a Hugging Face export is divided by size")
         return None
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a safetensors index: {error!r}") from error
     return {name: _first_number(shard, path) for name, shard in weight_map.items()}
 
 
 def _first_number(file_name: str, index_path: str) -> int:
     match = re.search(r"\d+", file_name)
-    if match is None:
-        raise ValueError(f"{index_path}: expected a number in the shard's name, got {file_name!r}")
+    if match is None or not 1 <= int(match.group()[:6]) <= _MOST_FILES:
+        raise ValueError(
+            f"{index_path}: expected a number from 1 to {_MOST_FILES} in the shard's name, got "
+            f"{file_name!r}"
+        )
     return int(match.group())
