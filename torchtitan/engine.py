@@ -42,6 +42,7 @@ from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.run_record import record_of
 from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import local_tensor, whole_tensor
@@ -250,6 +251,11 @@ class TrainingEngine:
         # Without a launcher, the device that the host has chosen.
         index = os.environ.get("LOCAL_RANK")
         index = device_module.current_device() if index is None else int(index)
+        if index >= device_module.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK = {index} asks for device {index} of this machine, counted from 0, and "
+                f"it shows {device_module.device_count()}; start as many processes on it as it has"
+            )
         device = torch.device(device_type, index)
         host.change(
             "current device",

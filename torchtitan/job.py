@@ -1,12 +1,12 @@
 """From a config to the train spec it names, checked before a device or a process is touched."""
 
-import importlib
 import os
 
 import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
+from torchtitan.config.check_helpers import import_named
 from torchtitan.config.checks import (
     ConfigError,
     check_against_spec,
@@ -49,13 +49,7 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 def _import_custom_module(name: str) -> None:
     if not name:
         return
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"experimental.custom_import names a module to import, got {name!r}: {error}; give its "
-            "dotted name and start where Python can find it"
-        ) from error
+    import_named("experimental.custom_import", name)
 
 
 def _check_dataset_names(job_config: JobConfig, train_spec: "train_spec_module.TrainSpec") -> None:
@@ -78,4 +72,19 @@ def _world_size(job_config: JobConfig) -> int:
             f"with comm.mode = {job_config.comm.mode!r} the environment variable {name} is the "
             f"number of ranks, a positive integer, got {value!r}; set it"
         )
+    if job_config.comm.mode == "default":
+        for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+            _check_rank(rank_name, size_name)
     return int(value)
+
+
+def _check_rank(name: str, size_name: str) -> None:
+    rank, size = os.environ.get(name), os.environ.get(size_name, "")
+    if rank is None:
+        return
+    if not rank.isdecimal() or (size.isdecimal() and int(rank) >= int(size)):
+        below = f"below {size_name} = {size}" if size else "from 0 up"
+        raise ConfigError(
+            f"the environment variable {name} is this process's number, an integer {below}, got "
+            f"{rank!r}; start with torchrun, or set it for each process"
+        )

@@ -7,23 +7,28 @@ Config mistakes and --help answer before anything heavy is imported: `Trainer` i
 `torchtitan.trainer` when it is first asked for.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torchtitan
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.job import resolve_job
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
+from torchtitan.tools.host import signal_at_parents_death
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
+    from torchtitan.distributed.peers import Peers
     from torchtitan.trainer import Trainer
 
 __all__ = ["Trainer", "main"]
@@ -47,37 +52,43 @@ def main(
 
     trainer_class: called with the config; what it returns has `train()`, `close()` and a
         `checkpointer`. config_cls, check_config: an extended config and its own rules.
-    Exit code 2: the config cannot run; 1: data or files are not what the config says.
+    Exit code 2: the config cannot run; 1: data, files, memory or another rank failed. Several ranks
+    compare their configs first, and from then on end together (`torchtitan.distributed.peers`).
     """
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
-    with exit_on_config_error():
-        config = ConfigManager(config_cls).parse_args()
-        resolve_job(config)
-        if check_config is not None:
-            check_config(config)
     try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            signal_at_parents_death(signal.SIGTERM)
+        with exit_on_config_error(_tell_config_error if _has_peers() else None):
+            config = ConfigManager(config_cls).parse_args()
+            resolve_job(config)
+            if check_config is not None:
+                check_config(config)
         _run(config, trainer_class)
-    except ConfigError as error:
-        _exit_with_message(error, 2)
-    except (ValueError, OSError, FloatingPointError, RunError) as error:
-        _exit_with_message(error, 1)
-    except Exception as error:
-        # A lost connection is another rank's failure, which that rank reports.
-        if "by peer" not in str(error):
-            _tell_torchrun(traceback.format_exc())
-        raise
+    except KeyboardInterrupt:
+        print("interrupted; what was not saved is lost", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _has_peers() -> bool:
+    """Whether the environment describes other ranks."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return size.isdecimal() and int(size) > 1 and os.environ.get("RANK", "").isdecimal()
 
 
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
     import torch
 
-    if trainer_class is None:
-        from torchtitan.trainer import Trainer as trainer_class
-    trainer = None
+    peers = trainer = None
     try:
+        if _has_peers() and config.comm.mode == "default":
+            peers = _find_peers(config.comm.init_timeout_seconds)
+            peers.compare(config.to_dict())
+        if trainer_class is None:
+            from torchtitan.trainer import Trainer as trainer_class
         trainer = trainer_class(config)
         if config.comm.mode == "local_tensor":
             logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
@@ -86,30 +97,85 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             logger.info("seed checkpoint created")
         else:
             trainer.train()
-    finally:
+        trainer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except BaseException as error:
+        # Told before anything is closed: that may wait for other ranks.
+        exit_code = _tell_failure(error, config, peers)
         if trainer is not None:
-            trainer.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+            with contextlib.suppress(Exception):  # the first error counts
+                trainer.close()
+        if exit_code is None:
+            raise
+        sys.exit(exit_code)
+    if peers is not None:
+        peers.leave()
 
 
-def _exit_with_message(error: Exception, exit_code: int) -> None:
-    """Say on stderr what to mend, and where it was found; the whole trace is for bugs."""
-    if os.environ.get("TORCHTITAN_TRACEBACK"):
-        raise error
+def _find_peers(timeout_seconds: float) -> "Peers":
+    from torchtitan.distributed.peers import Peers
+    from torchtitan.distributed.utils import find_peers
+
+    return Peers(*find_peers(timedelta(seconds=timeout_seconds)))
+
+
+def _tell_config_error(message: str) -> None:
+    """Have rank 0 print the message, once for all ranks that have it, and all ranks end."""
+    from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError
+
+    is_first = os.environ["RANK"] == "0"
+    if is_first:
+        print(message, file=sys.stderr, flush=True)
+    _tell_torchrun(message)
+    try:
+        _find_peers(SECONDS_TO_REPORT).compare(None, message)
+    except PeerError:
+        return
+    except Exception:  # there is no rank 0 to print it
+        if not is_first:
+            print(f"rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
+
+
+def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None") -> int | None:
+    """Say on stderr what to mend, and to the other ranks; returns the exit code.
+
+    None stands for an exception whose stack Python is to print: a bug.
+    """
+    from torchtitan.distributed.peers import PeerError
+
+    if isinstance(error, PeerError):  # rank 0 has printed it
+        _tell_torchrun(str(error))
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        if peers is not None:
+            peers.report("it was interrupted by SIGINT")
+        return None
+    told = as_run_error(error, config)
+    if isinstance(told, LostConnectionError) and peers is not None:
+        # Another rank's failure, which that rank reports to torchrun.
+        print(f"error: {peers.describe_failure(wait_seconds=3)}", file=sys.stderr, flush=True)
+        peers.report(str(told))
+        return 1
+    is_bug = not isinstance(told, (ValueError, OSError, FloatingPointError, RunError))
+    message = f"{type(error).__name__}: {error}" if is_bug else _without_stack(told)
+    if peers is not None:
+        peers.report(message)
+    if is_bug or os.environ.get("TORCHTITAN_TRACEBACK"):
+        _tell_torchrun("".join(traceback.format_exception(error)))
+        return None
     where = traceback.extract_tb(error.__traceback__)[-1]
-    message = f"error: {_without_stack(error)}"
     print(
-        f"{message}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
+        f"error: {message}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
         "the stack)",
         file=sys.stderr,
         flush=True,
     )
-    _tell_torchrun(message)
-    sys.exit(exit_code)
+    _tell_torchrun(f"error: {message}")
+    return 2 if isinstance(told, ConfigError) else 1
 
 
-def _without_stack(error: Exception) -> str:
+def _without_stack(error: BaseException) -> str:
     """The message; that of an error in a data worker comes with the worker's stack before it."""
     text = str(error)
     if "\nOriginal Traceback" not in text:

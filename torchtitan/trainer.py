@@ -1,8 +1,6 @@
 """The trainer: a `TrainingEngine` with a tokenizer, data, metrics, validation and a loop."""
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -10,10 +8,12 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.checkpoint_contents import DATALOADER
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.prefetch import Item, StepCounts, StepsAhead
+from torchtitan.components.stop import StopRequest
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed import utils as dist_utils
@@ -32,7 +32,7 @@ class Trainer(TrainingEngine):
 
     builds_data = True
 
-    _stop_signal_came = False
+    _stop: StopRequest | None = None  # while it trains
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
@@ -261,6 +261,8 @@ class Trainer(TrainingEngine):
                     global_valid_tokens=max(global_valid_tokens, 1),
                 )
             losses.append(loss)
+        if self._stop is not None:
+            self._stop.ask()  # answered while the optimizer steps
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
             self._settle()  # the norm is read below, so this waits for nothing more
@@ -346,12 +348,15 @@ class Trainer(TrainingEngine):
             with (
                 maybe_enable_profiling(config.profiling, **profiling) as profiler,
                 maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
-                self._noticing_stop_signal(),
+                StopRequest(config) as stop,
             ):
+                self._stop = stop
                 self._loop([tool for tool in (profiler, snapshot) if tool is not None])
         finally:
             self.gc_handler.close()
-        logger.info("training completed")
+            self._stop = None
+        if stop.reason is None:
+            logger.info("training completed")
 
     def _loop(self, profilers: list[Any]) -> None:
         with self._reading_ahead() as batches:
@@ -372,15 +377,14 @@ class Trainer(TrainingEngine):
                 self._end_early(str(error))
                 break
             is_last_step = self.step == config.training.steps
-            if not is_last_step and self._is_asked_to_stop():
-                self.save()
-                logger.warning(
-                    "stopped after step %d of %d by SIGUSR2", self.step, config.training.steps
-                )
+            if not is_last_step and (reason := self._stop.answer()):
+                save_and_stop(self, reason)
                 return
             if self.checkpointer._should_save(self.step, is_last_step):
                 self._settle()  # a step that stops the run is not saved
+            started = time.monotonic()
             self.checkpointer.save(self.step, last_step=is_last_step)
+            self._stop.saved(time.monotonic() - started)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)
             for profiler in profilers:
@@ -391,35 +395,6 @@ class Trainer(TrainingEngine):
                     timeout=timedelta(seconds=config.comm.train_timeout_seconds),
                     parallel_dims=self.parallel_dims,
                 )
-
-    @contextlib.contextmanager
-    def _noticing_stop_signal(self) -> Iterator[None]:
-        """SIGUSR2, which would end the process at once, asks for a checkpoint and the end."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not self.job_config.checkpoint.enable or not in_main_thread:
-            yield
-            return
-
-        def notice(_number: int, _frame: Any) -> None:
-            self._stop_signal_came = True
-
-        before = signal.signal(signal.SIGUSR2, notice)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGUSR2, before)
-
-    def _is_asked_to_stop(self) -> bool:
-        """Whether any rank got the signal. Asked where steps are logged, which waits anyway."""
-        if not self.job_config.checkpoint.enable or not self.metrics_processor.should_log(
-            self.step
-        ):
-            return False
-        came = torch.full((), float(self._stop_signal_came), device=self.device)
-        if self.parallel_dims.world_size > 1:
-            torch.distributed.all_reduce(came)
-        self._stop_signal_came = came.item() > 0
-        return self._stop_signal_came
 
     def _end_early(self, reason: str) -> None:
         """The data ended before `training.steps`: keep what was learned."""
@@ -442,6 +417,18 @@ class Trainer(TrainingEngine):
 
 def _num_valid(labels: torch.Tensor) -> int:
     return int((labels != IGNORE_INDEX).sum())
+
+
+def save_and_stop(engine: TrainingEngine, reason: str) -> None:
+    """Save all of it, so that the run can go on later, and say so. Collective."""
+    engine.checkpointer.async_mode = AsyncMode.DISABLED  # the process ends: wait for the files
+    engine.save()
+    logger.warning(
+        "stopped after step %d of %d: %s; its checkpoint is whole, and the same command goes on",
+        engine.step,
+        engine.job_config.training.steps,
+        reason,
+    )
 
 
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan.components.stop import leave_signals_to_trainer
 from torchtitan.components.unpickling import read_plain
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
@@ -71,7 +72,9 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"Invalid dataloader kwargs: {', '.join(unknown)}; StatefulDataLoader takes "
                 f"{', '.join(name for name in known if name not in ('self', 'dataset'))}"
             )
-        if not kwargs.get("num_workers"):
+        if kwargs.get("num_workers"):
+            kwargs.setdefault("worker_init_fn", leave_signals_to_trainer)
+        else:
             for of_workers in ("persistent_workers", "prefetch_factor"):
                 kwargs.pop(of_workers, None)
         if get_device_type() == "cpu":

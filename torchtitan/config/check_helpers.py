@@ -1,8 +1,11 @@
 """What the rules of a config share: their error, and what several of them ask of a config."""
 
 import difflib
+import importlib
 import math
+import traceback
 from collections.abc import Collection
+from types import ModuleType
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
@@ -61,3 +64,20 @@ def shard_degree(job_config: JobConfig, world_size: int) -> int:
         return parallelism.data_parallel_shard_degree
     others = (getattr(parallelism, name) for name in DEGREES if "shard" not in name)
     return max(1, world_size // math.prod(others))
+
+
+def import_named(key: str, name: str) -> ModuleType:
+    """The module that the config names under `key`; ConfigError if it can't be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} names a module to import, got {name!r}: {error}; give its dotted name and start "
+            "where Python can find it"
+        ) from error
+    except (Exception, SystemExit) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key} names a module to import, and {name!r} fails at {where.filename}, line "
+            f"{where.lineno}: {type(error).__name__}: {error}; correct it there"
+        ) from error

@@ -42,6 +42,7 @@ def check_job_config(
     check_decay_betas(job_config)
     check_max_norm(job_config)
     check_keep_latest_k(job_config)
+    check_time_limit(job_config)
     check_checkpoint_formats(job_config)
     check_initial_load_path(job_config)
     check_load_step(job_config)
@@ -114,6 +115,7 @@ _SMALLEST_VALUES: dict[str, int] = {
     "training.seq_len": 1,
     "training.steps": 1,
     "training.local_batch_size": 1,
+    "training.time_limit_minutes": 0,
     "training.gc_freq": 1,
     "training.dataloader.num_workers": 0,
     "validation.seq_len": 1,
@@ -184,6 +186,16 @@ def check_max_norm(job_config: JobConfig) -> None:
 
 
 # --- Checkpoints ------------------------------------------------------------------------------
+
+
+def check_time_limit(job_config: JobConfig) -> None:
+    checkpoint = job_config.checkpoint
+    if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
+        raise ConfigError(
+            f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
+            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; have it saved, "
+            f"or leave the limit out"
+        )
 
 
 def check_keep_latest_k(job_config: JobConfig) -> None:

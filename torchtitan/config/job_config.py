@@ -226,6 +226,12 @@ class Training:
     steps: int = 10000
     """Optimizer steps to train for"""
 
+    time_limit_minutes: float = 0.0
+    """
+    Save and end before the process is so old, with time left for a step and the save; 0 is no
+    limit. For batch schedulers; needs checkpoint.enable
+    """
+
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (with FSDP)"""
 

@@ -2,16 +2,17 @@
 
 import contextlib
 import dataclasses
-import importlib
+import io
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import tyro
 
+from torchtitan.config.check_helpers import import_named
 from torchtitan.config.checks import ConfigError
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
@@ -42,7 +43,8 @@ class ConfigManager:
 
         Flags win over the TOML file, which wins over the defaults. Each call starts afresh.
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file; a mistake in the
-        flags is printed, and raises SystemExit(2).
+        flags is printed, and raises SystemExit(2); `exit_on_config_error` prints it where there
+        are several ranks.
         """
         args = sys.argv[1:] if args is None else args
         toml_values = self._maybe_load_toml(args)
@@ -77,13 +79,7 @@ class ConfigManager:
         module_name = _custom_config_module(args, toml_values or {})
         if not module_name:
             return self.config_cls
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise ConfigError(
-                f"job.custom_config_module names a module to import, got {module_name!r}: {error}; "
-                f"give its dotted name and start where Python can find it"
-            ) from error
+        module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
         if not dataclasses.is_dataclass(custom_cls):
             raise ConfigError(
@@ -182,34 +178,62 @@ def parse_args_or_exit(
 
 
 @contextlib.contextmanager
-def exit_on_config_error() -> Iterator[None]:
-    """Turn what a config mistake raises into one message on rank 0's stderr and exit code 2."""
+def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Turn what a config mistake raises into one message on stderr and exit code 2.
+
+    tell: prints the message in place of this rank, for ranks that know of each other.
+    """
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        if _is_first_process():
-            print(f"config error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        message = f"config error: {error}"
+    except _FlagMistake as error:
+        message = error.message
+    else:
+        return
+    (tell or _tell)(message)
+    raise SystemExit(2)
 
 
-def _is_first_process() -> bool:
+def _tell(message: str) -> None:
+    print(f"rank {os.environ['RANK']}: {message}" if _has_peers() else message, file=sys.stderr)
+
+
+def _has_peers() -> bool:
     # Asked of the environment: config errors come before there is a process group.
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+class _FlagMistake(SystemExit):
+    """The parser's exit; `message` is what it says of the flags, and has not been printed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
 
 
 def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) -> JobConfig:
+    said = io.StringIO()
+    # Ranks share one message; a single process keeps the parser's colours.
+    quiet = contextlib.redirect_stderr(said) if _has_peers() else contextlib.nullcontext()
     try:
-        return tyro.cli(
-            config_cls,
-            args=args,
-            default=base,
-            registry=custom_registry,
-            use_underscores=True,  # messages name a key as TOML does; dashes still work
-            console_outputs=_is_first_process(),
-        )
+        with quiet:
+            return tyro.cli(
+                config_cls,
+                args=args,
+                default=base,
+                registry=custom_registry,
+                use_underscores=True,  # messages name a key as TOML does; dashes still work
+                console_outputs=os.environ.get("RANK", "0") == "0"
+                or not {"-h", "--help"} & set(args),
+            )
     except AssertionError as error:
         # A section's own rule, broken by a flag.
         raise ConfigError(str(error)) from error
+    except SystemExit as error:
+        if error.code and _has_peers():
+            raise _FlagMistake(said.getvalue()) from error
+        raise
 
 
 def _parse_toml(path: str, content: bytes) -> dict[str, Any]:

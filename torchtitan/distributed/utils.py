@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -22,6 +23,7 @@ from torchtitan.config.job_config import Comm, Debug
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.linear import cpu_multiplies_bf16
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
@@ -47,7 +49,7 @@ def init_distributed(
     NCCL's traces of a hang go below `base_folder`.
 
     Raises ValueError if torchrun's variables are there only in part, and if an existing group
-    cannot communicate on this machine's device.
+    cannot communicate on this machine's device; RunError if not all ranks come.
     """
     if comm_config.mode != "default" and not dist.is_initialized():
         world_size = _simulated_world_size(comm_config.mode)
@@ -136,14 +138,48 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
             f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
             f"WORLD_SIZE to run as one process"
         )
-    where = tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
-    if where not in _meeting_places:
-        _meeting_places[where] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
-    (store, rank, world_size), n_groups = _meeting_places[where]
-    _meeting_places[where][1] += 1
-    store.set_timeout(timeout)
-    group_store = dist.PrefixStore(f"torchtitan_{n_groups}", store)
+    store, rank, world_size = find_peers(timeout)
+    place = _meeting_places[_meeting_place()]
+    place[1] += 1
+    group_store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
     return {"store": group_store, "rank": rank, "world_size": world_size}
+
+
+def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store that the ranks of torchrun's environment share; this rank; the number of ranks.
+
+    Raises RunError if not all ranks come to MASTER_ADDR, MASTER_PORT in time.
+    """
+    place = _meeting_place()
+    if place not in _meeting_places:
+        try:
+            _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
+        except dist.DistError as error:
+            raise _no_meeting(error, timeout) from error
+    store, rank, world_size = _meeting_places[place][0]
+    store.set_timeout(timeout)
+    return store, rank, world_size
+
+
+def _meeting_place() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
+
+
+def _no_meeting(error: Exception, timeout: timedelta) -> RunError:
+    rank, world_size, address, port = _meeting_place()
+    where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return RunError(
+            f"rank {rank} cannot wait for the others at {where}: the port is in use, perhaps by a "
+            "job that has not ended; end it, or set another MASTER_PORT on all ranks"
+        )
+    came = re.search(r"(\d+)/\d+ clients joined", str(error))
+    seen = f"{came[1]} of {world_size} ranks came" if came else "nothing answers there"
+    return RunError(
+        f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
+        f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall lets "
+        f"it through, and that all {world_size} ranks were started, with the same WORLD_SIZE"
+    )
 
 
 # Where ranks meet -> [(store, rank, world size), groups made there]. One store for all groups of

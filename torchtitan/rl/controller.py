@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_metrics_processor, memory_metrics
+from torchtitan.components.stop import StopRequest
 from torchtitan.config.checks import check_tokenizer_fits
 from torchtitan.engine import closed_on_error
 from torchtitan.rl.advantages import AdvantageEstimator, advantage_metrics
@@ -40,7 +41,7 @@ from torchtitan.rl.types import Episode, SamplingConfig, samples_of
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import GarbageCollection, use_device
-from torchtitan.trainer import load_newest_checkpoint
+from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
 class Controller:
@@ -132,14 +133,20 @@ class Controller:
             with (
                 maybe_enable_profiling(config.profiling, **profiling) as profiler,
                 maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
+                StopRequest(config) as stop,
             ):
                 while self.step < last_step:
                     gc_handler.run(self.step + 1)
                     self.train_step()
+                    if self.step < last_step and (reason := stop.answer()):
+                        save_and_stop(self.trainer.engine, reason)
+                        return
                     if self._evaluates(self.step):
                         self._evaluate_and_log()
                     if self._saves(self.step):
+                        started = time.monotonic()
                         self.checkpointer.save(self.step, last_step=self.step == last_step)
+                        stop.saved(time.monotonic() - started)
                     for tool in (profiler, snapshot):
                         if tool is not None:
                             tool.step()

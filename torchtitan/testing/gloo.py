@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools.host import signal_at_parents_death
+
 _PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
@@ -125,6 +127,7 @@ def _rank_main(
     pipe: Connection,
 ) -> None:
     """One rank: sends ("result", value) or ("failure", time, traceback text, exception or None)."""
+    signal_at_parents_death(signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if hasattr(faulthandler, "register"):

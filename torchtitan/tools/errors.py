@@ -1,4 +1,11 @@
-"""What ends a run without being a bug of this program."""
+"""What ends a run without being a bug of this program, and how it is told."""
+
+import re
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 class RunError(RuntimeError):
@@ -7,3 +14,59 @@ class RunError(RuntimeError):
     The message says what, where and what to do, so `torchtitan.train.main` prints it without a
     stack and exits with 1.
     """
+
+
+class LostConnectionError(RunError):
+    """A collective failed since another rank is gone, or does not answer."""
+
+
+def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
+    """`error`, or in its place what says what torch means by it, and what to do.
+
+    What comes back as neither ValueError, OSError, FloatingPointError nor RunError is a bug.
+    """
+    import torch
+    from torch.distributed import DistError
+
+    text = str(error)
+    if isinstance(error, RunError):
+        return error
+    if isinstance(error, SystemExit):
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return RunError(
+            f"sys.exit({'' if error.code is None else error.code}) was called during the run, at "
+            f"{where.filename}, line {where.lineno}; have that code raise an error, or return"
+        )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in text:
+        return RunError(_out_of_memory(text, config))
+    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
+        return RunError(
+            f"{text.strip()}: a process that reads data was killed, most often for lack of host "
+            f"memory; lower training.dataloader.num_workers (now "
+            f"{config.training.dataloader.num_workers}), or look into the kernel's log"
+        )
+    if isinstance(error, RuntimeError) and "gloo" in text and "Timed out" in text:
+        return RunError(
+            "another rank did not take part in a collective in time (comm.init_timeout_seconds up "
+            "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "
+            f"the other ranks' output. {text.splitlines()[0]}"
+        )
+    if isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text):
+        return LostConnectionError(text)
+    if isinstance(error, DistError):
+        return LostConnectionError(text.splitlines()[0])
+    return error
+
+
+def _out_of_memory(text: str, config: "JobConfig") -> str:
+    wanted = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", text)
+    size = ""
+    if wanted:
+        size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were wanted"
+    return (
+        f"out of memory{size}, with training.local_batch_size = {config.training.local_batch_size}, "
+        f"training.seq_len = {config.training.seq_len}, activation_checkpoint.mode = "
+        f"{config.activation_checkpoint.mode!r}; lower local_batch_size (gradients accumulate to "
+        "training.global_batch_size), recompute with activation_checkpoint.mode = 'full', or shard "
+        "over more ranks"
+    )

@@ -5,7 +5,9 @@ the last one is closed, unless somebody has changed it again meanwhile. Where th
 as in our own functions called one by one, changes stay.
 """
 
+import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,3 +102,13 @@ def change_environment(name: str, value: str) -> None:
             os.environ[name] = value
 
     change(("environment", name), value, read=lambda: os.environ.get(name), write=write)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Get this signal when the process that started this one is gone. Linux only; else nothing."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(number))
+        if os.getppid() != parent:  # it went before the call
+            os.kill(os.getpid(), number)

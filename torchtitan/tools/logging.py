@@ -13,12 +13,24 @@ logger: logging.Logger = logging.getLogger("torchtitan")
 _logged: set[str] = set()
 
 
+class _StdoutHandler(logging.StreamHandler):
+    """Where nobody reads stdout any more (`| head`), the run goes on without a word."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), BrokenPipeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+        else:
+            super().handleError(record)
+
+
 def init_logger() -> None:
     """Print the package's records from INFO up on stdout, each line marked with [titan].
 
     Safe to call again: there is always exactly one handler, bound to today's sys.stdout.
     """
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _StdoutHandler(sys.stdout)
     handler.setFormatter(
         logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
     )

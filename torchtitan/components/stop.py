@@ -1,0 +1,178 @@
+"""Ending a run before its last step: signals and a time limit, which all ranks follow together."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import JobConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_TIME_LIMIT = 64  # in place of a signal's number
+# `timeout` sends one signal twice: to its child, and to the child's process group.
+_SECONDS_FOR_ONE_SIGNAL = 0.1
+
+
+class StopRequest:
+    """Whether to save and end after this step, with the same answer on every rank.
+
+    Asked for by SIGTERM, SIGINT or SIGUSR2 to any rank, and by `training.time_limit_minutes`. Use
+    it as a context manager around the loop, on every rank, and call `ask` and `answer` in each step.
+
+    A second signal ends the process at once, with 128 + its number, even if the loop hangs. Where
+    nothing can be saved, the first one does; SIGINT then raises KeyboardInterrupt, as ever.
+    Signals for which the process has handlers of its own are left to those.
+    """
+
+    def __init__(self, job_config: JobConfig) -> None:
+        checkpoint = job_config.checkpoint
+        self._can_save = checkpoint.enable and not checkpoint.load_only
+        self._limit_seconds = job_config.training.time_limit_minutes * 60
+        self._deadline = time.monotonic() - _age_of_process() + self._limit_seconds
+        self._timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
+        self.reason: str | None = None  # what `answer` returned last
+        self._signal = 0
+        self._asked_at: float | None = None
+        self._longest_step = self._longest_save = 0.0
+        self._group: dist.ProcessGroup | None = None
+        self._rank, self._world_size = 0, 1
+        self._question: tuple[torch.Tensor, Any] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            if self._world_size > 1:
+                # In host memory, so that no step waits for the device, and used for nothing else.
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        if threading.current_thread() is threading.main_thread():
+            self._catch_signals()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._handlers:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.write(self._written_by_signals, b"\0")
+            self._thread.join()
+            os.close(self._written_by_signals)
+        if self._group is not None and dist.is_initialized():
+            with suppress(ValueError):  # it went with the default group
+                dist.destroy_process_group(self._group)
+
+    def _catch_signals(self) -> None:
+        ours = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
+        if self._can_save and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            ours.append(signal.SIGINT)
+        if not ours:
+            return
+        # Python runs handlers in the main thread, which may hang in a collective; the bytes come
+        # at once, and a thread reads them.
+        read, self._written_by_signals = os.pipe()
+        os.set_blocking(self._written_by_signals, False)
+        self._thread = threading.Thread(
+            target=self._read_signals, args=(read,), name="signals", daemon=True
+        )
+        self._thread.start()
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._written_by_signals, warn_on_full_buffer=False
+        )
+        self._handlers = {n: signal.signal(n, lambda *_: None) for n in ours}
+
+    def _read_signals(self, pipe: int) -> None:
+        first_came_at = None
+        while number := os.read(pipe, 1)[0]:
+            if number not in self._handlers:
+                continue
+            name, now = signal.Signals(number).name, time.monotonic()
+            if not self._can_save:
+                _exit_now(number, f"{name}: the run ends; nothing is saved (checkpoint.enable)")
+            if first_came_at is None:
+                first_came_at = now
+                self._signal = number
+            elif now - first_came_at > _SECONDS_FOR_ONE_SIGNAL:
+                _exit_now(number, f"{name} came as a second signal: ending without a checkpoint")
+        os.close(pipe)
+
+    # ---- in each step ----
+
+    def ask(self) -> None:
+        """Start to ask all ranks; it takes place while this one goes on."""
+        now = time.monotonic()
+        if self._asked_at is not None:
+            self._longest_step = max(self._longest_step, now - self._asked_at)
+        self._asked_at = now
+        own = self._signal or (_TIME_LIMIT if self._is_time_up(now) else 0)
+        code = torch.tensor(own and own * self._world_size + self._rank)
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(code, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._question = code, work
+
+    def answer(self) -> str | None:
+        """Why to save and end now, or None. Collective; asks first, unless `ask` did."""
+        if not self._can_save:
+            return None
+        if self._question is None:
+            self.ask()
+        (code, work), self._question = self._question, None
+        if work is not None:
+            work.wait()
+        number, rank = divmod(int(code), self._world_size)
+        if not number:
+            return None
+        if number == _TIME_LIMIT:
+            minutes = self._limit_seconds / 60
+            self.reason = f"training.time_limit_minutes = {minutes:g} leaves no more time"
+        else:
+            self.reason = f"{signal.Signals(number).name} came to rank {rank}"
+        return self.reason
+
+    def saved(self, seconds: float) -> None:
+        """Have this time kept free for the last save."""
+        self._longest_save = max(self._longest_save, seconds)
+
+    def _is_time_up(self, now: float) -> bool:
+        """Whether another step, and a save after it, could pass the time limit.
+
+        A save may take half as long again as the longest before, and at least a minute, or a tenth
+        of the limit where that is less.
+        """
+        if not self._limit_seconds:
+            return False
+        for_save = max(1.5 * self._longest_save, min(60, 0.1 * self._limit_seconds))
+        return now + self._longest_step + for_save > self._deadline
+
+
+def leave_signals_to_trainer(_worker_id: int = 0) -> None:
+    """For a data worker: launchers send signals to it, too, and the trainer still needs its data.
+
+    It ends with the trainer, or by a second SIGTERM.
+    """
+    signal.set_wakeup_fd(-1)  # the trainer's, after a fork
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _exit_now(number: int, message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+def _age_of_process() -> float:
+    """Seconds since this process began; 0 where that is not known."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0

@@ -1,0 +1,269 @@
+"""What the ranks of a job tell each other beside training: their configs, and who failed first.
+
+For `torchtitan.train.main`, in processes of its own. Where a rank is gone, a collective says so
+late or never, and on another rank; here all ranks hear it within seconds, with the reason.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.tools.logging import logger
+
+# What may differ between ranks: names, and paths on disks of their own.
+_OWN_OF_EACH_RANK = (
+    "job.config_file",
+    "job.description",
+    "job.dump_folder",
+    "job.print_config",
+    "job.save_config_file",
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "validation.dataset_path",
+    "comm.save_traces_folder",
+    "comm.save_traces_file_prefix",
+    "fault_tolerance.replica_id",
+)
+_MOST_KEYS_SHOWN = 8
+SECONDS_TO_REPORT = 20  # a rank that can't train waits so long for the others
+_SECONDS_TO_END = 2  # a rank that hears of a failure ends by itself until then
+_SECONDS_TO_CLOSE = 10  # and one that has failed may take so long to close what it holds
+
+
+class PeerError(Exception):
+    """The config can't run, or not on all ranks: rank 0 has said why."""
+
+
+class Peers:
+    """This rank's connection with the others of its job; all ranks make one, first thing.
+
+    Rank 0 hears from every other rank, and passes on what it hears. A connection that ends without
+    a word is a rank that was killed.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = dist.PrefixStore("torchtitan_peers", store)
+        self.rank, self.world_size = rank, world_size
+        self._connections: dict[socket.socket, int] = {}  # to whom
+        self._leaving = threading.Event()
+        self._first_failure: tuple[int, str] | None = None
+        self._has_failed = threading.Event()
+
+    # ---- before training ----
+
+    def compare(self, config: dict[str, Any] | None, error: str | None = None) -> None:
+        """Compare this rank's config, or its error in reading it, with all others; then watch them.
+
+        Raises PeerError on every rank if a rank has an error or configs differ. Rank 0 prints why,
+        unless it is the error that it has itself. Raises DistStoreError if a rank does not come.
+        """
+        timeout = self._store.timeout
+        own = {"error": error, "config": config and _flat(config)}
+        self._store.set(f"config_{self.rank}", json.dumps(own, default=str))
+        server = None
+        if self.rank == 0:
+            names = [f"config_{rank}" for rank in range(self.world_size)]
+            self._store.wait(names, timeout)
+            told = [json.loads(text) for text in self._store.multi_get(names)]
+            verdict: dict[str, Any] = {"problem": _problem_of(told)}
+            if verdict["problem"] is None:
+                server = _listen()
+                verdict |= {"port": server.getsockname()[1], "token": secrets.token_hex(16)}
+            self._store.set("verdict", json.dumps(verdict))
+            if verdict["problem"]:
+                if verdict["problem"] != error:
+                    print(verdict["problem"], file=sys.stderr, flush=True)
+                self._wait_until_read()
+        else:
+            verdict = json.loads(self._store.get("verdict"))
+            self._store.add("read", 1)
+        if verdict["problem"] is not None:
+            raise PeerError(verdict["problem"])
+        self._watch(server, verdict["port"], verdict["token"])
+
+    def _wait_until_read(self) -> None:
+        """The store may be in this process, which is about to end."""
+        deadline = time.monotonic() + SECONDS_TO_REPORT
+        while self._store.add("read", 0) < self.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    # ---- from then on ----
+
+    def _watch(self, server: socket.socket | None, port: int, token: str) -> None:
+        if server is None:
+            address = os.environ["MASTER_ADDR"], port
+            try:
+                connection = socket.create_connection(address, timeout=10)
+            except OSError as error:
+                logger.warning(
+                    "rank %d cannot connect to rank 0 at %s, port %d (%s): a rank that dies is "
+                    "noticed only when a collective times out",
+                    self.rank,
+                    *address,
+                    error,
+                )
+                return
+            _keep_alive(connection)
+            self._connections[connection] = 0
+            self._send({"token": token, "rank": self.rank})
+        threading.Thread(
+            target=self._listen_to_peers, args=(server, token), name="peers", daemon=True
+        ).start()
+
+    def _listen_to_peers(self, server: socket.socket | None, token: str) -> None:
+        selector = selectors.DefaultSelector()
+        unread: dict[socket.socket, bytes] = {}
+
+        def add(connection: socket.socket) -> None:
+            connection.settimeout(None)
+            unread[connection] = b""
+            selector.register(connection, selectors.EVENT_READ)
+
+        if server is not None:
+            selector.register(server, selectors.EVENT_READ)
+        for connection in self._connections:
+            add(connection)
+        while True:
+            for key, _ in selector.select():
+                connection = key.fileobj
+                if connection is server:
+                    connection, _ = server.accept()
+                    _keep_alive(connection)
+                    add(connection)
+                    continue
+                try:
+                    data = connection.recv(65536)
+                except OSError:
+                    data = b""
+                *lines, unread[connection] = (unread[connection] + data).split(b"\n")
+                for line in lines:
+                    self._hear(connection, json.loads(line), token)
+                if not data:
+                    selector.unregister(connection)
+                    rank = self._connections.pop(connection, None)
+                    if rank is not None:
+                        self._fail(rank, "")
+
+    def _hear(self, connection: socket.socket, told: dict[str, Any], token: str) -> None:
+        if told.get("token") == token:
+            self._connections[connection] = told["rank"]
+        elif connection not in self._connections:
+            connection.close()  # somebody else
+        elif "failed" in told:
+            self._fail(*told["failed"])
+        elif "bye" in told:
+            self._connections.pop(connection)
+
+    def _fail(self, rank: int, message: str) -> None:
+        """Remember who failed first, pass it on, and end this process if nothing else does."""
+        if self._first_failure is not None or self._leaving.is_set():
+            return
+        self._first_failure = rank, message
+        self._has_failed.set()
+        if self.rank == 0:
+            self._send({"failed": (rank, message)})
+        if not self._leaving.wait(_SECONDS_TO_END):
+            print(f"error: {self.describe_failure()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def describe_failure(self, wait_seconds: float = 0) -> str:
+        """What this rank says of another's failure, in one line."""
+        if not self._has_failed.wait(wait_seconds) or self._first_failure is None:
+            return (
+                f"rank {self.rank} lost its connection to another rank; the first error is in that "
+                "rank's output"
+            )
+        rank, message = self._first_failure
+        if message:
+            return f"rank {self.rank} ends because rank {rank} failed: {message}"
+        return (
+            f"rank {self.rank} ends because rank {rank} ended without a word; if its output says "
+            "nothing either, it was killed: look for the kernel's out-of-memory killer on its node"
+        )
+
+    def report(self, message: str) -> None:
+        """Tell all ranks that this one failed; it ends soon, even if closing hangs."""
+        self._leaving.set()
+        if self._first_failure is None:
+            self._send({"failed": (self.rank, message.partition("\n")[0])})
+        timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    def leave(self) -> None:
+        """This rank is done; that its connection ends means nothing."""
+        self._leaving.set()
+        self._send({"bye": self.rank})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for connection in list(self._connections):
+            with suppress(OSError):
+                connection.sendall(line)
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{key}.")
+        elif key not in _OWN_OF_EACH_RANK:
+            flat[key] = value
+    return flat
+
+
+def _problem_of(told: list[dict[str, Any]]) -> str | None:
+    """Why these ranks cannot train together; None if they can. told: what each rank set."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, own in enumerate(told):
+        if own["error"] is not None:
+            ranks_of.setdefault(own["error"], []).append(rank)
+    if list(ranks_of.values()) == [list(range(len(told)))]:
+        return told[0]["error"]
+    if ranks_of:
+        return "\n".join(f"{_name(ranks)}: {error}" for error, ranks in ranks_of.items())
+    first = told[0]["config"]
+    lines = []
+    for rank, own in enumerate(told):
+        other = own["config"]
+        lines += [
+            f"{key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}"
+            for key in sorted(first.keys() | other.keys())
+            if repr(first.get(key)) != repr(other.get(key))  # nan is equal to nan here
+        ]
+    if not lines:
+        return None
+    more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
+    return (
+        f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
+        "ranks with the same config"
+    )
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Notice within 20 s that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
