@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.hf_datasets import DatasetConfig, local_files, text_datasets
+from torchtitan.hf_datasets import DatasetConfig, local_files, open_document, text_datasets
 from torchtitan.hf_datasets.document_share import DocumentShare, deal_again
 from torchtitan.hf_datasets.local_files import load_local_documents
 from torchtitan.hf_datasets.text_datasets import (
@@ -213,14 +213,15 @@ def run_phase(samples, world_size, num_workers, states, num_batches):
     return drawn, merged
 
 
-def tokens_left_in_buffers(states):
+def tokens_left_over(states):
     import pickle
 
     from torchtitan.components.dataloader import _reader_states
 
     loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
     readers = [reader for loader in loaders for reader in _reader_states(loader)]
-    return [token for reader in readers for token in reader["token_buffer"]]
+    places = [place for reader in readers for place in reader["open"]]
+    return [token for place in places for token in place["tokens"]]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
         tokens, states = run_phase(samples, world_size, num_workers, states, num_batches)
         drawn += tokens
     # What is left are the last tokens of each reader, fewer than a sequence.
-    everything = Counter(drawn + tokens_left_in_buffers(states))
+    everything = Counter(drawn + tokens_left_over(states))
     assert everything == Counter(range(sum(lengths)))
 
 
@@ -267,6 +268,77 @@ def test_position_in_other_data_is_refused():
     state = make_dataset(documents_of([9, 9])).state_dict()
     with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 3"):
         make_dataset(documents_of([9, 9, 9])).load_state_dict(state)
+
+
+# ---- long documents ----
+
+
+def sequences_of(dataset):
+    return [tokens_of(*item) for item in dataset]
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 640)
+    monkeypatch.setattr(open_document, "_COMPARED_CHARACTERS", 64)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_document_in_pieces_has_the_tokens_of_the_whole(marks, monkeypatch, short_pieces):
+    samples = documents_of([3, 5000, 0, 700, 1])
+    in_pieces = sequences_of(make_dataset(samples, marks=marks))
+    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 10**9)
+    assert in_pieces == sequences_of(make_dataset(samples, marks=marks))
+
+
+def test_real_tokenizer_cuts_long_documents_without_a_trace(monkeypatch, short_pieces, caplog):
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    text = "It's 3.14 times\n\n  as long;\tnaïve — don't.\r\n" * 400
+    register([{"text": text}])
+    sequences = sequences_of(HuggingFaceTextDataset("numbers", None, tokenizer, 16))
+    uncut = tokenizer.encode(text, add_bos=True, add_eos=True)
+    assert [token for row in sequences for token in row] == uncut[: 17 * len(sequences)]
+    assert "without a trace" not in caplog.text
+
+
+def test_document_without_words_is_cut_with_a_warning(short_pieces, caplog):
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    register([{"text": "a" * 5000}])
+    sequences = sequences_of(HuggingFaceTextDataset("numbers", None, tokenizer, 16))
+    assert tokenizer.decode([token for row in sequences for token in row]).count("a") > 4000
+    assert "document of 5,000 characters" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_before", [0, 1, 100, 900])
+def test_resume_within_a_long_document_is_exact(stream, num_before, short_pieces):
+    from datasets import Dataset
+
+    samples = documents_of([3, 5000, 2])
+    if stream:
+        samples = Dataset.from_list(samples).to_iterable_dataset()
+    unbroken = iter(dataset := make_dataset(samples, marks=True))
+    for _ in range(num_before):
+        next(unbroken)
+    state = dataset.state_dict()
+    if not stream:
+        assert len(str(state)) < 250, "a position holds no text and no tokens"
+    resumed = make_dataset(samples, marks=True)
+    resumed.load_state_dict(state)
+    assert sequences_of(resumed) == [tokens_of(*item) for item in unbroken]
+
+
+def test_position_of_an_older_version_is_read():
+    """It held the tokens that were encoded and not used."""
+    samples = documents_of([7, 20, 6])
+    old = {"token_buffer": [5, 6], "sample_idx": 1, "base": 0, "pending": []}
+    old |= {"reader": 0, "num_readers": 1, "num_documents": 3}
+    dataset = make_dataset(samples)
+    dataset.load_state_dict(old)
+    assert [token for row in sequences_of(dataset) for token in row] == list(range(5, 30))
+    inheriting = make_dataset(samples)
+    inheriting.inherit([old])
+    assert next(iter(inheriting))[0]["input"].tolist() == [5, 6, 7, 8]
 
 
 # ---- files ----

@@ -5,7 +5,7 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,9 @@ from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20
 _BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
+SAMPLE_IDS = "sample_ids"
+"""Key under which a dataset may say which samples are in a row: numbers [2], of the first and the
+last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
 
 
 class DataloaderExhaustedError(Exception):
@@ -80,11 +83,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         if get_device_type() == "cpu":
             kwargs.pop("pin_memory", None)
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.next_iter_state is None:
-            return super().__iter__()
-        with _one_error_if_damaged():  # here the loaded position is read
-            return super().__iter__()
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        with _one_error_if_damaged() if self.next_iter_state is not None else nullcontext():
+            batches = super().__iter__()  # a loaded position is read here
+        return map(_with_sample_ids_aside, batches)
 
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.
@@ -175,6 +177,13 @@ def _one_error_if_damaged() -> Iterator[None]:
             f"the data position in the checkpoint is not one of this dataset and dataloader "
             f"({type(error).__name__}: {reason}); {_BEGIN_AGAIN}"
         ) from error
+
+
+def _with_sample_ids_aside(batch: Any) -> Any:
+    """`batch["input"].sample_ids`, [B, 2], in place of an entry of its own."""
+    if isinstance(batch, list | tuple) and isinstance(batch[0], dict) and SAMPLE_IDS in batch[0]:
+        batch[0]["input"].sample_ids = batch[0].pop(SAMPLE_IDS)
+    return batch
 
 
 # What torchdata 0.8 to 0.11 nests into a StatefulDataLoader's state.

@@ -39,6 +39,23 @@ class IndexedDocuments:
         else:
             self._share = DocumentShare(reader, num_readers)
 
+    @property
+    def next_number(self) -> int:
+        """Of the sample that iteration yields next; in the data, so that passes don't matter."""
+        return self._share.peek() % len(self._data)
+
+    def sample(self, number: int) -> Any:
+        """A sample, as often as one likes."""
+        return self._data[number]
+
+    def where(self, number: int | None) -> str:
+        """How a message names a document."""
+        if number is None:
+            return f"dataset {self._name!r}"
+        if hasattr(self._data, "where"):
+            return self._data.where(number)
+        return f"dataset {self._name!r}, document {number}"
+
     def restart(self) -> None:
         """Begin again with the first document."""
         self._share = DocumentShare(self._share.reader, self._share.num_readers)
@@ -96,6 +113,7 @@ class StreamedDocuments:
     """
 
     can_reshard = False
+    next_number = None  # documents have none
 
     def __init__(
         self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
@@ -117,6 +135,9 @@ class StreamedDocuments:
     def start(self, reader: int, num_readers: int) -> None:
         # The stream's epoch lives in memory that forked workers share; each needs its own.
         self._data = copy.deepcopy(self._data)
+
+    def where(self, _number: None) -> str:
+        return f"dataset {self._name!r}"
 
     def restart(self) -> None:
         self._loaded, self._has_begun = None, False

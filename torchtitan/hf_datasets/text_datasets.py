@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.dataloader import SAMPLE_IDS, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
@@ -19,6 +20,7 @@ from torchtitan.hf_datasets.local_files import (
     load_local_documents,
     missing_path_message,
 )
+from torchtitan.hf_datasets.open_document import OpenDocument
 from torchtitan.hf_datasets.python_docs import PythonDocs
 from torchtitan.tools.logging import logger
 
@@ -116,9 +118,10 @@ def _validate_dataset(
 class HuggingFaceTextDataset(IterableDataset):
     """Sequences of `seq_len` tokens, cut from the documents of a dataset set end to end.
 
-    Yields `({"input": x[:-1]}, x[1:])` of LongTensors [seq_len]; x are the next seq_len + 1
-    tokens, and the following sequence begins after them. Every document is encoded with its
-    begin- and end-of-text ids. Nothing is padded and no label is ignored.
+    Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len]; x are the next
+    seq_len + 1 tokens, and the following sequence begins after them; ids [2] are the numbers of
+    the first and the last document in x, -1 where the data don't number them. Every document is
+    encoded with its begin- and end-of-text ids. Nothing is padded and no label is ignored.
 
     Ranks and data workers share the documents; no two read the same one within a pass.
     infinite: start over at the end of the data. Otherwise the tokens after the last whole
@@ -154,11 +157,10 @@ class HuggingFaceTextDataset(IterableDataset):
                 self._data, self.dataset_name, infinite, dp_rank, dp_world_size
             )
 
-        # Tokens before `_num_used` are in sequences already; they go once per document, because
-        # moving the rest to the front for every sequence is quadratic in the document's length.
-        self._token_buffer: list[int] = []
-        self._num_used = 0
-        self._inherited_buffers: list[list[int]] = []
+        # Documents to read before the source's next one; the first may be half read.
+        self._open: deque[OpenDocument] = deque()
+        self._left_over: list[int] = []  # at the end of the data, less than a sequence
+        self._inherited_places: list[dict[str, Any]] = []
         self._is_resumed = False
         self._is_started = False
         self._ran_out = False
@@ -173,45 +175,76 @@ class HuggingFaceTextDataset(IterableDataset):
         if self._ran_out:
             self._restart()
         num_sequences = 0
-        for sequence in self._sequences():
+        for sequence, numbers in self._sequences():
             num_sequences += 1
-            yield {"input": sequence[:-1]}, sequence[1:]
+            sample_ids = torch.tensor([numbers[0], numbers[-1]])
+            yield {"input": sequence[:-1], SAMPLE_IDS: sample_ids}, sequence[1:]
         if num_sequences == 0 and not self._is_resumed:
             raise ValueError(self._too_small_message())
         logger.warning(f"Dataset {self.dataset_name} has run out of data")
         self._ran_out = True
 
-    def _sequences(self) -> Iterator[torch.Tensor]:
-        """Token sequences [seq_len + 1]."""
-        yield from self._whole_sequences()  # of a document that a resumed run was in
+    def _sequences(self) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Token sequences [seq_len + 1], and the numbers of the documents in each."""
+        samples = iter(self._source)
         num_empty = 0
-        for sample in self._source:
-            tokens = self._encode(sample)
-            num_empty = 0 if tokens else num_empty + 1
-            if num_empty >= MAX_EMPTY_DOCUMENTS_IN_A_ROW:
-                raise ValueError(
-                    f"dataset {self.dataset_name!r}: {num_empty} documents in a row gave no tokens"
-                )
-            self._token_buffer.extend(tokens)
-            yield from self._whole_sequences()
+        while True:
+            tokens: list[int] = []
+            numbers: list[int] = []
+            while len(tokens) <= self.seq_len:
+                if not self._open:
+                    number = self._source.next_number
+                    try:
+                        text = self._text(next(samples), number)
+                    except StopIteration:
+                        self._left_over = tokens
+                        return
+                    self._open.append(OpenDocument(number, text))
+                document = self._open[0]
+                new = self._take(document, self.seq_len + 1 - len(tokens))
+                num_empty = 0 if new else num_empty + 1
+                if num_empty >= MAX_EMPTY_DOCUMENTS_IN_A_ROW:
+                    raise ValueError(
+                        f"dataset {self.dataset_name!r}: {num_empty} documents in a row gave no "
+                        "tokens"
+                    )
+                tokens += new
+                if new:
+                    numbers.append(-1 if document.number is None else document.number)
+                if document.is_finished:
+                    self._open.popleft()
+            yield torch.tensor(tokens, dtype=torch.long), numbers
 
-    def _whole_sequences(self) -> Iterator[torch.Tensor]:
-        length = self.seq_len + 1
-        while len(self._token_buffer) - self._num_used >= length:
-            begin = self._num_used
-            self._num_used += length
-            yield torch.tensor(self._token_buffer[begin : self._num_used], dtype=torch.long)
-        del self._token_buffer[: self._num_used]
-        self._num_used = 0
+    def _take(self, document: OpenDocument, n: int) -> list[int]:
+        try:
+            return document.take(n, self._tokenizer)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{self._source.where(document.number)}: the text holds {error.object[error.start]!r}"
+                ", half of a surrogate pair, which is no character; mend or leave out the document"
+            ) from None
 
-    def _encode(self, sample: Any) -> list[int]:
+    def _text(self, sample: Any, number: int | None) -> str:
         text = self._text_processor(sample)
         if not isinstance(text, str):
             raise ValueError(
-                f"dataset {self.dataset_name!r}: a document's text must be a string, "
-                f"got {type(text).__name__}"
+                f"{self._source.where(number)}: a document's text must be a string, got "
+                f"{type(text).__name__}; mend or leave out the document"
             )
-        return self._tokenizer.encode(text, add_bos=True, add_eos=True)
+        return text
+
+    def _reopen(self, place: dict[str, Any]) -> OpenDocument:
+        """The document of a place, at that place; of an indexable source it is encoded again."""
+        if "tokens" in place:
+            text, tokens = place.get("text", ""), list(place["tokens"])
+            is_begun = place.get("is_begun", True)
+            return OpenDocument(None, text, end=0, tokens=tokens, is_begun=is_begun)
+        number = place["number"]
+        document = OpenDocument(number, self._text(self._source.sample(number), number))
+        if place["start"] or place["used"]:
+            document.open_piece(place["start"], self._tokenizer)
+            document.used = min(place["used"], len(document.tokens))
+        return document
 
     def _reader(self) -> tuple[int, int]:
         """(number of this reader, number of readers) over all ranks and their data workers."""
@@ -225,49 +258,62 @@ class HuggingFaceTextDataset(IterableDataset):
             return
         reader, num_readers = self._reader()
         self._source.start(reader, num_readers)
-        for buffer in self._inherited_buffers[reader::num_readers]:
-            self._token_buffer.extend(buffer)
-        self._inherited_buffers = []
+        self._open.extend(map(self._reopen, self._inherited_places[reader::num_readers]))
+        self._inherited_places = []
         self._is_started = True
 
     def _restart(self) -> None:
         self._source.restart()
-        self._token_buffer, self._num_used = [], 0
+        self._open.clear()
+        self._left_over = []
         self._is_resumed = self._ran_out = False
 
     def _too_small_message(self) -> str:
         reader, num_readers = self._reader()
         return (
             f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
-            f"(ranks times data workers) got {len(self._token_buffer)} tokens, and one sequence "
-            f"takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller seq_len, or fewer "
-            f"ranks or data workers"
+            f"(ranks times data workers) got {len(self._left_over)} tokens, and one "
+            f"sequence takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller seq_len, "
+            "or fewer ranks or data workers"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this reader; a copy, independent of what is read next."""
+        """The position of this reader; a copy, independent of what is read next.
+
+        Where documents can be read again, it names those that were begun and holds none of them.
+        """
         self._start()
-        return {"token_buffer": self._token_buffer[self._num_used :], **self._source.state_dict()}
+        left_over = [{"tokens": self._left_over}] if self._left_over else []
+        places = left_over + [document.place() for document in self._open]
+        return {"open": places, **self._source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on exactly where a reader with the same number, of as many readers, stopped."""
         self._start()
         self._source.load_state_dict(state_dict)
-        self._token_buffer, self._num_used = list(state_dict["token_buffer"]), 0
+        self._open = deque(map(self._reopen, _places(state_dict)))
+        self._left_over = []
         self._is_resumed, self._ran_out = True, False
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
         """Go on where a different number of readers stopped.
 
         states: those of all old readers, in order. What they had not used yet, documents and
-        tokens, is dealt out to the new readers; nothing is lost and nothing comes twice.
-        To be called before iterating, in the process that holds the dataloader.
+        parts of documents, is dealt out to the new readers; nothing is lost and nothing comes
+        twice. To be called before iterating, in the process that holds the dataloader.
         """
         self._source.inherit(states)
-        self._inherited_buffers = [list(state["token_buffer"]) for state in states]
-        self._token_buffer, self._num_used = [], 0
+        self._inherited_places = [place for state in states for place in _places(state)]
+        self._open.clear()
+        self._left_over = []
         self._is_started = self._ran_out = False
         self._is_resumed = True
+
+
+def _places(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Documents that a reader had begun; positions of older versions hold tokens instead."""
+    tokens = state.get("token_buffer")
+    return [*([{"tokens": tokens}] if tokens else []), *state.get("open", [])]
 
 
 # ---- loaders ----

@@ -1,0 +1,102 @@
+"""A document that is being read: its tokens, a piece of the text at a time."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger, warn_once
+
+# Longer texts are encoded in pieces of at most this many characters: the tokenizer's memory, some
+# 150 bytes per character, and what is kept of them don't grow with the document then.
+PIECE_CHARACTERS = 128 * 1024
+_MAX_CUTS_TRIED = 64
+_COMPARED_CHARACTERS = 256  # on either side of a cut
+
+
+@dataclass
+class OpenDocument:
+    """A document and how far it is read.
+
+    number: in the source, which can give its text again; None for a stream's, whose unread rest
+        is part of the position.
+    text: all of it, or what a stream's reader had left.
+    start, end: the piece of the text that `tokens` are of; end is -1 before the first one.
+    used: how many of them have been taken.
+    is_begun: `text` does not start with the document's beginning.
+    """
+
+    number: int | None
+    text: str = ""
+    start: int = 0
+    end: int = -1
+    tokens: list[int] = field(default_factory=list)
+    used: int = 0
+    is_begun: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.used == len(self.tokens) and self.end >= len(self.text)
+
+    def take(self, n: int, tokenizer: BaseTokenizer) -> list[int]:
+        """The next n tokens, or all that are left."""
+        taken: list[int] = []
+        while len(taken) < n and not self.is_finished:
+            if self.used == len(self.tokens):
+                self.open_piece(max(self.end, 0), tokenizer)
+            new = self.tokens[self.used : self.used + n - len(taken)]
+            self.used += len(new)
+            taken += new
+        return taken
+
+    def open_piece(self, start: int, tokenizer: BaseTokenizer) -> None:
+        """Encode the piece that begins at the character `start`."""
+        self.start, self.end = start, _end_of_piece(self.text, start, tokenizer)
+        is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
+        text = self.text[self.start : self.end]
+        self.tokens, self.used = _encode(text, tokenizer, is_first, is_last), 0
+
+    def place(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        if self.number is not None:
+            return {"number": self.number, "start": self.start, "used": self.used}
+        is_begun = self.is_begun or self.end > 0
+        return {
+            "tokens": self.tokens[self.used :],
+            "text": self.text[max(self.end, 0) :],
+            "is_begun": is_begun,
+        }
+
+
+def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:
+    """Token ids; the begin- and end-of-text ids belong to the first and the last piece."""
+    tokens = tokenizer.encode(text, add_bos=is_first, add_eos=is_last)
+    # The post-processor of some tokenizers adds them to whatever it is given.
+    if not is_first and getattr(tokenizer, "hf_adds_bos", False):
+        tokens = tokens[1:]
+    if not is_last and getattr(tokenizer, "hf_adds_eos", False):
+        tokens = tokens[:-1]
+    return tokens
+
+
+def _end_of_piece(text: str, start: int, tokenizer: BaseTokenizer) -> int:
+    """Where a word ends or begins and the tokens on both sides are those of the uncut text."""
+    latest = start + PIECE_CHARACTERS
+    if latest >= len(text):
+        return len(text)
+    # One character more than is looked at: the end of what is searched counts as a word's end.
+    words = re.compile(r"\b").finditer(text, latest - PIECE_CHARACTERS // 32, latest + 1)
+    cuts = [match.start() for match in words if match.start() <= latest]
+    for cut in cuts[: -_MAX_CUTS_TRIED - 1 : -1]:
+        left = text[max(start, cut - _COMPARED_CHARACTERS) : cut]
+        right = text[cut : cut + _COMPARED_CHARACTERS]
+        apart = _encode(left, tokenizer, False, False) + _encode(right, tokenizer, False, False)
+        if apart == _encode(left + right, tokenizer, False, False):
+            return cut
+    warn_once(
+        logger,
+        f"a document of {len(text):,} characters has no place near each {PIECE_CHARACTERS:,} "
+        "characters where it can be cut without a trace; a token or two at each cut differ from "
+        "those of the uncut text",
+    )
+    return latest
