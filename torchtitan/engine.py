@@ -51,6 +51,7 @@ from torchtitan.job import resolve_job
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import host, host_copy, utils
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
@@ -984,7 +985,11 @@ class TrainingEngine:
                 f"{what}, {self._skipped_in_a_row} time(s) in a row; lower optimizer.lr, look at "
                 "the data of this step, or set training.nonfinite_grad_norm"
             )
-        logger.warning("%s; weights and optimizer state were left as they are", what)
+        logger.warning(
+            "%s; weights and optimizer state were left as they are",
+            what,
+            extra=event("skipped step", verdict.step),
+        )
 
     # ---- state ----
 

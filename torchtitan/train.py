@@ -23,6 +23,7 @@ import torchtitan
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.job import resolve_job
+from torchtitan.tools import events
 from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
 from torchtitan.tools.host import signal_at_parents_death
 from torchtitan.tools.logging import init_logger, logger
@@ -87,19 +88,20 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         if _has_peers() and config.comm.mode == "default":
             peers = _find_peers(config.comm.init_timeout_seconds)
             peers.compare(config.to_dict())
-        if trainer_class is None:
-            from torchtitan.trainer import Trainer as trainer_class
-        trainer = trainer_class(config)
-        if config.comm.mode == "local_tensor":
-            logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
-        elif config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-            logger.info("seed checkpoint created")
-        else:
-            trainer.train()
-        trainer.close()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        with events.recording(config):
+            if trainer_class is None:
+                from torchtitan.trainer import Trainer as trainer_class
+            trainer = trainer_class(config)
+            if config.comm.mode == "local_tensor":
+                logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
+            elif config.checkpoint.create_seed_checkpoint:
+                trainer.checkpointer.save(curr_step=0, last_step=True)
+                logger.info("seed checkpoint created")
+            else:
+                trainer.train()
+            trainer.close()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
     except BaseException as error:
         # Told before anything is closed: that may wait for other ranks.
         exit_code = _tell_failure(error, config, peers)

@@ -19,6 +19,7 @@ from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.engine import Batch, TrainingEngine, closed_on_error
 from torchtitan.tools import utils
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
@@ -339,7 +340,6 @@ class Trainer(TrainingEngine):
         if not load_newest_checkpoint(self):
             return
         self.metrics_processor.start(self.step)
-        logger.info("training starts at step %d", self.step + 1)
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug
         )
@@ -428,6 +428,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
         engine.step,
         engine.job_config.training.steps,
         reason,
+        extra=event("stop", engine.step),
     )
 
 
@@ -457,6 +458,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
-    if engine.step > 0:
-        logger.info("the run continues after step %d", engine.step)
+    step = engine.step
+    if step > 0:
+        logger.info("the run continues after step %d", step)
+    logger.info("training starts at step %d", step + 1, extra=event("training", step))
     return True

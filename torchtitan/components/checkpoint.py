@@ -77,6 +77,7 @@ from torchtitan.components.run_record import (
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.check_helpers import ConfigError
 from torchtitan.tools.folder_lock import FolderLock
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -378,7 +379,13 @@ class CheckpointManager:
             self.dcp_save(states, folder, AsyncMode.DISABLED, enable_garbage_collection=True)
         else:
             self._save_async(folder)
-        logger.info(f"Training waited {time.monotonic() - start:.2f} s for step {curr_step}'s save")
+        seconds = time.monotonic() - start
+        logger.info(
+            f"Training waited {seconds:.2f} s for step {curr_step}'s save",
+            extra=event(
+                "save", curr_step, seconds=seconds, in_background=self.save_future is not None
+            ),
+        )
         self._purge_stale_checkpoints()
 
     def maybe_wait_for_staging(self) -> None:
@@ -502,6 +509,8 @@ class CheckpointManager:
             self.staging = True
         else:
             self.save_future = result
+        start = time.monotonic()
+        self.save_future.add_done_callback(lambda future: _report_written(future, path, start))
 
     def _make_stager(self) -> None:
         try:
@@ -1011,6 +1020,16 @@ def _check_holds_dcp(path: str, key: str) -> None:
         raise ValueError(
             f"{key} must be a checkpoint, which has a file .metadata, got "
             f"{path!r}; {f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
+        )
+
+
+def _report_written(future: Future, path: str, start: float) -> None:
+    """What went wrong is raised where the save is waited for."""
+    if not future.cancelled() and future.exception() is None:
+        seconds = time.monotonic() - start
+        logger.info(
+            f"{path} was written in the background in {seconds:.2f} s",
+            extra=event("background save", seconds=seconds, path=path),
         )
 
 

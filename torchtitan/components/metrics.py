@@ -17,6 +17,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -359,7 +360,8 @@ class MetricsProcessor:
             f"{color.yellow}validate step: {step:2}  "
             f"{color.green}loss: {loss:7.4f}  "
             f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
-            f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}"
+            f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}",
+            extra=event("validation", step),
         )
         self._restart()
 

@@ -38,6 +38,7 @@ from torchtitan.rl.rollout import EpisodeLog, make_episodes, with_advantages
 from torchtitan.rl.tasks import Prompt, Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, SamplingConfig, samples_of
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import GarbageCollection, use_device
@@ -314,7 +315,9 @@ class Controller:
             metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
         self.metrics_processor.logger.log(metrics, self.step)
         numbers = "  ".join(f"{name}: {value:.3f}" for name, value in metrics.items())
-        logger.info("evaluation after step %d: %s", self.step, numbers)
+        logger.info(
+            "evaluation after step %d: %s", self.step, numbers, extra=event("validation", self.step)
+        )
 
     # ---- logs ----
 

@@ -1,0 +1,128 @@
+"""What happened to a run, and when: starts, saves, faults and ends, one JSON line each.
+
+`recording` listens to the package's logger. Every warning is an event, and so is a line that was
+logged with `extra=event(...)`. A program that embeds the engine records nothing unless it enters
+`recording`, as `torchtitan.train.main` does.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torchtitan
+from torchtitan.config.checks import ConfigError
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+FILE_NAME = "events.jsonl"
+MAX_EVENTS_PER_START = 10_000
+
+
+def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
+    """What to hand to a logging call as `extra`, so that the line becomes an event.
+
+    step: the optimizer steps that were done. details: finite numbers and texts.
+    """
+    place = {} if step is None else {"step": step}
+    return {"event": {"kind": kind, **place, **details}}
+
+
+@contextlib.contextmanager
+def recording(config: "JobConfig") -> Iterator[None]:
+    """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
+
+    Rank 0 writes; an exception that leaves the block is written by the rank that raised it. A
+    write that fails is given up without a word: a run is worth more than its history.
+    """
+    log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
+    is_rank_zero = log.rank == 0
+    if is_rank_zero:
+        log.end_unfinished_line()
+        log.write("start", config.job.description, **_circumstances(config))
+        logger.addHandler(log)
+    try:
+        yield
+        if is_rank_zero:
+            log.write("end", "ended")
+    except BaseException as error:
+        message = str(error) or type(error).__name__
+        log.write("fault", message, error=type(error).__name__, exit_code=_exit_code(error))
+        raise
+    finally:
+        logger.removeHandler(log)
+
+
+class _EventLog(logging.Handler):
+    """Writes warnings, and records with an `event`, to a file, which other processes may extend."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.INFO)
+        self.path = path
+        rank = os.environ.get("RANK", "0")
+        self.rank = int(rank) if rank.isdecimal() else 0
+        self._num_written = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        details = getattr(record, "event", None)
+        if details is None and record.levelno >= logging.WARNING:
+            details = {"kind": "warning"}
+        if details is not None and self._num_written < MAX_EVENTS_PER_START:
+            with contextlib.suppress(TypeError, ValueError):  # the console's handler reports these
+                self.write(message=record.getMessage(), **details)
+
+    def write(self, kind: str, message: str, **details: Any) -> None:
+        record = {"wall_time": time.time(), "kind": kind, "rank": self.rank, "message": message}
+        self._append(json.dumps(record | details, default=str) + "\n")
+        self._num_written += 1
+
+    def end_unfinished_line(self) -> None:
+        """Keep what a full disk cut short from swallowing the next line."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                self._append("\n")
+
+    def _append(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
+                file.write(text.encode(errors="replace"))
+
+
+def _circumstances(config: "JobConfig") -> dict[str, Any]:
+    import torch
+
+    values = config.to_dict()
+    text = json.dumps(values, default=str, sort_keys=True)
+    return {
+        "versions": {
+            "torchtitan": torchtitan.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "program": os.path.basename(sys.argv[0]),
+        "config_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "config": values,
+    }
+
+
+def _exit_code(error: BaseException) -> int:
+    """What `torchtitan.train.main` exits with after this error."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, ConfigError) else 1
