@@ -76,8 +76,8 @@ from torchtitan.components.run_record import (
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.check_helpers import ConfigError
-from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.events import event
+from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
