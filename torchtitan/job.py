@@ -72,19 +72,21 @@ def _world_size(job_config: JobConfig) -> int:
             f"with comm.mode = {job_config.comm.mode!r} the environment variable {name} is the "
             f"number of ranks, a positive integer, got {value!r}; set it"
         )
-    if job_config.comm.mode == "default":
-        for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-            _check_rank(rank_name, size_name)
+    if job_config.comm.mode == "default" and "RANK" in os.environ:
+        _check_number_below("RANK", os.environ.get("WORLD_SIZE"))
+        _check_number_below("LOCAL_RANK", os.environ.get("LOCAL_WORLD_SIZE"))
+        _check_number_below("MASTER_PORT", "65536")
     return int(value)
 
 
-def _check_rank(name: str, size_name: str) -> None:
-    rank, size = os.environ.get(name), os.environ.get(size_name, "")
-    if rank is None:
+def _check_number_below(name: str, limit: str | None) -> None:
+    value = os.environ.get(name)
+    if value is None:
         return
-    if not rank.isdecimal() or (size.isdecimal() and int(rank) >= int(size)):
-        below = f"below {size_name} = {size}" if size else "from 0 up"
+    has_limit = limit is not None and limit.isdecimal()
+    if not value.isdecimal() or (has_limit and int(value) >= int(limit)):
         raise ConfigError(
-            f"the environment variable {name} is this process's number, an integer {below}, got "
-            f"{rank!r}; start with torchrun, or set it for each process"
+            f"the environment variable {name} must be an integer from 0 up"
+            f"{f' and below {limit}' if has_limit else ''}, got {value!r}; start with torchrun, or "
+            "set it for each process"
         )

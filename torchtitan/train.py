@@ -75,9 +75,9 @@ def main(
 
 
 def _has_peers() -> bool:
-    """Whether the environment describes other ranks."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    return size.isdecimal() and int(size) > 1 and os.environ.get("RANK", "").isdecimal()
+    """Whether the environment describes this rank and others."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
 
 
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:

@@ -41,6 +41,7 @@ class Trainer(TrainingEngine):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             self._steps_ahead: StepsAhead | None = None
             self._build_metrics()
+            self._check_batch_fits()
             self._build_validator()
             self._build_isolation_probe()
             self._log_summary()
@@ -81,6 +82,24 @@ class Trainer(TrainingEngine):
         self.metrics_processor.optimizers = self.optimizers
         self.metrics_processor.lr_schedulers = self.lr_schedulers
         self.metrics_processor.model_parts = self.model_parts
+
+    def _check_batch_fits(self) -> None:
+        """Refuse what no setting makes fit, before minutes are spent on reading such a batch."""
+        training, dims = self.job_config.training, self.parallel_dims
+        rows = training.local_batch_size
+        if dims.pp_enabled:
+            rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        ranks = dims.cp * dims.tp
+        # One hidden state between two layers, in bf16.
+        needed = rows * training.seq_len * getattr(self.model_args, "dim", 0) * 2 / ranks
+        memory = self.metrics_processor.device_memory_monitor.device_capacity
+        if memory and needed > memory:
+            raise ConfigError(
+                f"training.local_batch_size = {training.local_batch_size} rows of "
+                f"training.seq_len = {training.seq_len} cannot fit: one hidden state of the model "
+                f"takes {needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; "
+                f"lower local_batch_size (gradients accumulate to training.global_batch_size)"
+            )
 
     def _build_validator(self) -> None:
         self.validator = None

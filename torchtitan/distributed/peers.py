@@ -35,7 +35,7 @@ _OWN_OF_EACH_RANK = (
     "fault_tolerance.replica_id",
 )
 _MOST_KEYS_SHOWN = 8
-SECONDS_TO_REPORT = 20  # a rank that can't train waits so long for the others
+SECONDS_TO_REPORT = 15  # a rank that can't train waits so long for the others
 _SECONDS_TO_END = 2  # a rank that hears of a failure ends by itself until then
 _SECONDS_TO_CLOSE = 10  # and one that has failed may take so long to close what it holds
 

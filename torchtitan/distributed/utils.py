@@ -5,7 +5,9 @@ import functools
 import math
 import os
 import re
+import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
@@ -153,12 +155,27 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     place = _meeting_place()
     if place not in _meeting_places:
         try:
+            _wait_for_server(timeout)
             _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
-        except dist.DistError as error:
+        except (dist.DistError, OSError) as error:
             raise _no_meeting(error, timeout) from error
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     return store, rank, world_size
+
+
+def _wait_for_server(timeout: timedelta) -> None:
+    """Return when rank 0, or torchrun, can be reached: torch would print pages while it waits."""
+    rank, _, address, port = _meeting_place()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while rank != "0":
+        try:
+            socket.create_connection((address, int(port)), timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _meeting_place() -> tuple[str, ...]:
@@ -174,7 +191,7 @@ def _no_meeting(error: Exception, timeout: timedelta) -> RunError:
             "job that has not ended; end it, or set another MASTER_PORT on all ranks"
         )
     came = re.search(r"(\d+)/\d+ clients joined", str(error))
-    seen = f"{came[1]} of {world_size} ranks came" if came else "nothing answers there"
+    seen = f"{came[1]} of {world_size} ranks came" if came else f"nothing answers there ({error})"
     return RunError(
         f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
         f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall lets "

@@ -39,11 +39,11 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in text:
         return RunError(_out_of_memory(text, config))
-    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
+    if "DataLoader worker" in text or _is_about_pipe_to_process(error):
         return RunError(
-            f"{text.strip()}: a process that reads data was killed, most often for lack of host "
-            f"memory; lower training.dataloader.num_workers (now "
-            f"{config.training.dataloader.num_workers}), or look into the kernel's log"
+            "a data worker was killed, most often for lack of host memory; lower "
+            f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
+            f"look into the kernel's log ({text.strip() or type(error).__name__})"
         )
     if isinstance(error, RuntimeError) and "gloo" in text and "Timed out" in text:
         return RunError(
@@ -56,6 +56,14 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
     if isinstance(error, DistError):
         return LostConnectionError(text.splitlines()[0])
     return error
+
+
+def _is_about_pipe_to_process(error: BaseException) -> bool:
+    """Whether a process that this one has started, and talks to, is gone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, (EOFError, OSError)) and any(
+        frame.filename.endswith("multiprocessing/connection.py") for frame in frames
+    )
 
 
 def _out_of_memory(text: str, config: "JobConfig") -> str:
