@@ -154,10 +154,12 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None"
             peers.report("it was interrupted by SIGINT")
         return None
     told = as_run_error(error, config)
-    if isinstance(told, LostConnectionError) and peers is not None:
+    if isinstance(told, LostConnectionError):
         # Another rank's failure, which that rank reports to torchrun.
-        print(f"error: {peers.describe_failure(wait_seconds=3)}", file=sys.stderr, flush=True)
-        peers.report(str(told))
+        failure = str(told) if peers is None else peers.describe_failure(wait_seconds=3)
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        if peers is not None:
+            peers.report(failure)
         return 1
     is_bug = not isinstance(told, (ValueError, OSError, FloatingPointError, RunError))
     message = f"{type(error).__name__}: {error}" if is_bug else _without_stack(told)

@@ -190,12 +190,14 @@ def test_bad_flag_exits_with_2_and_one_message(flags, words, capsys):
         assert word in printed.err
 
 
-def test_only_rank_0_prints_what_is_wrong(monkeypatch, capsys):
+def test_any_rank_prints_what_is_wrong_and_which_rank_it_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    for flags in (["--abcde"], ["--job.config_file=/nowhere"]):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for flags, word in ((["--abcde"], "Unrecognized"), (["--job.config_file=/x"], "config error")):
         with pytest.raises(SystemExit, match="2"):
             parse_args_or_exit(flags)
-    assert capsys.readouterr().err == ""
+        printed = capsys.readouterr().err
+        assert printed.startswith("rank 1: ") and word in printed
 
 
 def test_help_lists_every_key(capsys):

@@ -155,12 +155,20 @@ class StopRequest:
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
     """For a data worker: launchers send signals to it, too, and the trainer still needs its data.
 
-    It ends with the trainer, or by a second SIGTERM.
+    SIGTERM from the trainer itself ends it as before.
     """
     signal.set_wakeup_fd(-1)  # the trainer's, after a fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    if hasattr(signal, "sigwaitinfo"):  # which tells who sent it; handlers aren't told
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_trainer, name="signals", daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _exit_now(number: int, message: str) -> None:

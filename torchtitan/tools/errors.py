@@ -39,7 +39,7 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in text:
         return RunError(_out_of_memory(text, config))
-    if "DataLoader worker" in text or _is_about_pipe_to_process(error):
+    if "DataLoader worker (pid" in text or _is_about_pipe_to_process(error):
         return RunError(
             "a data worker was killed, most often for lack of host memory; lower "
             f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
@@ -51,10 +51,11 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
             "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "
             f"the other ranks' output. {text.splitlines()[0]}"
         )
-    if isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text):
-        return LostConnectionError(text)
-    if isinstance(error, DistError):
-        return LostConnectionError(text.splitlines()[0])
+    if isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text)
+    ):
+        text = text.strip().partition("\n")[0]
+        return LostConnectionError(f"the connection to another rank is lost: {text}")
     return error
 
 
