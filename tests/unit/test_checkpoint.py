@@ -29,9 +29,12 @@ from torchtitan.components.checkpoint import (
 from torchtitan.components.checkpoint_folder import (
     HASHES_FILE,
     UNFINISHED_MARKER,
+    Contents,
     HashingWriter,
     find_damage,
+    list_steps,
     mark_unfinished,
+    remove_folder,
 )
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
@@ -216,6 +219,32 @@ def test_interrupted_saves_do_not_count_and_go_when_superseded(build_fake, fakes
     assert (tmp_path / "backup-of-step-1").is_dir()
     shutil.rmtree(tmp_path / "backup-of-step-1")
     assert steps_in(tmp_path) == [1, 3, 9]
+
+
+def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(
+    build_fake, fakes, tmp_path
+):
+    earlier = build_fake(keep_latest_k=0)
+    for step in (2, 4, 6, 8):
+        earlier.save(curr_step=step)
+        for name in (".metadata", HASHES_FILE):
+            (tmp_path / f"step-{step}" / name).touch()
+    manager = build_fake(keep_latest_k=2)
+    for step, kept in ((3, [3, 8]), (4, [3, 4]), (5, [4, 5])):
+        manager.save(curr_step=step)
+        wait_for_steps(tmp_path, kept)
+
+
+def test_linked_step_is_not_purged(build_fake, fakes, tmp_path):
+    (tmp_path / "safe").mkdir()
+    (tmp_path / "safe" / HASHES_FILE).touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "step-1").symlink_to(tmp_path / "safe")
+    manager = build_fake(folder="own", keep_latest_k=2)
+    for step in (2, 3, 4):
+        manager.save(curr_step=step)
+    manager.close()
+    assert os.listdir(tmp_path / "safe") == [HASHES_FILE]
 
 
 def test_failing_save_deletes_nothing(build_fake, fakes, tmp_path):
@@ -736,13 +765,36 @@ def test_writer_can_be_sent_to_another_process(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", HASHES_FILE])
-def test_damaged_newest_step_falls_back_to_the_one_before(tmp_path, name, caplog):
+@pytest.mark.parametrize("damage", [truncate, lambda path: path.write_bytes(b""), Path.unlink])
+def test_damaged_newest_step_falls_back_to_the_one_before(tmp_path, name, damage, caplog):
+    if (name, damage) == (HASHES_FILE, Path.unlink):
+        pytest.skip("the folder is then as other tools write it, and whole")
     Run(tmp_path).train_and_save(1, 2)
-    truncate(tmp_path / "checkpoint" / "step-2" / name)
+    damage(tmp_path / "checkpoint" / "step-2" / name)
     run = Run(tmp_path)
     assert run.manager.load()
     assert run.counter.step == 1
     assert "step-2: it is damaged" in caplog.text and name in caplog.text
+
+
+def test_files_without_metadata_and_hashes_are_no_checkpoint(tmp_path, caplog):
+    Run(tmp_path).train_and_save(1, 2)
+    for name in (".metadata", HASHES_FILE):
+        (tmp_path / "checkpoint" / "step-2" / name).unlink()
+    run = Run(tmp_path, verify_on_load=False)
+    assert run.manager.load()
+    assert run.counter.step == 1
+    assert "step-2: it is damaged, .metadata is missing" in caplog.text
+
+
+def test_files_are_hashed_once_to_find_and_load_the_newest_step(tmp_path):
+    Run(tmp_path).train_and_save(1, 2)
+    truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
+    run = Run(tmp_path)
+    with mock.patch(f"{MODULE}.find_damage", side_effect=find_damage) as find:
+        assert run.manager.newest_step() == 1
+        assert run.manager.load()
+    assert [Path(call.args[0]).name for call in find.call_args_list] == ["step-2", "step-1"]
 
 
 def test_flipped_bit_and_missing_file_are_found(tmp_path):
@@ -755,6 +807,59 @@ def test_flipped_bit_and_missing_file_are_found(tmp_path):
     run = Run(tmp_path)
     run.manager.load()
     assert run.counter.step == 1
+
+
+def test_damaged_steps_do_not_count_among_those_to_keep(tmp_path):
+    Run(tmp_path, keep_latest_k=0).train_and_save(1, 2, 3)
+    for step in (2, 3):
+        truncate(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
+    run = Run(tmp_path, keep_latest_k=2)
+    assert run.manager.load() and run.counter.step == 1
+    for step, kept in ((4, [1, 4]), (5, [4, 5])):
+        run.manager.save(step)
+        wait_for_steps(tmp_path / "checkpoint", kept)
+
+
+@pytest.mark.parametrize("n_removed", range(4))
+def test_removal_killed_at_any_file_leaves_an_unfinished_step_that_goes_later(tmp_path, n_removed):
+    """Files of a step: data, metadata, hashes; then the marker."""
+
+    class Killed(BaseException): ...
+
+    real_unlink, removed = os.unlink, []
+
+    def unlink(path, **kwargs):
+        if len(removed) == n_removed:
+            raise Killed
+        removed.append(path)
+        real_unlink(path, **kwargs)
+
+    Run(tmp_path).train_and_save(1, 2)
+    folder = tmp_path / "checkpoint"
+    with mock.patch("os.unlink", unlink), pytest.raises(Killed):
+        remove_folder(str(folder / "step-1"))
+    assert [f.contents for f in list_steps(str(folder))] == [Contents.UNFINISHED, Contents.DCP]
+    Run(tmp_path).train_and_save(3)
+    assert steps_in(folder) == [2, 3]
+
+
+def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    (tmp_path / "checkpoint" / "step-2").mkdir()
+    run = Run(tmp_path)
+    assert run.manager.load() and run.counter.step == 1
+    run.train_and_save(3)
+    assert steps_in(tmp_path / "checkpoint") == [1, 3]
+
+
+def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
+    run = Run(tmp_path, keep_latest_k=2)
+    with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=500)):
+        run.manager.claim_folder()
+    # 2 layers of 4 * 4 + 4 numbers, with two moments each, in 4 bytes
+    assert run.manager._estimated_bytes() == 2 * 20 * 3 * 4
+    assert "up to 3 more of them are kept" in caplog.text
+    assert "lower checkpoint.keep_latest_k" in caplog.text
 
 
 def test_unfinished_newest_step_falls_back_to_the_one_before(tmp_path, caplog):

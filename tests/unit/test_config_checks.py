@@ -282,6 +282,14 @@ def test_dump_folder_under_a_file_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder nobody can write to")
+@pytest.mark.parametrize("place", ["/elsewhere", "../elsewhere", "a/../../elsewhere"])
+@pytest.mark.parametrize("key", ["checkpoint__folder", "job__save_config_file"])
+def test_places_outside_the_dump_folder_are_refused(key, place):
+    message = message_of(check_job_config, config_with(**{key: place}))
+    assert f"{key.replace('__', '.')} is a path inside job.dump_folder" in message
+    assert repr(place) in message
+
+
 def test_dump_folder_that_is_not_writable_is_named():
     message = message_of(check_job_config, config_with(job__dump_folder="/proc/x"))
     assert "job.dump_folder must be writable, got '/proc/x'" in message

@@ -1,0 +1,66 @@
+"""One job at a time uses a checkpoint folder."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.folder_lock import LOCK_FILE, FolderLock
+
+HOLD = """
+import os, sys, time
+from torchtitan.tools.folder_lock import FolderLock
+lock = FolderLock(sys.argv[1])
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def is_refused(folder: Path) -> bool:
+    code = (
+        "import sys; from torchtitan.tools.folder_lock import FolderLock; FolderLock(sys.argv[1])"
+    )
+    process = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    assert process.returncode == 0 or "in use by process" in process.stderr, process.stderr
+    return process.returncode != 0
+
+
+def test_killed_owner_gives_the_folder_up_while_its_forked_child_lives(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE)
+    child = int(owner.stdout.readline())
+    try:
+        with pytest.raises(RunError, match=f"in use by process {owner.pid} on .* since"):
+            FolderLock(str(tmp_path))
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        os.kill(child, 0)  # is still there
+        FolderLock(str(tmp_path)).release()
+    finally:
+        owner.kill()
+        os.kill(child, signal.SIGKILL)
+        owner.wait()
+
+
+def test_lock_lasts_until_its_last_holder_in_the_process_releases_it(tmp_path):
+    first, second = FolderLock(str(tmp_path)), FolderLock(f"{tmp_path}/.")
+    first.release()
+    first.release()
+    assert is_refused(tmp_path)
+    second.release()
+    assert not is_refused(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    FolderLock(str(tmp_path)).release()
+    assert "cannot be locked (No locks available)" in caplog.text

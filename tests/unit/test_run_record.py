@@ -1,0 +1,68 @@
+"""What a resume says of settings that are not those of the run that saved."""
+
+import json
+
+import pytest
+
+from torchtitan.components.run_record import (
+    check_same_optimizer,
+    differences,
+    read_record,
+    record_of,
+)
+from torchtitan.config import JobConfig
+
+
+def config_with(**changes) -> JobConfig:
+    config = JobConfig()
+    for key, value in changes.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def told(loaded=("optimizer", "lr_scheduler", "dataloader"), **changes) -> list[str]:
+    saved = json.loads(json.dumps(record_of(JobConfig(), 8, None)))
+    return list(differences(saved, record_of(config_with(**changes), 8, None), loaded))
+
+
+def test_same_settings_are_not_told():
+    assert told() == []
+
+
+def test_settings_that_came_after_the_checkpoint_are_not_told():
+    assert list(differences({}, record_of(JobConfig(), 8, None), ["optimizer"])) == []
+
+
+@pytest.mark.parametrize(
+    ("loaded", "used"),
+    [(["optimizer"], "the saved one is used"), (["dataloader"], "this run's is used")],
+)
+def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
+    (text,) = told(loaded, optimizer__beta1=0.8)
+    assert text == f"optimizer.beta1 was 0.9 there and is 0.8 now: {used}"
+
+
+def test_each_difference_is_told():
+    texts = told(lr_scheduler__warmup_steps=7, training__dataset="c4", training__steps=5)
+    assert [text.split()[0] for text in texts] == [
+        "lr_scheduler.warmup_steps",
+        "training.steps",
+        "training.dataset",
+    ]
+
+
+def test_other_optimizer_is_an_error_with_both_names():
+    saved, own = (record_of(config_with(optimizer__name=n), 8, None) for n in ("AdamW", "Adam"))
+    with pytest.raises(ValueError, match="'AdamW', got 'Adam'.*exclude_from_loading"):
+        check_same_optimizer(saved, own, "step-4")
+    check_same_optimizer(saved, saved, "step-4")
+    check_same_optimizer({}, own, "step-4")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "[" * 10**5, "\\udc80"])
+def test_record_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, text, caplog):
+    assert read_record(str(tmp_path)) == {}
+    (tmp_path / "run.json").write_text(text)
+    assert read_record(str(tmp_path)) == {}
+    assert "run.json cannot be read" in caplog.text
