@@ -69,6 +69,7 @@ from torchtitan.components.checkpoint_folder import (
 )
 from torchtitan.components.checkpoint_hf import load_from_hf, save_to_hf
 from torchtitan.components.checkpoint_plan import SavePlans
+from torchtitan.components.host_copies import HostCopies
 from torchtitan.components.run_record import (
     check_same_optimizer,
     differences,
@@ -285,6 +286,7 @@ class CheckpointManager:
         self.pg: dist.ProcessGroup | None = None  # of asynchronous saves
 
         self.keep_latest_k = checkpoint_config.keep_latest_k
+        self._copies = HostCopies()  # of asynchronous saves without pinned memory
         self.run_record: dict[str, Any] = {}  # of what a resume compares; see run_record.py
         self._lock: FolderLock | None = None
         self._chosen: tuple[list[StepFolder], StepFolder | None] | None = None
@@ -320,6 +322,8 @@ class CheckpointManager:
             if self.stager is not None:
                 self.stager.close()
                 self.stager = None
+            self._copies.close()
+            self._copies = HostCopies()  # gives the memory back
             self._plans.forget()
             self._leave_group()
             if self._lock is not None:
@@ -358,6 +362,7 @@ class CheckpointManager:
         if path is not None or force:
             self._check_may_save(path)
         elif not self._should_save(curr_step, last_step):
+            self._prepare_async_save()
             return
         self._async_wait()
         start = time.monotonic()
@@ -413,7 +418,8 @@ class CheckpointManager:
             if to_hf:
                 save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
                 return None
-            writer = HashingWriter(checkpoint_id, self.run_record)
+            copies = self._copies if async_mode == AsyncMode.ASYNC else None
+            writer = HashingWriter(checkpoint_id, self.run_record, copies)
             if async_mode == AsyncMode.DISABLED:
                 dcp.save(
                     state_dict,
@@ -489,16 +495,10 @@ class CheckpointManager:
         GarbageCollection.collect("before saving a checkpoint")
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             self._make_stager()
-        if self.pg is None and dist.is_initialized():
-            # Saves in the background must not share a group with the training's own collectives.
-            self.pg = dist.new_group(backend="gloo")
-        states = self._flattened_model_states_sd()
+        self._join_group()
+        # Made here and not in DCP: what the device still has to do for them is waited for.
+        states = self._states_now()
         if self.enable_staging:
-            # Made here and not in DCP: what the device still has to do for them is waited for.
-            states = {
-                name: state.state_dict() if isinstance(state, Stateful) else state
-                for name, state in states.items()
-            }
             self._order_staging_after_compute()
         result = self.dcp_save(states, path, self.async_mode, enable_garbage_collection=True)
         self._saving_to = path
@@ -511,6 +511,26 @@ class CheckpointManager:
             self.save_future = result
         start = time.monotonic()
         self.save_future.add_done_callback(lambda future: _report_written(future, path, start))
+
+    def _prepare_async_save(self) -> None:
+        """Before the first save is due, do what it would take longer for than later ones."""
+        is_wanted = self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC
+        if is_wanted and not self._copies.is_prepared:
+            self._join_group()
+            self._refresh_model()
+            self._copies.prepare(self._states_now())
+
+    def _join_group(self) -> None:
+        """Saves in the background must not share a group with the training's own collectives."""
+        if self.pg is None and dist.is_initialized():
+            self.pg = dist.new_group(backend="gloo")
+
+    def _states_now(self) -> dict[str, Any]:
+        """What a full checkpoint holds, with the live tensors."""
+        return {
+            name: state.state_dict() if isinstance(state, Stateful) else state
+            for name, state in self._flattened_model_states_sd().items()
+        }
 
     def _make_stager(self) -> None:
         try:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
@@ -38,6 +38,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.host_copies import HostCopies
 
 UNFINISHED_MARKER = ".incomplete"
 KEPT_MARKER = ".keep"
@@ -299,12 +302,22 @@ class HashingWriter(FileSystemWriter):
     and could not tell what was meant to be written.
 
     record: of the run, written beside the rest as `run.json`.
+    copies: makes the copies that an asynchronous save in this process writes.
     """
 
-    def __init__(self, path: str, record: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        record: dict[str, Any] | None = None,
+        copies: "HostCopies | None" = None,
+    ) -> None:
         super().__init__(path)
         self.fs = _HashingFileSystem()
         self.record = record
+        self._copies = copies
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return super().stage(state_dict) if self._copies is None else self._copies.stage(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # The other ranks write only after they got a plan from the coordinator, who is here.

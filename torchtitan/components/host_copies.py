@@ -1,0 +1,73 @@
+"""Copies of a run's state in host memory, from which a save is written while training goes on."""
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchtitan.distributed.dtensor import local_tensor
+
+
+class HostCopies:
+    """Copies states into memory that is kept from one save to the next.
+
+    Fresh memory takes five times as long, for the system clears each page at its first use.
+    One save at a time may use the copies.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] | None = None
+        self._layout: Any = None
+        self._touching: threading.Thread | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._kept is not None
+
+    def prepare(self, state_dict: dict[str, Any]) -> None:
+        """Take memory for states like this one, and have its pages made in the background."""
+        self._take_memory(state_dict)
+        tensors = [leaf for leaf in pytree.tree_leaves(self._kept) if torch.is_tensor(leaf)]
+
+        @torch.no_grad()
+        def touch() -> None:
+            for tensor in tensors:
+                if tensor.dim() > 0:
+                    local_tensor(tensor).zero_()
+
+        self._touching = threading.Thread(target=touch, daemon=True)
+        self._touching.start()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The states with copies in place of their tensors; good until the next call."""
+        from torch.distributed._state_dict_utils import _copy_state_dict
+
+        self.close()
+        if self._layout != _layout_of(state_dict):
+            self._take_memory(state_dict)
+        return _copy_state_dict(state_dict, self._kept, type_check=False)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
+
+    def _take_memory(self, state_dict: dict[str, Any]) -> None:
+        from torch.distributed._state_dict_utils import _create_cpu_state_dict
+
+        self._kept = None  # given back before as much is taken again
+        self._kept = _create_cpu_state_dict(state_dict)
+        self._layout = _layout_of(state_dict)
+
+
+def _layout_of(state_dict: dict[str, Any]) -> Any:
+    leaves, structure = pytree.tree_flatten(state_dict)
+    tensors = [
+        (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
+        if torch.is_tensor(leaf)
+        else None
+        for leaf in leaves
+    ]
+    return structure, tensors
