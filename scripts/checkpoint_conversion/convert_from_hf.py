@@ -7,12 +7,13 @@ directly (checkpoint.initial_load_in_hf); converting pays off when they are read
 import argparse
 
 import torch
-import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpoint_contents import prepare_conversion
+from torchtitan.components import dcp
+from torchtitan.components.checkpoint_contents import one_error, prepare_conversion, replacing
 from torchtitan.components.checkpoint_folder import HashingWriter
 from torchtitan.components.checkpoint_hf import load_from_hf
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.logging import init_logger, logger
 
 
 @torch.no_grad()
@@ -22,17 +23,22 @@ def convert_from_hf(
     model_name: str,
     model_flavor: str,
     hf_config: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
 
     hf_config: a config.json that says which model it is, in place of name and flavor.
+    overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
     Raises ValueError if the files are not those of this model and flavor.
     """
-    weights, adapter, description = prepare_conversion(
-        model_name, model_flavor, hf_config=hf_config
-    )
-    load_from_hf(weights, adapter, input_dir, model_description=description)
-    dcp.save(weights, storage_writer=HashingWriter(output_dir), checkpoint_id=output_dir)
+    with replacing(output_dir, overwrite, [input_dir]) as folder:
+        weights, adapter, description = prepare_conversion(
+            model_name, model_flavor, hf_config=hf_config
+        )
+        load_from_hf(weights, adapter, input_dir, model_description=description)
+        with one_error(f"The checkpoint {output_dir} could not be written"):
+            dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
+    logger.info(f"Wrote {output_dir}")
 
 
 def main() -> None:
@@ -45,11 +51,16 @@ def main() -> None:
         "--hf_config",
         help="the model's config.json, or its folder: takes the place of name and flavor",
     )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the weights in output_dir; its other files are kept",
+    )
     options = parser.parse_args()
     init_logger()
     try:
         convert_from_hf(**vars(options))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

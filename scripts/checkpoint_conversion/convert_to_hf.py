@@ -7,10 +7,16 @@ import argparse
 
 import torch
 
-from torchtitan.components.checkpoint_contents import load_weights, prepare_conversion
+from torchtitan.components.checkpoint_contents import (
+    load_weights,
+    one_error,
+    prepare_conversion,
+    replacing,
+)
 from torchtitan.components.checkpoint_hf import save_to_hf
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.logging import init_logger, logger
 
 
 @torch.no_grad()
@@ -22,19 +28,24 @@ def convert_to_hf(
     hf_assets_path: str | None,
     export_dtype: str,
     hf_config: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Read the checkpoint `input_dir` (a step folder), write safetensors to `output_dir`.
 
     hf_assets_path: folder whose model.safetensors.index.json says which tensor goes into which
         file; without it files hold 5 GB each.
     hf_config: a config.json that says which model it is, in place of name and flavor.
+    overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
-    weights, adapter, description = prepare_conversion(
-        model_name, model_flavor, hf_assets_path, hf_config
-    )
-    load_weights(weights, input_dir, description)
-    save_to_hf(weights, adapter, output_dir, TORCH_DTYPE_MAP[export_dtype])
+    with replacing(output_dir, overwrite, [input_dir]) as folder:
+        weights, adapter, description = prepare_conversion(
+            model_name, model_flavor, hf_assets_path, hf_config
+        )
+        load_weights(weights, input_dir, description)
+        with one_error(f"The files in {output_dir} could not be written"):
+            save_to_hf(weights, adapter, folder, TORCH_DTYPE_MAP[export_dtype])
+    logger.info(f"Wrote {output_dir}")
 
 
 def main() -> None:
@@ -49,11 +60,16 @@ def main() -> None:
         help="the model's config.json, or its folder: takes the place of name and flavor",
     )
     parser.add_argument("--export_dtype", default="float32", choices=list(TORCH_DTYPE_MAP))
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the weights in output_dir; its other files are kept",
+    )
     options = parser.parse_args()
     init_logger()
     try:
         convert_to_hf(**vars(options))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

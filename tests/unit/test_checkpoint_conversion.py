@@ -1,6 +1,10 @@
 """Converting weights there and back."""
 
+import dataclasses
 import json
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torchtitan.components import checkpoint_hf
 from torchtitan.components.checkpoint_contents import (
     load_weights,
     prepare_conversion,
+    replacing,
     zero_weights,
 )
 from torchtitan.components.checkpoint_folder import find_damage, mark_unfinished
@@ -123,8 +128,9 @@ def test_mistakes_are_named(tmp_path, hf_folder):
     out = str(tmp_path / "out")
     with pytest.raises(ValueError, match="llama3 has no flavor '9B'; it has debugmodel"):
         convert_from_hf(str(hf_folder), out, "llama3", "9B")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no safetensors files in"):
-        convert_from_hf(str(tmp_path), out, *MODEL)
+        convert_from_hf(str(tmp_path / "empty"), out, *MODEL)
     with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
         convert_to_hf(str(hf_folder), out, *MODEL, None, "float32")
     mark_unfinished(str(tmp_path / "half"))
@@ -133,3 +139,111 @@ def test_mistakes_are_named(tmp_path, hf_folder):
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other")
     with pytest.raises(ValueError, match="other is not one of llama3 debugmodel"):
         convert_to_hf(str(tmp_path / "other"), out, *MODEL, None, "float32")
+
+
+SCRIPTS = {"from": "convert_from_hf", "to": "convert_to_hf"}
+
+
+def convert(direction, source, target, *arguments, limit_kib=None):
+    """Run the script; returns its exit code and what it said."""
+    limit = "" if limit_kib is None else f"ulimit -f {limit_kib}; "
+    script = f"{limit}exec python -m scripts.checkpoint_conversion.{SCRIPTS[direction]} $@"
+    options = ["--model_flavor=debugmodel", *arguments]
+    done = subprocess.run(
+        ["bash", "-c", script.replace("$@", '"$@"'), "-", str(source), str(target), *options],
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def folders(tmp_path, hf_folder):
+    """Direction -> source, and a whole target that stands already."""
+    convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
+    shutil.copytree(hf_folder, tmp_path / "old_hf")
+    shutil.copytree(tmp_path / "dcp", tmp_path / "old_dcp")
+    return {
+        "from": (hf_folder, tmp_path / "old_dcp"),
+        "to": (tmp_path / "dcp", tmp_path / "old_hf"),
+    }
+
+
+@pytest.mark.parametrize("direction", SCRIPTS)
+def test_what_stands_there_is_replaced_only_when_asked_and_other_files_are_kept(folders, direction):
+    source, target = folders[direction]
+    (target / "notes.txt").write_text("mine")
+    (target / "model-00007-of-00009.safetensors").write_text("of another export")
+    before = contents(target)
+    code, said = convert(direction, source, target)
+    assert code == 1 and "holds files already" in said and "--overwrite" in said
+    assert contents(target) == before
+    code, said = convert(direction, source, target, "--overwrite")
+    assert code == 0, said
+    assert (target / "notes.txt").read_text() == "mine"
+    assert not (target / "model-00007-of-00009.safetensors").exists()
+    assert find_damage(str(target)) is None
+    assert {path.name for path in target.parent.iterdir()} == {"hf", "dcp", "old_hf", "old_dcp"}
+
+
+@pytest.mark.parametrize("direction", SCRIPTS)
+@pytest.mark.parametrize("way", ["itself", "link", "relative", "inside", "around"])
+def test_source_is_never_written_to(folders, tmp_path, direction, way):
+    source = folders[direction][0]
+    before = contents(source)
+    (tmp_path / "link").symlink_to(source)
+    target = {
+        "itself": source,
+        "link": tmp_path / "link",
+        "relative": source / ".." / source.name,
+        "inside": source / "new",
+        "around": tmp_path,
+    }[way]
+    function, more = {"from": (convert_from_hf, ()), "to": (convert_to_hf, (None, "float32"))}[
+        direction
+    ]
+    with pytest.raises(ValueError, match="one is in the other"):
+        function(str(source), str(target), *MODEL, *more, overwrite=True)
+    assert contents(source) == before
+
+
+@pytest.mark.parametrize("direction", SCRIPTS)
+@pytest.mark.parametrize("there", [True, False])
+def test_write_that_fails_leaves_everything_as_it_was(folders, tmp_path, direction, there):
+    source, target = folders[direction]
+    target = target if there else tmp_path / "new"
+    before = contents(target) if there else None
+    others = {path.name for path in tmp_path.iterdir()}
+    code, said = convert(direction, source, target, "--overwrite", limit_kib=100)
+    assert code == 1 and f"{target} could not be written" in said and "too large" in said
+    assert before is None or contents(target) == before
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_folder_of_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for name, message in (("home", r"holds folders \(letters\)"), ("file", "is a file")):
+        with pytest.raises(ValueError, match=message), replacing(str(tmp_path / name), True, []):
+            raise AssertionError("writing has begun")
+
+
+def test_kill_while_writing_leaves_the_old_target(folders, tmp_path):
+    source, target = folders["from"]
+    before = contents(target)
+    with pytest.raises(KeyboardInterrupt), replacing(str(target), True, [str(source)]) as new:
+        (Path(new) / "half").touch()
+        raise KeyboardInterrupt
+    assert contents(target) == before and not Path(new).exists()
+
+
+def test_model_that_no_machine_has_memory_for_is_refused():
+    spec = get_train_spec("llama3")
+    args = dataclasses.replace(spec.model_args["debugmodel"], dim=2**22, n_layers=1, vocab_size=10)
+    with pytest.raises(ValueError, match="GiB in fp32, and this machine has"):
+        zero_weights(spec.model_cls, args)

@@ -196,6 +196,60 @@ def test_what_a_family_cannot_express_is_named(config, change, message):
         from_hf_config(config | change)
 
 
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": -2},
+        {"num_hidden_layers": 10**12},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"hidden_size": "64"},
+        {"hidden_size": True},
+        {"hidden_size": 64.0},
+        {"vocab_size": [100]},
+        {"rms_norm_eps": float("nan")},
+        {"rope_theta": float("inf")},
+        {"rope_scaling": "llama3"},
+        {"rope_scaling": {"rope_type": "llama3", "factor": "a"}},
+        {"attention_bias": "no"},
+        {"hidden_act": {}},
+        {"eos_token_id": []},
+        {"model_type": ["llama"]},
+    ],
+)
+def test_number_that_is_none_of_a_model_is_named_with_the_file(tmp_path, change):
+    from_hf_config(SMALL)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | change))
+    with pytest.raises(ValueError) as raised:
+        from_hf_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(raised.value)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "gpt_oss", "qwen3", "deepseek_v3"])
+def test_a_million_million_layers_are_refused_before_they_are_listed(model_type):
+    with pytest.raises(ValueError, match="num_hidden_layers = 1000000000000"):
+        from_hf_config(SMALL | {"model_type": model_type, "num_hidden_layers": 10**12})
+
+
+def test_config_that_is_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match="config.json cannot be read .*nested too deeply"):
+        from_hf_config(tmp_path)
+
+
 def test_command_prints_flavor_or_what_differs(tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_3_1_8B))

@@ -4,8 +4,10 @@ Functions said to be collective must be called by every rank.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torchtitan.components import dcp
 from torchtitan.components.checkpoint_folder import (
     DCP_METADATA,
+    GIB,
+    UNFINISHED_MARKER,
+    WEIGHT_FILES,
     Contents,
     all_ranks,
     contents_of,
@@ -44,10 +49,23 @@ Shapes = dict[str, tuple[int, ...] | None]
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it."""
-    with torch.device("meta"):
-        model = model_cls(model_args)
+    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
+
+    Raises ValueError if there cannot be such a model, or not on this machine.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_cls(model_args)
+    except RuntimeError as error:  # sizes that do not fit together, or whose product overflows
+        raise ValueError(f"A model of these sizes cannot be made: {error}") from error
     weights = model.state_dict(keep_vars=True)
+    n_bytes = sum(weight.nbytes for weight in {id(w): w for w in weights.values()}.values())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > memory:
+        raise ValueError(
+            f"The weights of this model take {n_bytes / GIB:.1f} GiB in fp32, and this machine has "
+            f"{memory / GIB:.1f} GiB of memory"
+        )
     zeros = {id(w): torch.zeros_like(w.detach(), device="cpu") for w in weights.values()}
     return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
 
@@ -98,6 +116,61 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
     check_same_model(shapes_of(weights), saved_weights, path, model_description)
     with one_error(f"The checkpoint {path} could not be read"):
         dcp.load(weights, checkpoint_id=path)
+
+
+@contextmanager
+def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
+    """A new folder to write to, which takes the place of `folder` once all of it is written.
+
+    overwrite: `folder` may hold files. Weights among them are replaced, others are kept.
+    sources: folders that are read; `folder` can neither lie in one of them nor hold one.
+    Whatever happens while writing, `folder` stays as it was. Raises ValueError or OSError.
+    """
+    target = Path(folder).resolve()
+    for source in (Path(source).resolve() for source in sources):
+        if target.is_relative_to(source) or source.is_relative_to(target):
+            raise ValueError(
+                f"{folder} cannot be written while {source} is read, for one is in the other; "
+                "give another folder to write to"
+            )
+    old_files = _files_to_keep(target, overwrite) if target.exists() else []
+    if target.is_mount():
+        raise ValueError(f"{folder} is a mounted volume, so is not replaced; give a folder in it")
+    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
+    before = target.with_name(f"{target.name}.before-{os.getpid()}")
+    beside.mkdir(parents=True)
+    try:
+        yield str(beside)
+        for file in old_files:
+            shutil.copy2(file, beside, follow_symlinks=False)
+        if target.exists():
+            target.rename(before)
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists() and not target.exists():
+            before.rename(target)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _files_to_keep(target: Path, overwrite: bool) -> list[Path]:
+    """What `target` holds beside weights. ValueError if it may not be replaced."""
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file; give a folder to write to")
+    entries = list(target.iterdir())
+    if entries and not overwrite:
+        raise ValueError(
+            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
+            "another folder, or --overwrite to replace the weights in it"
+        )
+    if folders := [entry.name for entry in entries if entry.is_dir()]:
+        raise ValueError(
+            f"{target} holds folders ({shorten(sorted(folders))}), so is not one of weights only, "
+            "and is not overwritten; give another folder"
+        )
+    replaced = (UNFINISHED_MARKER, *WEIGHT_FILES)
+    return [e for e in entries if not any(e.match(pattern) for pattern in replaced)]
 
 
 # What a checkpoint holds, and what the model wants

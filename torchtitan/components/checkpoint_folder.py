@@ -49,6 +49,7 @@ DCP_METADATA = ".metadata"
 RUN_RECORD = "run.json"
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
+WEIGHT_FILES = (DCP_METADATA, HASHES_FILE, RUN_RECORD, HF_INDEX, "*.distcp", "*.safetensors")
 GIB = 1024**3
 
 T = TypeVar("T")
@@ -142,8 +143,7 @@ def start_writing(folder: str) -> None:
     """Create or empty `folder` and mark it unfinished. Removes only what a checkpoint consists
     of: an older `.metadata` beside new files would be loaded in their place."""
     mark_unfinished(folder)
-    patterns = (DCP_METADATA, HASHES_FILE, RUN_RECORD, HF_INDEX, "*.distcp", "*.safetensors")
-    for pattern in patterns:
+    for pattern in WEIGHT_FILES:
         for path in Path(folder).glob(pattern):
             path.unlink()
     shutil.rmtree(os.path.join(folder, "sharded"), ignore_errors=True)

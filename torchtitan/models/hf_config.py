@@ -8,10 +8,12 @@ a name, and refuses by name what the family cannot express.
 
 import argparse
 import dataclasses
-import json
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchtitan.tools.json_files import read_json_object
 
 if TYPE_CHECKING:
     from torchtitan.models.args import DecoderArgs
@@ -36,15 +38,44 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         spellings are read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
     max_seq_len, the end-of-text token and the choice of attention kernel are no part of the
     comparison: training sets them.
-    Raises ValueError, with the field and the reason, for what the family cannot express.
+    Raises ValueError, with the field and the reason, for what the family cannot express, and for
+    numbers that are not those of a model.
     """
-    config = _read(config)
+    if isinstance(config, Mapping):
+        return _match(config)
+    path = os.path.join(config, CONFIG_FILE) if os.path.isdir(config) else config
+    try:
+        content = read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
+            "of a model, or its folder"
+        ) from error
+    try:
+        return _match(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _match(config: Config) -> HFMatch:
+    config = _same_spelling(config)
     family, to_args = _family_of(config)
     from torchtitan.protocols.train_spec import get_train_spec
 
     flavors = get_train_spec(family).model_args
     args_cls = type(next(iter(flavors.values())))
-    model_args = _build(args_cls, to_args(config))
+    try:
+        model_args = _build(args_cls, to_args(config))
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"A field of the Hugging Face config is missing or not of its kind "
+            f"({type(error).__name__}: {error}); give the config.json of a model"
+        ) from error
+    n_kv_heads = getattr(model_args, "n_kv_heads", None)
+    if n_kv_heads and model_args.n_heads % n_kv_heads:
+        raise _refusal(
+            config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
+        )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
     return HFMatch(family, same[0] if same else None, model_args)
 
@@ -118,6 +149,37 @@ _LLAMA3_SCALING = {
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
 _YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
+
+# The largest that are taken for sizes: what is beyond would be a number by mistake, and is refused
+# before anything is made of it.
+_LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
+_LARGEST_SIZE = 2**24
+_MAY_BE_ZERO = {"first_k_dense_replace", "n_shared_experts", "sliding_window", "q_lora_rank"}
+_SIZES = {
+    *(_LLAMA | _QWEN_MOE | _DEEPSEEK | _LLAMA4 | _GPT_OSS),
+    "q_lora_rank",
+    "interleave_moe_layer_step",
+    "no_rope_layer_interval",
+    "n_group",
+    "topk_group",
+    "original_max_position_embeddings",
+} - {"rms_norm_eps", "routed_scaling_factor"}
+_FRACTIONS = {
+    "rms_norm_eps",
+    "routed_scaling_factor",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "floor_scale",
+    "attn_scale",
+    "swiglu_limit",
+}
+_SWITCHES = {"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"}
 
 _SAME_FIELD = {  # older or newer names of one field
     "num_experts": "num_local_experts",
@@ -286,25 +348,43 @@ _FAMILIES = {  # HF's model_type -> ours
 # Reading a config
 
 
-def _read(config: Config | str | os.PathLike[str]) -> Config:
-    if not isinstance(config, Mapping):
-        path = os.path.join(config, CONFIG_FILE) if os.path.isdir(config) else config
-        try:
-            with open(path) as file:
-                config = json.load(file)
-        except (FileNotFoundError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
-                "of a model, or its folder"
-            ) from error
+def _same_spelling(config: Config) -> Config:
+    """The text model's config, its fields by one of their names, its numbers checked."""
     if config.get("model_type") == "llama4":
-        config = {"model_type": "llama4_text"} | dict(config.get("text_config") or {})
-    return {_SAME_FIELD.get(name, name): value for name, value in config.items()}
+        text = config.get("text_config") or {}
+        if not isinstance(text, Mapping):
+            raise _refusal(config, "text_config", "it must be the config of the text model")
+        config = {"model_type": "llama4_text"} | dict(text)
+    config = {_SAME_FIELD.get(name, name): value for name, value in config.items()}
+    _check_numbers(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if config.get(name) is not None:
+            if not isinstance(config[name], Mapping):
+                raise _refusal(config, name, "it must be a table")
+            _check_numbers(config[name])
+    return config
+
+
+def _check_numbers(config: Config) -> None:
+    for name, value in config.items():
+        if value is None:
+            continue
+        if name in _SIZES:
+            smallest, largest = int(name not in _MAY_BE_ZERO), _LARGEST.get(name, _LARGEST_SIZE)
+            if type(value) is not int or not smallest <= value <= largest:
+                raise _refusal(
+                    config, name, f"it must be a whole number from {smallest} to {largest}"
+                )
+        elif name in _FRACTIONS:
+            if type(value) not in (int, float) or not 0 <= value < 1e12:
+                raise _refusal(config, name, "it must be a number, not negative and below 1e12")
+        elif name in _SWITCHES and type(value) is not bool:
+            raise _refusal(config, name, "it must be true or false")
 
 
 def _family_of(config: Config) -> tuple[str, Callable[[Config], dict[str, Any]]]:
     model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise _refusal(config, "model_type", f"known are {', '.join(_FAMILIES)}")
     family = _FAMILIES[model_type]
 
@@ -373,7 +453,7 @@ def _require_layers(config: Config, name: str, expected: list[Any]) -> None:
 def _refusal(config: Config, name: str, reason: str) -> ValueError:
     return ValueError(
         f"No model here is that of the Hugging Face config: it has {name} = "
-        f"{config.get(name)!r}, but {reason}"
+        f"{reprlib.repr(config.get(name))}, but {reason}"
     )
 
 
