@@ -19,6 +19,7 @@ from scripts.generate._loading import load_model
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_flavor
 from torchtitan.job import find_train_spec
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -56,7 +57,9 @@ def compare_logits(theirs: Tensor, ours: Tensor) -> Comparison:
 def hf_logits(folder: str, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     return model.eval()(tokens).logits
 
 
@@ -92,7 +95,7 @@ def numerical_test(
     """Compare transformers on `hf_folder` with our model on `checkpoint`, or on the same files."""
     from transformers import AutoConfig
 
-    text_config = AutoConfig.from_pretrained(hf_folder).get_text_config()
+    text_config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).get_text_config()
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, seq_len)
     tokens = torch.randint(0, text_config.vocab_size, shape, generator=generator)
@@ -125,7 +128,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         comparison = numerical_test(**options)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
     print(comparison)
     # Written so that nan fails, too.

@@ -27,6 +27,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 from torchtitan.generation.sampling import generate
 from torchtitan.job import find_train_spec
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -34,7 +35,7 @@ from torchtitan.tools.utils import get_device_type
 def test_generate(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Load, generate, and return the report, {"metadata": {...}, "responses": [...]}.
 
-    Raises ValueError or FileNotFoundError for options that cannot work.
+    Raises ValueError or OSError for options and files that cannot work.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -148,7 +149,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, as it should
     try:
         report = test_generate(options, overrides)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RunError) as error:
         is_first = os.environ.get("RANK", "0") == "0"
         raise SystemExit(f"error: {error}" if is_first else 1) from error
     if options.out:
