@@ -172,6 +172,39 @@ def test_special_token_without_text_is_named(tmp_path, value):
         HuggingFaceTokenizer(path)
 
 
+def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp_path):
+    backend = word_backend()
+    backend.enable_truncation(1)
+    backend.enable_padding(length=4)
+    path = write_folder(tmp_path / "t")
+    backend.save(path + "/tokenizer.json")
+    assert HuggingFaceTokenizer(path).encode("hello world") == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer__json": "[" * 100_000}, "cannot read the tokenizer in .*tokenizer.json"),
+        ({"vocab__json": '{"a":' * 100_000}, "vocab.json is not valid JSON: .*too deeply"),
+        ({"vocab__json": {"a": "b"}}, "vocab.json must give each token a number"),
+        ({"vocab__json": {"a": 0}, "tokenizer_config__json": {"added_tokens_decoder": [1]}},
+         "tokenizer_config.json: added_tokens_decoder must be an object"),
+        ({"vocab__json": {"a": 0},
+          "tokenizer_config__json": {"bos_token": {"content": "x", "special": "yes"}}},
+         "tokenizer_config.json: a token cannot be used"),
+    ],
+)  # fmt: skip
+def test_content_that_is_no_tokenizer_is_named(tmp_path, files, message):
+    with pytest.raises(ValueError, match=message):
+        HuggingFaceTokenizer(write_folder(tmp_path / "t", **files))
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "vocab.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="vocab.txt is not text in UTF-8"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
 def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
     backend = word_backend()
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])

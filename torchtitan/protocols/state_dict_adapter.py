@@ -128,7 +128,8 @@ def read_weight_map(path: str) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path} is not a safetensors index: it has no table 'weight_map'")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or os.path.basename(name) != name or "\0" in name:
+        is_plain = isinstance(name, str) and os.path.basename(name) == name and "\0" not in name
+        if not is_plain or name in ("", ".", ".."):
             raise ValueError(
                 f"{path} names a file that is not beside it, for {tensor}: {name!r}; an index can "
                 "only name files of its own folder"

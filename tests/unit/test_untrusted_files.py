@@ -1,0 +1,266 @@
+"""Checkpoints and weights from elsewhere: read as data, within their folder, or refused."""
+
+import io
+import json
+import os
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests import hostile
+from torchtitan.components import dcp
+from torchtitan.components.checkpoint_contents import saved_shapes_in
+from torchtitan.components.checkpoint_folder import path_inside
+from torchtitan.components.checkpoint_hf import _check_files
+from torchtitan.components.unpickling import read_dcp_metadata, read_plain
+from torchtitan.protocols.state_dict_adapter import read_weight_map
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def contents():
+    return {
+        "weight": torch.arange(6.0).reshape(2, 3),
+        "half": torch.ones(4, dtype=torch.bfloat16),
+        "eight": torch.ones(4).to(torch.float8_e4m3fn),
+        "count": torch.tensor(3, dtype=torch.int64),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "state": {
+            "lr": 1e-3,
+            "betas": (0.9, 0.95),
+            "names": ["a", "b"],
+            "none": None,
+            "flag": True,
+            "blob": b"bytes",
+            "set": {1, 2},
+            "ordered": OrderedDict(a=1),
+            "size": torch.Size([2, 3]),
+            "dtype": torch.bfloat16,
+            "nested": [{"deep": [torch.arange(2)]}],
+        },
+    }
+
+
+def emptied(value):
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return type(value)((key, emptied(entry)) for key, entry in value.items())
+    return [emptied(entry) for entry in value] if isinstance(value, list) else None
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch_dcp.save(contents(), checkpoint_id=tmp_path / "step-1")
+    return tmp_path / "step-1"
+
+
+def test_what_torch_saves_is_read_as_torch_reads_it(folder):
+    ours, theirs = emptied(contents()), emptied(contents())
+    dcp.load(ours, checkpoint_id=str(folder))
+    torch_dcp.load(theirs, checkpoint_id=folder)
+    assert same(ours, theirs) and same(ours, contents())
+
+
+def test_metadata_is_what_torch_reads(folder):
+    ours, theirs = (
+        reader(folder).read_metadata() for reader in (dcp.SafeReader, torch_dcp.FileSystemReader)
+    )
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data
+
+
+@pytest.mark.parametrize("name", sorted(hostile.PICKLES))
+def test_the_hostile_files_do_harm_where_nobody_takes_care(tmp_path, name):
+    pickle.loads(hostile.PICKLES[name](tmp_path / "canary"))
+    assert (tmp_path / "canary").exists()
+
+
+def test_the_hostile_checkpoints_do_harm_where_nobody_takes_care(tmp_path, folder):
+    hostile.plant_in_entry(folder, tmp_path / "first", "state.lr")
+    torch_dcp.load(emptied(contents()), checkpoint_id=folder)
+    hostile.plant_in_metadata(folder, tmp_path / "second")
+    torch_dcp.FileSystemReader(folder).read_metadata()
+    assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("name", sorted(hostile.PICKLES))
+@pytest.mark.parametrize("read", [saved_shapes_in, lambda f: dcp.load({}, checkpoint_id=f)])
+def test_metadata_executes_nothing(tmp_path, folder, name, read):
+    (folder / ".metadata").write_bytes(hostile.PICKLES[name](tmp_path / "canary"))
+    with pytest.raises(ValueError, match=r"step-1/\.metadata cannot be read: it names "):
+        read(str(folder))
+    assert not (tmp_path / "canary").exists()
+
+
+def test_entry_executes_nothing(tmp_path, folder):
+    hostile.plant_in_entry(folder, tmp_path / "canary", "state.lr")
+    with pytest.raises(dcp.CheckpointException) as raised:
+        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+    ((error, _),) = raised.value.failures.values()
+    assert type(error) is ValueError
+    assert "__0_0.distcp cannot be read: the entry state.lr: it names posix.mkdir" in str(error)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_tensor_executes_nothing(tmp_path, folder):
+    hostile.plant_in_entry(folder, tmp_path / "canary", "weight")
+    with pytest.raises(dcp.CheckpointException, match="it names posix.mkdir"):
+        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+    assert not (tmp_path / "canary").exists()
+
+
+def test_metadata_cannot_change_the_classes_that_it_names():
+    # BUILD with a pair sets the attributes of the second, here of the class itself.
+    by_class = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}Vseen\nI1\ns\x86b."
+    pickle.loads(by_class)
+    assert Metadata.seen
+    del Metadata.seen
+    read_dcp_metadata(io.BytesIO(by_class), "it")
+    assert not hasattr(Metadata, "seen")
+
+
+def test_enum_of_older_pythons_is_read_and_no_other_attribute():
+    module = "torch.distributed.checkpoint.metadata"
+    begin = f"cbuiltins\ngetattr\n(c{module}\n"
+    kind = read_dcp_metadata(
+        io.BytesIO(f"{begin}_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode()), "it"
+    )
+    assert kind.name == "TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(ValueError, match="it cannot be read"):
+        read_dcp_metadata(io.BytesIO(f"{begin}Metadata\nV__init__\ntR.".encode()), "it")
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/hostname", "sub/../../secret", "__0_0.distcp/../../secret"]
+)
+def test_checkpoint_reads_no_file_elsewhere(tmp_path, folder, name):
+    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    hostile.redirect_files(folder, name)
+    with pytest.raises(dcp.CheckpointException, match="leads out of the folder"):
+        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("seed", range(60))
+def test_damage_anywhere_is_one_value_error_or_none(folder, file, seed):
+    damage(folder / file, random.Random(seed))
+    try:
+        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+    except ValueError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+    except dcp.CheckpointException as error:
+        for reason, _ in error.failures.values():
+            # Metadata that is whole in itself may be one of another checkpoint.
+            assert type(reason) is ValueError or file == ".metadata"
+
+
+def damage(path, draw):
+    data = bytearray(path.read_bytes())
+    kind = draw.choice(["cut", "flip", "zero", "insert"])
+    at = draw.randrange(len(data))
+    if kind == "cut":
+        del data[at:]
+    elif kind == "flip":
+        for _ in range(draw.choice([1, 20])):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    elif kind == "zero":
+        data[at : at + 200] = bytes(len(data[at : at + 200]))
+    else:
+        data[at:at] = draw.randbytes(50)
+    path.write_bytes(bytes(data))
+
+
+def test_numpy_numbers_are_no_plain_data():
+    with pytest.raises(ValueError, match="the state cannot be read: it names numpy"):
+        read_plain(pickle.dumps({"a": numpy.int64(1)}), "the state")
+
+
+# Names and links
+
+
+def test_links_within_a_folder_and_of_the_folder_itself_are_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/file").touch()
+    (tmp_path / "real/link").symlink_to("file")
+    (tmp_path / "folder").symlink_to("real")
+    assert path_inside(str(tmp_path / "folder"), "link") == str(tmp_path / "real/file")
+
+
+def hub_cache(tmp_path: Path) -> Path:
+    """A snapshot as huggingface_hub lays it out, of one safetensors file."""
+    repository = tmp_path / "hub/models--a--b"
+    snapshot = repository / "snapshots/0123"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, repository / "blobs/abcd")
+    (repository / "blobs/index").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abcd")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/index")
+    return snapshot
+
+
+def test_the_hubs_cache_is_read_though_its_files_are_links(tmp_path):
+    _check_files(str(hub_cache(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "target", ["../../../elsewhere", "../../refs/main", "../../../models--c--d/blobs/abcd"]
+)
+def test_the_hubs_cache_is_left_by_no_link(tmp_path, target):
+    snapshot = hub_cache(tmp_path)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(target)
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        _check_files(str(snapshot))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b.safetensors", "..", "", "a\0b", None, 3, ["a"]]
+)
+def test_index_names_plain_files_only(tmp_path, name):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"t": name}}))
+    with pytest.raises(ValueError, match="names a file that is not beside it, for t"):
+        read_weight_map(str(path))
+
+
+def test_header_is_read_within_bounds(tmp_path):
+    """A header that says it is larger than the file, or than 100 MB, costs no memory."""
+    for length in (2**63, 2**31, 200_000_000):
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(length.to_bytes(8, "little") + b"{}")
+        os.truncate(file, 10)
+        with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+            _check_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(20), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}, file)
+    damage(file, random.Random(seed))
+    try:
+        _check_files(str(tmp_path))
+    except ValueError as error:
+        assert str(file) in str(error)
