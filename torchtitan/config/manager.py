@@ -49,7 +49,13 @@ class ConfigManager:
         args = sys.argv[1:] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
-        base = self._dict_to_dataclass(config_cls, toml_values) if toml_values else config_cls()
+        try:
+            base = self._dict_to_dataclass(config_cls, toml_values) if toml_values else config_cls()
+        except ConfigError as error:
+            path = _flag_value(args, "job", "config_file")
+            raise ConfigError(
+                f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
+            ) from error
         self.config = _parse_flags(config_cls, args, base)
         self._validate_config()
         return self.config
@@ -204,6 +210,12 @@ def _has_peers() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
+def _program() -> str:
+    """How this program was started, for messages that tell to ask it for help."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 class _FlagMistake(SystemExit):
     """The parser's exit; `message` is what it says of the flags, and has not been printed."""
 
@@ -220,6 +232,7 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
         with quiet:
             return tyro.cli(
                 config_cls,
+                prog=_program(),
                 args=args,
                 default=base,
                 registry=custom_registry,

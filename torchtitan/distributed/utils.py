@@ -161,7 +161,9 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
             raise _no_meeting(error, timeout) from error
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
-    return store, rank, world_size
+    # torchrun's store outlives a restart, and with it the addresses of processes that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
 
 def _wait_for_server(timeout: timedelta) -> None:

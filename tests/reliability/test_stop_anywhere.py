@@ -1,0 +1,103 @@
+"""Runs that are told to end, and ranks that are lost: a few instants; `stop_anywhere` tries many."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.reliability import jobs, stop_anywhere
+
+TIMEOUT_SECONDS = 120
+LONG_JOB = [*stop_anywhere.JOB, "--training.steps=1000", "--checkpoint.interval=1000"]
+
+
+def start_process(arguments, module="torchtitan.train", **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=jobs.ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def wait_for_steps(dump_folder, n_steps):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(stop_anywhere.losses(dump_folder)) < n_steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill", pytest.param("restart", marks=pytest.mark.slow)])
+def test_run_of_two_ranks_survives_an_instant_drawn_at_random(kind, tmp_path):
+    assert stop_anywhere.run(kind, trials=1, ranks=2, seed=1, folder=tmp_path) == 0
+
+
+def start_under_torchrun(dump_folder):
+    launcher = start_process(
+        ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        + ["-m", "torchtitan.train", *LONG_JOB, f"--job.dump_folder={dump_folder}"]
+        + ["--training.dataloader.num_workers=1"],
+        "torch.distributed.run",
+    )
+    wait_for_steps(dump_folder, 2)
+    return launcher
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_it_too(tmp_path):
+    launcher = start_under_torchrun(tmp_path)
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
+    assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
+    assert "its checkpoint is whole" in output and "error:" not in output
+
+
+@pytest.mark.slow
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path):
+    launcher = start_under_torchrun(tmp_path)
+    workers = stop_anywhere.children(launcher.pid)
+    assert len(workers) == 2
+    launcher.send_signal(signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)  # ends when nobody writes any more
+    assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+
+
+def test_rl_run_saves_and_ends_when_told_to(tmp_path):
+    job = jobs.start(
+        [
+            "--job.config_file=torchtitan/rl/train_configs/copy_cpu.toml",
+            f"--job.dump_folder={tmp_path}",
+            "--rl.num_prompts_per_step=2",
+            "--rl.eval_every=0",
+            "--checkpoint.enable",
+            "--checkpoint.interval=1000",
+        ],
+        tmp_path / "logs",
+        module="torchtitan.rl.train",
+        ranks=2,
+    )
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while "step:  1/" not in job.output() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send(signal.SIGTERM, rank=1)
+        outcome = job.wait()
+    finally:
+        job.kill()
+    assert outcome.exit_codes == [0, 0], outcome.output
+    assert "SIGTERM came to rank 1" in outcome.output
+    assert len(stop_anywhere.whole_steps(tmp_path)) == 1
+
+
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path):
+    process = start_process([*jobs.TINY_JOB, f"--job.dump_folder={tmp_path}"])
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(TIMEOUT_SECONDS) == 0
