@@ -111,7 +111,7 @@ class StopRequest:
             self._longest_step = max(self._longest_step, now - self._asked_at)
         self._asked_at = now
         own = self._signal or (_TIME_LIMIT if self._is_time_up(now) else 0)
-        code = torch.tensor(own and own * self._world_size + self._rank)
+        code = torch.tensor(own and own * self._world_size + self._rank, device="cpu")
         work = None
         if self._group is not None:
             work = dist.all_reduce(code, dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -1,0 +1,96 @@
+"""Requests to end a run: who may ask, what is agreed on, and how time is kept for the save."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from torchtitan.components.stop import StopRequest
+from torchtitan.config import JobConfig
+from torchtitan.testing.gloo import run_ranks
+
+
+def request(time_limit_minutes=0.0, enable=True, started_now=True) -> StopRequest:
+    config = JobConfig()
+    config.checkpoint.enable = enable
+    config.training.time_limit_minutes = time_limit_minutes
+    stop = StopRequest(config)
+    if started_now:
+        stop._deadline = time.monotonic() + 60 * time_limit_minutes
+    return stop
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+    time.sleep(0.05)  # until the thread has read it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_signal_is_answered_and_handlers_are_put_back(number):
+    before = signal.getsignal(number)
+    with request() as stop:
+        assert stop.answer() is None
+        send(number)
+        assert stop.answer() == f"{number.name} came to rank 0" == stop.reason
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_handlers_of_the_process_itself_are_left_alone():
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(1))
+    try:
+        with request() as stop:
+            send(signal.SIGUSR2)
+            assert heard and stop.answer() is None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_another_thread_than_the_main_one_catches_nothing():
+    answers = []
+
+    def train():
+        with request() as stop:
+            answers.append((signal.getsignal(signal.SIGTERM), stop.answer()))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert answers == [(signal.SIG_DFL, None)]
+
+
+def answers_of_rank(rank_with_signal):
+    found = []
+    with request() as stop:
+        for step in range(4):
+            stop.ask()
+            found.append(stop.answer())
+            if step == 1 and int(os.environ["RANK"]) == rank_with_signal:
+                send(signal.SIGTERM)
+    return found
+
+
+def test_all_ranks_get_the_same_answer_at_the_same_step():
+    for found in run_ranks(answers_of_rank, 3, 2):
+        assert found == [None, None, *["SIGTERM came to rank 2"] * 2]
+
+
+def test_time_limit_keeps_a_step_and_a_save_free():
+    stop = request(time_limit_minutes=100)
+    now = time.monotonic()
+    stop._longest_step = 30.0
+    assert not stop._is_time_up(now + 6000 - 30 - 60 - 1)  # a minute for the save
+    assert stop._is_time_up(now + 6000 - 30 - 60 + 1)
+    stop.saved(100)
+    assert not stop._is_time_up(now + 6000 - 30 - 150 - 1)
+    assert stop._is_time_up(now + 6000 - 30 - 150 + 1)
+    assert not request()._is_time_up(now + 1e9)
+
+
+def test_time_limit_counts_from_the_start_of_the_process():
+    stop = request(time_limit_minutes=1, started_now=False)
+    age = time.monotonic() + 60 - stop._deadline
+    assert 0 < age < 24 * 3600
