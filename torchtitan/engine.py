@@ -40,6 +40,7 @@ from torchtitan.components.offload import Offloader
 from torchtitan.components.optimizer import skipped_where, skips_on_device
 from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.run_record import record_of
+from torchtitan.components.step_losses import SAMPLE_IDS, StepLosses
 from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import ConfigError
@@ -121,10 +122,12 @@ class _Verdict:
 
     read: returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits for
         the device to have come so far.
+    describe_losses: returns which microbatches had a bad loss.
     """
 
     step: int
     read: Callable[[], list[float]]
+    describe_losses: Callable[[], str]
 
     @property
     def skipped(self) -> bool:
@@ -229,6 +232,7 @@ class TrainingEngine:
         self.step = 0
         self.ntokens_seen = 0
         self._verdict: _Verdict | None = None  # of the last step, until the host has read it
+        self._step_losses = StepLosses()
         self._weights_version = 0
         self._loaded_step = self._loaded_version = 0
         self._skipped_in_a_row = 0
@@ -690,9 +694,12 @@ class TrainingEngine:
             # What a loss function alone sees is its affair.
             _check_shapes(batch, batch_labels if loss_fn is None or head is not None else None)
         _check_denominator(global_valid_tokens)
+        sample_ids = [getattr(batch["input"], SAMPLE_IDS, None) for batch in batches]
         if self.pp_schedule is not None and isinstance(input_dict, dict):
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches, label_list = split_rows(input_dict, label_list[0], n_rows)
+            if sample_ids[0] is not None:
+                sample_ids = sample_ids[0].split(n_rows)
 
         n_fillers = self._num_fillers(input_dict, len(batches))
         if self.job_config.optimizer.early_step_in_backward:
@@ -717,7 +724,7 @@ class TrainingEngine:
                     for batch, batch_labels in zip(batches, label_list, strict=True)
                 ]
                 fillers = self._fillers(n_fillers())
-                return self._pipeline_forward_backward(prepared + fillers, loss_of)
+                return self._pipeline_forward_backward(prepared + fillers, loss_of, sample_ids)
             losses = []
             for i, (batch, batch_labels) in enumerate(zip(batches, label_list, strict=True)):
                 microbatch = self._prepare(batch, batch_labels, head)
@@ -732,7 +739,7 @@ class TrainingEngine:
                     self._reducing_gradients(now=i + 1 == len(fillers)),
                 ):
                     self._forward_backward(filler, loss_of)
-            return self._sum_of(losses)
+            return self._sum_of(losses, sample_ids)
 
     @contextlib.contextmanager
     def _more_microbatches_follow(self) -> Iterator[None]:
@@ -783,6 +790,7 @@ class TrainingEngine:
         self,
         prepared: list[_Microbatch],
         loss_of: Callable[[Any, _Microbatch], torch.Tensor],
+        sample_ids: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if prepared:
@@ -800,14 +808,18 @@ class TrainingEngine:
                     ],
                 )
         # Known on the rank of the last stage alone, wanted by all that log it.
-        loss = self._sum_of([loss.detach() for loss in losses])
+        loss = self._sum_of([loss.detach() for loss in losses], sample_ids)
         return self.pp_schedule.broadcast_from_last_stage(loss)
 
-    def _sum_of(self, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _sum_of(
+        self, losses: list[torch.Tensor], sample_ids: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
         """In fp32, whatever the loss function gave: ranks without a loss have to match it."""
         if not losses:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).sum(dtype=torch.float32)
+        stacked = torch.stack(losses)
+        self._step_losses.add(stacked, sample_ids)
+        return stacked.sum(dtype=torch.float32)
 
     def _recover_model_parts(self) -> None:
         if self.parallel_dims.uses_fsdp:
@@ -818,6 +830,7 @@ class TrainingEngine:
 
     def _forget_microbatches(self) -> None:
         self._num_early_steps = 0
+        self._step_losses.clear()
         # Or the next step would balance experts by tokens whose gradients it never saw.
         forget_counts(self.model_parts)
 
@@ -874,7 +887,9 @@ class TrainingEngine:
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             numbers = torch.stack([number.double() for number in numbers])
             step = self.step if self._caller_counts_steps else self._steps_done + 1
-            verdict = self._verdict = _Verdict(step, host_copy.read_later(numbers))
+            describe_losses = self._step_losses.take()
+            verdict = _Verdict(step, host_copy.read_later(numbers), describe_losses)
+            self._verdict = verdict
             if not self._skips_on_device:
                 self._settle()
         self.checkpointer.maybe_wait_for_staging()
@@ -898,6 +913,7 @@ class TrainingEngine:
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self._num_early_steps = 0
+        self._step_losses.clear()
         return result
 
     def _refuse_after_early_step(self, **arguments: Any) -> None:
@@ -979,15 +995,17 @@ class TrainingEngine:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1
         what = f"step {verdict.step}: the gradient norm is {norm}"
+        losses = verdict.describe_losses()
         policy = self.job_config.training.nonfinite_grad_norm
         if policy == "stop" or self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW:
             raise FloatingPointError(
-                f"{what}, {self._skipped_in_a_row} time(s) in a row; lower optimizer.lr, look at "
-                "the data of this step, or set training.nonfinite_grad_norm"
+                f"{what}, {self._skipped_in_a_row} time(s) in a row; {losses}; lower optimizer.lr, "
+                "look at the data of this step, or set training.nonfinite_grad_norm"
             )
         logger.warning(
-            "%s; weights and optimizer state were left as they are",
+            "%s; %s; weights and optimizer state were left as they are",
             what,
+            losses,
             extra=event("skipped step", verdict.step),
         )
 

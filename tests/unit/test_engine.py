@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import types
 
 import pytest
@@ -249,6 +250,39 @@ def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
     with pytest.raises(FloatingPointError, match="lower optimizer.lr"):
         engine.optim_step()
         engine.weights_version  # noqa: B018 (as above)
+
+
+def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path, caplog):
+    engine = make_engine(tmp_path, "--training.nonfinite_grad_norm=skip")
+    for step, bad in enumerate([(), (1, 2), ()], start=1):
+        for number in range(3):
+            batch, labels = random_batch(2, 32, number)
+            batch["input"].sample_ids = torch.tensor([[number, number + 5], [7, 7]])
+            factor = math.nan if number in bad else 1.0
+            engine.forward_backward_step(
+                input_dict=batch,
+                labels=labels,
+                global_valid_tokens=1.0,
+                loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
+            )
+        engine.step = step
+        engine.optim_step()
+    engine.save(str(tmp_path / "end"))  # an accelerator's verdict is read here at the latest
+    told = [record.message for record in caplog.records if "gradient norm" in record.message]
+    assert told == [
+        "step 2: the gradient norm is nan; the first bad loss, nan, is that of microbatch 2 of 3 on "
+        "rank 0, row 1 (documents 1 to 6), row 2 (document 7); ranks with a bad loss: 0; weights "
+        "and optimizer state were left as they are"
+    ]
+
+
+def test_overflow_in_backward_is_told_from_a_bad_loss(tmp_path, caplog):
+    engine = make_engine(tmp_path)
+    backward(engine)
+    poison(engine)
+    engine.optim_step()
+    assert engine.weights_version == 0
+    assert "the loss of each microbatch is finite, so a gradient overflowed" in caplog.text
 
 
 def backward(engine, seed: int = 0) -> None:

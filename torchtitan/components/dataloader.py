@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan.components.step_losses import SAMPLE_IDS
 from torchtitan.components.stop import leave_signals_to_trainer
 from torchtitan.components.unpickling import read_plain
 from torchtitan.tools.logging import logger
@@ -19,9 +20,6 @@ from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20
 _BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
-SAMPLE_IDS = "sample_ids"
-"""Key under which a dataset may say which samples are in a row: numbers [2], of the first and the
-last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
 
 
 class DataloaderExhaustedError(Exception):

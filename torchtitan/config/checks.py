@@ -37,7 +37,8 @@ def check_job_config(
     builds_data: False for a bare engine, which reads no data and writes less.
     """
     check_choices(job_config)
-    check_smallest_values(job_config)
+    check_ranges(job_config)
+    check_texts(job_config)
     check_fractions(job_config)
     check_decay_betas(job_config)
     check_max_norm(job_config)
@@ -48,6 +49,7 @@ def check_job_config(
     check_load_step(job_config)
     check_activation_checkpoint(job_config)
     check_compile_components(job_config)
+    check_compile_backend(job_config)
     layouts.check_async_tensor_parallel(job_config)
     layouts.check_quantized_tensor_parallel(job_config)
     layouts.check_early_step_in_backward(job_config)
@@ -111,47 +113,81 @@ def check_choices(job_config: JobConfig) -> None:
             raise ConfigError(f"{key} must be one of {names}, got {value!r}{guess(value, choices)}")
 
 
-_SMALLEST_VALUES: dict[str, int] = {
-    "training.seq_len": 1,
-    "training.steps": 1,
-    "training.local_batch_size": 1,
-    "training.time_limit_minutes": 0,
-    "training.gc_freq": 1,
-    "training.dataloader.num_workers": 0,
-    "validation.seq_len": 1,
-    "validation.local_batch_size": 1,
-    "validation.freq": 1,
-    "validation.dataloader.num_workers": 0,
-    "metrics.log_freq": 1,
-    "checkpoint.interval": 1,
-    "checkpoint.load_step": -1,
-    "profiling.profile_freq": 1,
-    "profiling.profiler_active": 1,
-    "profiling.profiler_warmup": 0,
-    "optimizer.lr": 0,
-    "optimizer.eps": 0,
-    "optimizer.weight_decay": 0,
-    "lr_scheduler.warmup_steps": 0,
-    "lr_scheduler.total_steps": 1,
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
-    "comm.init_timeout_seconds": 1,
-    "comm.train_timeout_seconds": 1,
-    "comm.trace_buf_size": 0,
-    "debug.check_document_isolation_freq": 0,
+# What a number may be at least, and at most where that is not _MOST: beyond it lie typing errors,
+# and numbers that some library does not take. Some keys have a rule of their own for the least.
+_MOST = 10**9
+_RANGES: dict[str, tuple[float, float]] = {
+    "training.seq_len": (1, _MOST),
+    "training.steps": (1, 10**12),
+    "training.local_batch_size": (1, _MOST),
+    "training.global_batch_size": (-math.inf, _MOST),
+    "training.time_limit_minutes": (0, 10**8),
+    "training.gc_freq": (1, 10**12),
+    "training.dataloader.num_workers": (0, 1024),
+    "training.dataloader.prefetch_factor": (1, _MOST),
+    "validation.seq_len": (1, _MOST),
+    "validation.local_batch_size": (1, _MOST),
+    "validation.freq": (1, 10**12),
+    "validation.steps": (-math.inf, 10**12),
+    "validation.dataloader.num_workers": (0, 1024),
+    "validation.dataloader.prefetch_factor": (1, _MOST),
+    "metrics.log_freq": (1, 10**12),
+    "checkpoint.interval": (1, 10**12),
+    "checkpoint.load_step": (-1, 10**12),
+    "checkpoint.keep_latest_k": (-math.inf, _MOST),
+    "profiling.profile_freq": (1, 10**12),
+    "profiling.profiler_active": (1, _MOST),
+    "profiling.profiler_warmup": (0, _MOST),
+    "optimizer.lr": (0, math.inf),
+    "optimizer.eps": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "lr_scheduler.warmup_steps": (0, 10**12),
+    "lr_scheduler.total_steps": (1, 10**12),
+    "lr_scheduler.step_offset": (-(10**12), 10**12),
+    "parallelism.pipeline_parallel_microbatch_size": (1, _MOST),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (0, _MOST),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (0, _MOST),
+    "parallelism.pipeline_parallel_layers_per_stage": (-math.inf, _MOST),
+    "parallelism.expert_tensor_parallel_degree": (-math.inf, _MOST),
+    "comm.init_timeout_seconds": (1, 10**8),
+    "comm.train_timeout_seconds": (1, 10**8),
+    "comm.trace_buf_size": (0, _MOST),
+    "debug.seed": (-(2**63), 2**64 - 1),
+    "debug.check_document_isolation_freq": (0, 10**12),
 }
 
 
-def check_smallest_values(job_config: JobConfig) -> None:
-    for key, smallest in _SMALLEST_VALUES.items():
+def check_ranges(job_config: JobConfig) -> None:
+    for key, (smallest, largest) in _RANGES.items():
         value = _value(job_config, key)
         # Written so that nan, which compares false with everything, fails too.
-        if value is not None and not smallest <= value < math.inf:
-            raise ConfigError(
-                f"{key} must be a finite number of at least {smallest}, got {value}; "
-                f"the default is {_value(JobConfig(), key)}"
-            )
+        if value is None or (smallest <= value <= largest and value < math.inf):
+            continue
+        least = f"a finite number of at least {smallest}"
+        wanted = least if largest == math.inf or value < smallest else f"at most {largest}"
+        raise ConfigError(
+            f"{key} must be {wanted}, got {value}; the default is {_value(JobConfig(), key)}"
+        )
+
+
+def check_texts(job_config: JobConfig) -> None:
+    """No path, name or log line can hold these."""
+    for key, value, _ in _settings(job_config):
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and ("\0" in text or not _is_unicode(text)):
+                raise ConfigError(
+                    f"{key} must be text without NUL characters and in UTF-8, got {text!r}; "
+                    "correct it"
+                )
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, as Python makes of a bad byte on the command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_fractions(job_config: JobConfig) -> None:
@@ -274,10 +310,16 @@ def check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
 def check_activation_checkpoint(job_config: JobConfig) -> None:
     ac = job_config.activation_checkpoint
     option = ac.selective_ac_option
-    if ac.mode == "selective" and option != "op" and not (option.isascii() and option.isdigit()):
+    is_number = option.isascii() and option.isdigit() and len(option) <= 9 and int(option) > 0
+    if ac.mode == "selective" and option != "op" and not is_number:
         raise ConfigError(
-            f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n in quotes "
-            f"(every n-th layer), got {option!r}; the default is '2'"
+            f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n of at "
+            f"least 1 in quotes (every n-th layer), got {option!r}; the default is '2'"
+        )
+    if ac.determinism_check not in ("default", "none"):
+        raise ConfigError(
+            f"activation_checkpoint.determinism_check must be 'default' or 'none', got "
+            f"{ac.determinism_check!r}"
         )
     if ac.mode == "memory_budget" and not compiles_model(job_config):
         raise ConfigError(
@@ -293,6 +335,21 @@ def check_compile_components(job_config: JobConfig) -> None:
             raise ConfigError(
                 f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"
             )
+
+
+def check_compile_backend(job_config: JobConfig) -> None:
+    backend = job_config.compile.backend
+    if not job_config.compile.enable or backend == JobConfig().compile.backend:
+        return
+    import torch._dynamo
+
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(
+            f"compile.backend must be a registered backend of torch.compile ({', '.join(known)}), "
+            f"got {backend!r}{guess(backend, known)}; correct it, or register it in the module "
+            f"that experimental.custom_import names"
+        )
 
 
 def check_profiling_cycle(job_config: JobConfig) -> None:

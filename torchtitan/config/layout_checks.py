@@ -3,8 +3,10 @@
 See `checks.py`, which goes through all of them.
 """
 
+import csv
 import math
 import os
+import re
 from typing import Any
 
 from torchtitan.config.check_helpers import (
@@ -291,6 +293,8 @@ def check_pipeline_schedule(job_config: JobConfig) -> None:
             f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r} (looked "
             f"in {os.getcwd()}); correct the path"
         )
+    if csv_path:
+        _check_csv(csv_path, parallelism.pipeline_parallel_degree)
     if is_one_of(name, ZERO_BUBBLE_SCHEDULES) and compiles_model(job_config):
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule = {name!r} computes gradients of inputs and "
@@ -304,6 +308,32 @@ def check_pipeline_schedule(job_config: JobConfig) -> None:
         raise ConfigError(
             f"parallelism.pipeline_parallel_microbatch_size must divide training.local_batch_size, "
             f"got {microbatch} with {rows}; what fits is {fits}"
+        )
+
+
+# <stage><what to do><microbatch>, two of them in parentheses if they overlap, or nothing
+_ACTION = r"\d{1,6}[A-Z_]{1,20}(\d{1,9})?"
+_CELL = re.compile(rf"\s*({_ACTION}|\({_ACTION};{_ACTION}\)OVERLAP_F_B|)\s*")
+
+
+def _check_csv(path: str, n_ranks: int) -> None:
+    key = "parallelism.pipeline_parallel_schedule_csv"
+    remedy = "write a line per pipeline rank, of cells like 0F0, 0B0 (stage, action, microbatch)"
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{key} = {path!r} cannot be read as a CSV file: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        for cell in row:
+            if not _CELL.fullmatch(cell):
+                raise ConfigError(
+                    f"{key} = {path!r}, line {number}: {cell[:80]!r} is no action; {remedy}"
+                )
+    if len(rows) != n_ranks:
+        raise ConfigError(
+            f"{key} = {path!r} has {len(rows)} lines, and parallelism.pipeline_parallel_degree is "
+            f"{n_ranks}; {remedy}"
         )
 
 
