@@ -1,0 +1,153 @@
+"""The history of a run: `<dump_folder>/events.jsonl`."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.reliability import jobs
+from tests.reliability.faults import SAVING
+from torchtitan.config import JobConfig
+from torchtitan.engine import TrainingEngine
+from torchtitan.tools import events
+from torchtitan.tools.logging import logger
+
+
+def history(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / events.FILE_NAME).read_text().splitlines()]
+
+
+def kinds(folder) -> list[str]:
+    return [event["kind"] for event in history(folder) if event["kind"] != "warning"]
+
+
+def run(tmp_path, *arguments, **options) -> jobs.Outcome:
+    return jobs.run(
+        [*jobs.TINY_JOB, f"--job.dump_folder={tmp_path}/outputs", *arguments],
+        tmp_path / "logs",
+        60,
+        **options,
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path)
+    return config
+
+
+def test_run_that_resumes_has_its_starts_saves_validations_and_end_on_record(tmp_path):
+    validating = ["--validation.enable", "--validation.dataset=c4_test", "--validation.freq=3"]
+    validating += ["--validation.steps=1", "--validation.seq_len=32"]
+    assert run(tmp_path, *SAVING, *validating).exit_codes == [0]
+    first = ["start", "training", "validation", "save", "validation", "save", "end"]
+    assert kinds(tmp_path / "outputs") == first
+    resumed = run(tmp_path, *SAVING, "--training.steps=6", "--checkpoint.async_mode=async")
+    assert resumed.exit_codes == [0], resumed.output
+    assert kinds(tmp_path / "outputs") == [*first, "start", "training", "save", "end"]
+
+    events_of_run = history(tmp_path / "outputs")
+    starts = [event for event in events_of_run if event["kind"] == "start"]
+    assert starts[0]["versions"]["torch"] == torch.__version__
+    assert starts[0]["world_size"] == 1
+    assert [start["config"]["training"]["steps"] for start in starts] == [4, 6]
+    assert starts[0]["config_digest"] != starts[1]["config_digest"]
+    steps = [event["step"] for event in events_of_run if event["kind"] in ("training", "save")]
+    assert steps == [0, 2, 4, 4, 6]
+    assert all(event["seconds"] > 0 for event in events_of_run if event["kind"] == "save")
+
+
+def test_background_save_has_both_its_times_on_record(tmp_path):
+    outcome = run(tmp_path, *SAVING, "--training.steps=3", "--checkpoint.async_mode=async")
+    assert outcome.exit_codes == [0], outcome.output
+    saves = [event for event in history(tmp_path / "outputs") if "save" in event["kind"]]
+    in_background = [event["in_background"] for event in saves if event["kind"] == "save"]
+    assert in_background == [True, False]  # the last save is synchronous
+    assert [event["kind"] for event in saves].count("background save") == 1
+
+
+def test_ranks_keep_one_history(tmp_path):
+    assert run(tmp_path, *SAVING, ranks=2).exit_codes == [0, 0]
+    assert kinds(tmp_path / "outputs") == ["start", "training", "save", "save", "end"]
+    assert history(tmp_path / "outputs")[0]["world_size"] == 2
+
+
+def test_fault_is_recorded_with_message_and_exit_code(tmp_path):
+    outcome = run(tmp_path, "--training.nonfinite_grad_norm=stop", "--optimizer.lr=1e30")
+    last = history(tmp_path / "outputs")[-1]
+    assert outcome.exit_codes == [last["exit_code"]] == [1]
+    assert last["kind"] == "fault"
+    assert last["message"].splitlines()[0] in outcome.output
+
+
+def test_fault_of_another_rank_is_recorded(tmp_path, config, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ValueError), events.recording(config):
+        logger.warning("not on record: rank 0 has the same")
+        raise ValueError("damaged")
+    (event,) = history(tmp_path)
+    assert (event["kind"], event["rank"], event["message"]) == ("fault", 3, "damaged")
+
+
+def test_config_that_cannot_run_leaves_no_history(tmp_path):
+    assert run(tmp_path, "--training.steps=-1").exit_codes == [2]
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_run_goes_on_where_its_history_cannot_be_written(tmp_path):
+    (tmp_path / "outputs" / events.FILE_NAME).mkdir(parents=True)
+    outcome = run(tmp_path, "--training.steps=1")
+    assert outcome.exit_codes == [0], outcome.output
+
+
+def test_line_that_was_cut_short_does_not_swallow_the_next(tmp_path, config):
+    (tmp_path / events.FILE_NAME).write_text('{"kind": "sta')
+    with events.recording(config):
+        pass
+    lines = (tmp_path / events.FILE_NAME).read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines[1:]] == ["start", "end"]
+
+
+def test_warnings_and_marked_lines_are_events_and_others_are_not(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    with events.recording(config):
+        logger.info("step 3")
+        logger.warning("the data ended after %d steps", 3)
+        logger.info("saved", extra=events.event("save", 3, seconds=0.5))
+    logger.warning("after the run")
+    warning, save = history(tmp_path)[1:-1]
+    assert (warning["kind"], warning["message"]) == ("warning", "the data ended after 3 steps")
+    assert (save["kind"], save["step"], save["seconds"]) == ("save", 3, 0.5)
+
+
+def test_history_is_bounded(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(events, "MAX_EVENTS_PER_START", 5)
+    with events.recording(config):
+        for i in range(10):
+            logger.warning("warning %d", i)
+    assert [event["kind"] for event in history(tmp_path)] == ["start", *["warning"] * 4, "end"]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [(SystemExit(3), 3), (SystemExit("no"), 1), (SystemExit(), 0), (KeyboardInterrupt(), 130)],
+)
+def test_exits_are_faults_with_their_code(tmp_path, config, error, exit_code):
+    with pytest.raises(type(error)), events.recording(config):
+        raise error
+    assert history(tmp_path)[-1]["exit_code"] == exit_code
+
+
+def test_embedded_engine_writes_nothing(tmp_path, config):
+    config.training.mixed_precision_param = "float32"
+    config.training.nonfinite_grad_norm = "skip"
+    with TrainingEngine(config) as engine:
+        tokens = torch.randint(0, 2048, (1, 17))
+        engine.forward_backward_step(
+            input_dict={"input": tokens[:, :-1]}, labels=tokens[:, 1:], global_valid_tokens=16
+        )
+        engine.model_parts[0].tok_embeddings.weight.grad.fill_(torch.nan)
+        assert engine.optim_step().skipped
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,462 @@
+"""The page about a run: what is read, what is left out, and what a browser makes of it."""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.reliability import jobs
+from tests.reliability.browser import CHROMIUM, browser
+from tests.reliability.faults import SAVING
+from torchtitan.components.metrics import JsonlLogger, TensorBoardLogger
+from torchtitan.tools.report.page import page_of
+from torchtitan.tools.report.read import read_run, thin_out
+
+LOSS = "loss_metrics/global_avg_loss"
+T0 = 1_700_000_000.0
+HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror="alert(1)">'
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def line(step: int, seconds: float, **metrics: object) -> dict:
+    return {"step": step, "wall_time": T0 + seconds, **metrics}
+
+
+def event(kind: str, at: float, **details: object) -> dict:
+    return {"kind": kind, "wall_time": T0 + at, "rank": 0, "message": kind, **details}
+
+
+def write_run_with_a_restart(folder: Path) -> None:
+    """Steps 1 to 8, killed, and again from step 6 to 10; a save after step 5."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"training": {"steps": 10, "seq_len": 64}, "optimizer": {"lr": 0.1}}
+    changed = {**config, "optimizer": {"lr": 0.2}}
+    write_lines(
+        folder / "events.jsonl",
+        [
+            event("start", 0, config=config, versions={"torch": "2.x"}, world_size=1),
+            event("training", 1, step=0),
+            event("save", 6.5, step=5, seconds=0.25),
+            event("start", 20, config=changed, versions={"torch": "2.x"}, world_size=1),
+            event("training", 21, step=5),
+            event("warning", 24, message="the tokens are tired"),
+            event("end", 30),
+        ],
+    )
+    steps = [(i, i) for i in range(1, 9)] + [(i, i + 16) for i in range(6, 11)]
+    metrics = [line(i, t, **{LOSS: 8 - i / 4 + t / 100, "grad_norm": 1.0}) for i, t in steps]
+    metrics.insert(5, line(5, 5.5, **{"validation_metrics/loss": 7.0}))
+    write_lines(folder / "metrics.jsonl", metrics)
+
+
+def data_of(html: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL).group(1))
+
+
+def text_of(html: str) -> str:
+    body = re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torchtitan.tools.report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+# ---- reading ----
+
+
+def test_steps_done_again_are_told_from_those_that_count(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    data = data_of(page_of(read_run(tmp_path)))
+    (loss,) = [c for p in data["panels"] for c in p["curves"] if c["metric"] == LOSS]
+    assert loss["kept"]["x"] == list(range(1, 11))
+    assert loss["kept"]["start"] == [0] * 5 + [1] * 5
+    assert loss["redone"]["x"] == [6, 7, 8]
+    assert data["redone"] == [{"x0": 6, "x1": 8, "t0": 6.0, "t1": 8.0}]
+
+
+def test_restart_without_events_is_seen_in_the_steps(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    (tmp_path / "events.jsonl").unlink()
+    run = read_run(tmp_path)
+    assert list(run.curves[LOSS].starts) == [0] * 8 + [1] * 5
+    assert "Starts 2" in text_of(page_of(run))
+
+
+def test_start_that_ended_without_a_word_is_a_fault(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    data = data_of(page_of(read_run(tmp_path)))
+    (lost,) = [e for e in data["events"] if e["group"] == "fault"]
+    assert (lost["kind"], lost["x"], lost["t"]) == ("lost", 8, 8.0)
+
+
+def test_config_versions_and_what_changed_are_on_the_page(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    text = text_of(page_of(read_run(tmp_path)))
+    assert "training.seq_len 64" in text
+    assert "optimizer.lr 0.1 → 0.2" in text
+    assert "torch 2.x" in text
+    assert "Step 10 of 10" in text
+
+
+@pytest.mark.parametrize(
+    ("last_events", "seconds_later", "state"),
+    [
+        ([event("end", 40)], 0, "ended"),
+        ([event("stop", 39), event("end", 40)], 0, "stopped"),
+        ([event("fault", 40, message="disk full", exit_code=1)], 0, "ended with a fault"),
+        ([], 30, "running"),
+        ([], 7200, "no sign of life for 2 h"),
+    ],
+)
+def test_state_of_the_run_is_told(tmp_path, last_events, seconds_later, state):
+    write_lines(tmp_path / "events.jsonl", [event("start", 0), *last_events])
+    html = page_of(read_run(tmp_path), now=T0 + seconds_later)
+    assert re.search(r'class="state \w+">([^<]*)<', html).group(1) == state
+
+
+def test_same_fault_of_many_ranks_is_one_row(tmp_path):
+    faults = [event("fault", 5, rank=r, message="disk full", exit_code=1) for r in range(4)]
+    write_lines(tmp_path / "events.jsonl", [event("start", 0), *faults])
+    text = text_of(page_of(read_run(tmp_path)))
+    assert text.count("disk full") == 1
+    assert "disk full (exit code 1) (×4)" in text
+
+
+def test_half_written_and_damaged_lines_are_passed_over(tmp_path):
+    good = [line(1, 1, loss=2.0), line(2, 2, loss="NaN"), line(3, 3, loss=1.0)]
+    rows = [json.dumps(row) for row in good]
+    rows[1:1] = ["", "[1, 2]", "{nonsense", "[" * 100_000, '{"step": true, "wall_time": 5}']
+    rows[1:1] = ['{"step": 1e999, "wall_time": 5, "loss": 1}', '{"step": -3, "wall_time": 5}']
+    rows.append('{"step": 4, "wall_time": 17000')
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + "\n".join(rows).encode())
+    curve = read_run(tmp_path).curves["loss"]
+    assert list(curve.steps) == [1, 2, 3]
+    assert math.isnan(curve.values[1])
+
+
+def test_page_grows_with_the_run(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [line(1, 1, loss=2.0)])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line(2, 2, loss=1.5))[:20])
+        file.flush()
+        assert list(read_run(tmp_path).curves["loss"].steps) == [1]
+        file.write(json.dumps(line(2, 2, loss=1.5))[20:] + "\n")
+    assert list(read_run(tmp_path).curves["loss"].steps) == [1, 2]
+
+
+def test_tensorboard_files_give_the_curves_that_jsonl_gives(tmp_path):
+    for start, steps in enumerate([range(1, 6), range(4, 9)]):
+        loggers = [
+            JsonlLogger(str(tmp_path / "jsonl" / "metrics.jsonl")),
+            TensorBoardLogger(str(tmp_path / "board" / "tb" / f"2026-{start}")),
+        ]
+        for step in steps:
+            for backend in loggers:
+                backend.log({LOSS: 1 / step, "grad_norm": float(step)}, step)
+        for backend in loggers:
+            backend.close()
+    of_jsonl, of_board = read_run(tmp_path / "jsonl"), read_run(tmp_path / "board")
+    assert of_board.source == "TensorBoard files"
+    assert of_board.curves.keys() == of_jsonl.curves.keys()
+    for metric, curve in of_board.curves.items():
+        expected = of_jsonl.curves[metric]
+        assert (curve.starts, curve.steps) == (expected.starts, expected.steps)
+        assert list(curve.values) == pytest.approx(list(expected.values))  # fp32 there
+
+
+def test_tensorboard_file_that_ends_in_the_middle_of_a_record_is_read_that_far(tmp_path):
+    board = TensorBoardLogger(str(tmp_path / "tb"))
+    for step in range(1, 6):
+        board.log({"loss": float(step)}, step)
+    board.close()
+    (path,) = (tmp_path / "tb").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert list(read_run(tmp_path).curves["loss"].steps) == [1, 2, 3, 4]
+
+
+def test_of_several_ranks_files_the_first_is_taken(tmp_path):
+    for rank in (10, 2):
+        write_lines(tmp_path / f"metrics.rank_{rank}.jsonl", [line(1, 1, loss=float(rank))])
+        TensorBoardLogger(str(tmp_path / "tb" / f"rank_{rank}")).close()
+    assert read_run(tmp_path).source == "metrics.rank_2.jsonl"
+
+
+def test_files_outside_the_folder_are_not_read(tmp_path):
+    write_run_with_a_restart(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    write_lines(tmp_path / "run" / "events.jsonl", [event("start", 0)])
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "other" / "metrics.jsonl")
+    assert read_run(tmp_path / "run").curves == {}
+
+
+def test_samples_are_of_steps_spread_over_the_run_and_of_the_last_time(tmp_path):
+    def episodes(steps, text):
+        return [{"step": s, "prompt": "1+1=", "text": text} for s in steps for _ in range(16)]
+
+    rows = episodes(range(1, 81), "first") + episodes(range(70, 101), "second")
+    write_lines(tmp_path / "episodes.jsonl", rows)
+    samples = read_run(tmp_path).samples
+    steps = list(dict.fromkeys(sample["step"] for sample in samples))
+    assert steps[0] == 100 and steps[-1] == 1 and len(steps) == 8
+    assert len(samples) == 8 * 6
+    assert {s["text"] for s in samples if s["step"] >= 70} == {"second"}
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "something else"])
+def test_folder_without_a_run_is_an_error_that_says_what_was_looked_for(tmp_path, kind):
+    folder = tmp_path / "run"
+    if kind != "missing":
+        folder.mkdir()
+    if kind == "something else":
+        (folder / "metrics.jsonl").write_text("not JSON\n")
+    done = report(folder)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and str(folder) in done.stderr
+    if kind != "missing":
+        assert "events.jsonl" in done.stderr and "events.out.tfevents" in done.stderr
+        assert not (folder / "report.html").exists()
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    done = report(tmp_path, "-o", tmp_path / "nowhere" / "report.html")
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- size ----
+
+
+def test_thinned_curve_keeps_ends_extremes_and_a_value_that_is_not_finite():
+    values = [random.Random(0).gauss(0, 1)] + [math.sin(i / 500) for i in range(100_000)]
+    values[31_234], values[55_555], values[77_777] = 50.0, -50.0, math.nan
+    kept = thin_out(values, 2_000)
+    assert len(kept) <= 2_000 and kept == sorted(set(kept))
+    assert {0, len(values) - 1, 31_234, 55_555, 77_777} <= set(kept)
+    # Every stretch of the curve still has a point near it.
+    assert max(b - a for a, b in zip(kept, kept[1:], strict=False)) < 500
+
+
+def test_short_curve_is_kept_whole():
+    assert thin_out([3.0, math.nan, 1.0], 3) == [0, 1, 2]
+    for limit in range(1, 12):
+        assert len(thin_out(list(map(float, range(100))), limit)) <= limit
+
+
+def test_page_of_a_long_run_with_many_metrics_stays_under_2_mb(tmp_path):
+    draw = random.Random(0)
+    names = [f"metric/{i:02d}" for i in range(70)]
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 3_001):
+            values = {name: draw.gauss(0, 1e-7) for name in names}
+            file.write(json.dumps(line(step * 997, step * 3333.3, **values)) + "\n")
+    write_lines(
+        tmp_path / "events.jsonl",
+        [event("warning", i, message=f"{i} " + "long " * 1000) for i in range(3_000)],
+    )
+    write_lines(
+        tmp_path / "episodes.jsonl", [{"step": i // 9, "text": "ä" * 50_000} for i in range(99)]
+    )
+    html = page_of(read_run(tmp_path))
+    assert len(html.encode()) < 2_000_000
+    assert "10 of 70 metrics are not drawn" in text_of(html)
+
+
+# ---- untrusted text ----
+
+
+def write_hostile_run(folder: Path) -> None:
+    write_lines(folder / "metrics.jsonl", [line(i, i, **{HOSTILE: i / 2}) for i in range(1, 4)])
+    config = {"training": {HOSTILE: HOSTILE, "steps": HOSTILE}}
+    start = event(
+        "start", 0, message=HOSTILE, config=config, versions={HOSTILE: HOSTILE}, host=HOSTILE
+    )
+    odd = {"kind": HOSTILE, "wall_time": T0 + 1, "rank": HOSTILE, "step": "x", "seconds": HOSTILE}
+    odd |= {"exit_code": HOSTILE, "message": HOSTILE}
+    strange = [event("fault", 2, exit_code=1e999, rank=-(10**400), message=None), event("start", 3)]
+    strange += [event("start", 4, config=[1], versions=3), {"wall_time": 1e14}]
+    write_lines(folder / "events.jsonl", [start, odd, *strange, {**start, "wall_time": T0 + 9}])
+    sample = {"step": 1, **dict.fromkeys(["prompt", "text", "expected_answer", "reward"], HOSTILE)}
+    write_lines(folder / "episodes.jsonl", [sample, {**sample, "text": "\ud800 lone"}])
+
+
+def test_text_of_the_folder_is_escaped_everywhere(tmp_path):
+    write_hostile_run(tmp_path)
+    html = page_of(read_run(tmp_path))
+    assert html.count("<script") == html.count("</script>") == 2
+    assert "<img" not in html
+    html.encode()
+
+
+def test_policy_allows_the_pages_own_script_and_no_connection(tmp_path):
+    write_run_with_a_restart(tmp_path)
+    html = page_of(read_run(tmp_path))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html).group(1)
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.findall(r'(?:src|href)="|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', html)
+
+
+# ---- in a browser ----
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+def open_report(page, folder: Path, **options) -> None:
+    page.errors.clear()
+    path = folder / "report.html"
+    path.write_text(page_of(read_run(folder)))
+    page.open(path, **options)
+
+
+def center_of(page, selector: str, index: int = 0) -> tuple[float, float]:
+    box = f"document.querySelectorAll('{selector}')[{index}].getBoundingClientRect()"
+    return tuple(page.evaluate(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})"))
+
+
+def click(page, x: float, y: float) -> None:
+    for kind in ("mousePressed", "mouseReleased"):
+        page.mouse(kind, x, y, button="left", clickCount=1)
+
+
+def paths(page, selector: str) -> list[str]:
+    """The paths of the panels that are seen."""
+    return page.evaluate(
+        f"[...document.querySelectorAll('#charts > .panel {selector}')]"
+        ".map(p => p.getAttribute('d')).filter(d => d)"
+    )
+
+
+def read_out(page) -> list[str]:
+    return page.evaluate(
+        "[...document.querySelectorAll('#charts > .panel .key b')].map(b => b.textContent)"
+    )
+
+
+@in_browser
+def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
+    write_run_with_a_restart(tmp_path)
+    open_report(page, tmp_path)
+    titles = page.evaluate("[...document.querySelectorAll('.panel h2')].map(h => h.textContent)")
+    assert titles == ["Loss", "Gradient norm"]
+    loss, validation, norm = paths(page, ".curve:not(.dashed)")
+    assert loss.count("L") == norm.count("L") == 9  # ten steps, one line
+    assert validation.count("M") == 1
+    assert [path.count("L") for path in paths(page, ".dashed")] == [2, 2]  # steps 6 to 8
+
+    # At the right edge of the plot, the last step's values are read out.
+    right = page.evaluate("document.querySelector('.panel .plot').getBoundingClientRect().right")
+    _, y = center_of(page, ".panel svg")
+    page.mouse("mouseMoved", right - 1, y)
+    assert read_out(page) == ["5.76", "7", "1"]
+    assert "step 10" in page.evaluate("document.getElementById('place').textContent")
+    cursors = "[...document.querySelectorAll('.cursor')].map(c => c.getAttribute('visibility'))"
+    assert page.evaluate(cursors) == ["visible"] * 3
+
+    # By the clock, the two starts are two lines.
+    assert page.evaluate("document.querySelectorAll('.switch button')[1].textContent") == (
+        "wall-clock"
+    )
+    click(page, *center_of(page, ".switch button", 1))
+    loss_by_time = paths(page, ".curve:not(.dashed)")[0]
+    assert loss_by_time != loss and loss_by_time.count("M") == 2
+
+    # Dragging over a part enlarges it.
+    width = page.evaluate("document.querySelector('.panel .plot').getBoundingClientRect().width")
+    page.mouse("mousePressed", right - width / 2, y, button="left", clickCount=1)
+    page.mouse("mouseMoved", right - width / 4, y, button="left", buttons=1)
+    page.mouse("mouseReleased", right - width / 4, y, button="left", clickCount=1)
+    assert paths(page, ".curve:not(.dashed)")[0] != loss_by_time
+    assert not page.evaluate("document.querySelector('.bar > button').disabled")
+    assert page.errors == []
+
+
+@in_browser
+@pytest.mark.parametrize("width", [360, 1600])
+def test_browser_shows_nothing_beyond_the_window(page, tmp_path, width):
+    write_run_with_a_restart(tmp_path)
+    open_report(page, tmp_path, width=width, dark=True)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+    assert page.errors == []
+
+
+@in_browser
+def test_browser_runs_nothing_from_the_folder(page, tmp_path):
+    write_hostile_run(tmp_path)
+    open_report(page, tmp_path)
+    assert page.evaluate("document.title").startswith("</script>")
+    assert page.evaluate("document.images.length + document.scripts.length") == 2
+    page.evaluate("document.querySelector('#charts > details').open = true")
+    assert page.evaluate("document.querySelector('.panel h2').textContent") == HOSTILE[:100]
+    assert page.errors == []
+    # The policy holds where escaping would have failed.
+    page.evaluate("document.body.innerHTML = '<img src=x onerror=\"document.title = 1\">'")
+    assert page.evaluate("document.title") != "1"
+
+
+@in_browser
+def test_browser_shows_values_that_are_not_finite_and_single_points(page, tmp_path):
+    losses = [1.0, math.nan, 2.0, math.inf, 1.5]
+    logger = JsonlLogger(str(tmp_path / "metrics.jsonl"))
+    for step, loss in enumerate(losses, 1):
+        logger.log({LOSS: loss, "lr": 0.0}, step)
+    logger.close()
+    write_lines(tmp_path / "events.jsonl", [event("start", 0)])
+    open_report(page, tmp_path)
+    assert page.evaluate("document.querySelectorAll('.wrong').length") == 2
+    assert paths(page, ".curve:not(.dashed)")[0].count("M") == 3
+    assert page.errors == []
+
+
+@in_browser
+def test_page_of_a_killed_and_resumed_job(page, tmp_path):
+    """Nothing is written by hand here: the job, its files and the page are real."""
+    arguments = [*jobs.TINY_JOB, *SAVING, f"--job.dump_folder={tmp_path}/outputs"]
+    arguments += ["--metrics.enable_jsonl", "--training.steps=6", "--validation.enable"]
+    arguments += ["--validation.dataset=c4_test", "--validation.seq_len=32"]
+    arguments += ["--validation.steps=1", "--validation.freq=3"]
+    assert jobs.run(arguments, tmp_path / "logs", 60).exit_codes == [0]
+    cut_back_to_step(3, tmp_path / "outputs")
+    assert jobs.run(arguments, tmp_path / "logs", 60).exit_codes == [0]
+
+    run = read_run(tmp_path / "outputs")
+    assert list(run.curves[LOSS].steps) == [1, 2, 3, 3, 4, 5, 6]
+    loss = run.curves[LOSS].values
+    assert loss[2] == loss[3]  # the repeated step
+    open_report(page, tmp_path / "outputs")
+    text = page.evaluate("document.body.innerText")
+    for fact in ("Step\n6 of 6", "Starts\n2", "Faults\n1", "training starts at step 3"):
+        assert fact in text
+    assert len(paths(page, ".curve:not(.dashed)")[0].split("L")) == 6
+    assert page.errors == []
+
+
+def cut_back_to_step(step: int, folder: Path) -> None:
+    """Leave what the job would have left if it had been killed after this step."""
+    for path in (folder / "checkpoint").glob("step-*"):
+        if int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows = (folder / name).read_text().splitlines(keepends=True)
+        kept = [
+            row for row in rows if json.loads(row).get("step", 0) <= step and '"end"' not in row
+        ]
+        (folder / name).write_text("".join(kept))

@@ -1,0 +1,48 @@
+"""Write one HTML page about a run, finished or not; it needs no network and no server.
+
+    python -m torchtitan.tools.report outputs                # writes outputs/report.html
+    python -m torchtitan.tools.report outputs -o page.html
+
+Exit code 2: there is no run in the folder, or the page cannot be written.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from torchtitan.tools.report.page import page_of
+from torchtitan.tools.report.read import NoRunError, read_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.tools.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", type=Path, help="the job.dump_folder of a run")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the page to write (default: RUN_FOLDER/report.html)"
+    )
+    args = parser.parse_args()
+    output = args.output or args.run_folder / "report.html"
+    try:
+        text = page_of(read_run(args.run_folder))
+        unfinished = output.with_name(f"{output.name}.{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(output)
+    except NoRunError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or output}: {error.strerror or error}")
+    print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB")
+
+
+def _fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"use strict";
+// Draws the curves of one run. `data` is what page.py's _data() has made; all texts go in as text
+// nodes. Every panel has the same axis: steps, or seconds since the run began.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.getElementById("charts");
+  if (!root) return;
+  const LEFT = 66, RIGHT = 14, HEIGHT = 118, TOP = 8, BOTTOM = 6;
+  const LANES = { run: 0, fault: 0, save: 1, validation: 2, warning: 3 };
+  const LANE_NAMES = ["run", "saves", "validation", "warnings"];
+  const view = { axis: "x", log: false, range: null, at: null };
+  let width = 800;
+
+  const element = (name, attributes = {}, ...children) => {
+    const node = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.append(...children);
+    return node;
+  };
+  const shape = (parent, name, attributes, text) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text !== undefined) node.textContent = text;
+    parent.append(node);
+    return node;
+  };
+
+  // ---- numbers ----
+
+  const brief = (value) => {
+    if (value === null || value === undefined) return "not finite";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+    if (size >= 1000) return Math.round(value).toLocaleString("en");
+    return String(Number(value.toPrecision(4)));
+  };
+  const tickText = (value, gap) => {
+    const size = Math.abs(value);
+    if (size === 0) return "0";
+    if (size < 1e-3 || size >= 1e7) return String(Number(value.toPrecision(3)).toExponential());
+    const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(gap) + 1e-9)));
+    return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  };
+  const duration = (seconds) => {
+    const s = Math.max(0, seconds);
+    if (s < 10) return `${Number(s.toFixed(2))} s`;
+    if (s < 60) return `${Math.round(s)} s`;
+    const total = Math.round(s), days = Math.floor(total / 86400);
+    const hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
+    if (days) return `${days} d ${hours} h`;
+    if (hours) return `${hours} h ${minutes} min`;
+    return total % 60 ? `${minutes} min ${total % 60} s` : `${minutes} min`;
+  };
+  const clock = (t) => {
+    const date = new Date((data.t0 + t) * 1000);
+    return Number.isNaN(date.getTime()) ? "?" : date.toLocaleTimeString("en-GB");
+  };
+  const gapOf = (span, count, bases) => {
+    const rough = span / count;
+    if (bases) {
+      const fit = bases.find((base) => base >= rough);
+      if (fit) return fit;
+    }
+    const power = 10 ** Math.floor(Math.log10(rough));
+    return [1, 2, 5, 10].map((n) => n * power).find((gap) => gap >= rough * 0.999);
+  };
+  const ticks = (low, high, count, bases) => {
+    const gap = gapOf(high - low, count, bases);
+    const result = [];
+    for (let i = Math.ceil(low / gap - 1e-9); i * gap <= high + gap * 1e-9; i++) result.push(i * gap + 0); // no -0
+    return { gap, values: result };
+  };
+
+  // ---- the shared axis ----
+
+  const bounds = () => {
+    let low = Infinity, high = -Infinity;
+    const take = (value) => { low = Math.min(low, value); high = Math.max(high, value); };
+    for (const panel of data.panels) {
+      for (const curve of panel.curves) {
+        for (const part of [curve.kept, curve.redone]) part[view.axis].forEach(take);
+      }
+    }
+    for (const event of data.events) take(event[view.axis]);
+    if (!(high > low)) { low = Math.min(low, 0); high = low + 1; }
+    return [low, high];
+  };
+  const range = () => view.range || bounds();
+  const pixel = (value) => {
+    const [low, high] = range();
+    return LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
+  };
+  const valueAt = (px) => {
+    const [low, high] = range();
+    const share = (px - LEFT) / (width - LEFT - RIGHT);
+    return low + Math.min(1, Math.max(0, share)) * (high - low);
+  };
+  const axisTicks = () => {
+    const [low, high] = range(), count = Math.max(3, Math.floor(width / 130));
+    if (view.axis === "x") {
+      const found = ticks(low, high, count, high - low < count ? [1] : null);
+      return found.values.map((v) => [v, Math.round(v).toLocaleString("en")]);
+    }
+    const bases = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600,
+      43200, 86400, 172800, 432000, 864000];
+    return ticks(low, high, count, high - low > count ? bases : null).values.map((v) => [v, duration(v)]);
+  };
+
+  // ---- drawing ----
+
+  const verticals = (svg, height) => {
+    for (const stretch of data.redone) {
+      const [from, to] = view.axis === "x" ? [stretch.x0, stretch.x1] : [stretch.t0, stretch.t1];
+      const left = Math.max(LEFT, pixel(from)), right = Math.min(width - RIGHT, pixel(to));
+      if (right > left) shape(svg, "rect", { class: "redone", x: left, y: 0, width: right - left, height });
+    }
+    for (const [value] of axisTicks()) {
+      shape(svg, "line", { class: "grid", x1: pixel(value), x2: pixel(value), y1: 0, y2: height });
+    }
+    const isLater = (event) => event.group === "fault" || (event.kind === "training" && event.x > 0);
+    for (const event of data.events.filter(isLater)) {
+      const x = pixel(event[view.axis]);
+      if (x < LEFT || x > width - RIGHT) continue;
+      shape(svg, "line", { class: `rule ${event.group}`, x1: x, x2: x, y1: 0, y2: height });
+    }
+  };
+
+  // One path for the points in a row; a gap where a value is not finite. A restart is a gap in
+  // time, and on the axis of steps only where steps were done again.
+  const pathOf = (part, y, joined) => {
+    const x = part[view.axis];
+    let text = "", isDown = false;
+    for (let i = 0; i < x.length; i++) {
+      const height = y(part.y[i]);
+      if (height === null) { isDown = false; continue; }
+      if (i > 0 && part.start[i] !== part.start[i - 1] && !joined) isDown = false;
+      text += `${isDown ? "L" : "M"}${pixel(x[i]).toFixed(1)} ${height.toFixed(1)}`;
+      isDown = true;
+    }
+    return text;
+  };
+
+  const valueScale = (panel) => {
+    const [from, to] = range();
+    const values = [], all = [];
+    for (const curve of panel.curves) {
+      for (const part of [curve.kept, curve.redone]) {
+        part.y.forEach((value, i) => {
+          if (value === null || (view.log && value <= 0)) return;
+          all.push(value);
+          if (part[view.axis][i] >= from && part[view.axis][i] <= to) values.push(value);
+        });
+      }
+    }
+    const chosen = values.length ? values : all.length ? all : [1];
+    let low = chosen.reduce((a, b) => Math.min(a, b)), high = chosen.reduce((a, b) => Math.max(a, b));
+    if (view.log && low > 0) {
+      low = Math.log10(low); high = Math.log10(high);
+    } else if (low > 0 && low < 0.4 * high) low = 0;
+    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) {
+      const room = view.log ? 0.3 : Math.abs(high) * 0.1 || 1;
+      if (low !== 0) low -= room;
+      high += room;
+    }
+    const room = (high - low) * 0.05, floor = low === 0 ? 0 : low - room;
+    high += room;
+    const y = (value) => {
+      if (value === null || (view.log && value <= 0)) return null;
+      const v = view.log ? Math.log10(value) : value;
+      return TOP + (1 - (v - floor) / (high - floor)) * (HEIGHT - TOP - BOTTOM);
+    };
+    let marks;
+    if (view.log) {
+      const step = Math.max(1, Math.ceil((high - floor) / 4));
+      const powers = [];
+      for (let p = Math.ceil(floor); p <= high; p++) if (p % step === 0) powers.push(10 ** p);
+      marks = (powers.length > 1 ? powers : ticks(10 ** floor, 10 ** high, 3).values.filter((v) => v > 0))
+        .map((v) => [v, brief(v)]);
+    } else {
+      const found = ticks(floor, high, 5);
+      marks = found.values.map((v) => [v, tickText(v, found.gap)]);
+    }
+    return { y, marks };
+  };
+
+  const drawPanel = (panel) => {
+    const svg = panel.svg;
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    svg.setAttribute("height", HEIGHT);
+    shape(svg, "rect", { class: "plot", x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT });
+    verticals(svg, HEIGHT);
+    const { y, marks } = valueScale(panel);
+    for (const [value, text] of marks) {
+      shape(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) });
+      shape(svg, "text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text);
+    }
+    const inside = shape(svg, "svg", { x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT,
+      viewBox: `${LEFT} 0 ${width - LEFT - RIGHT} ${HEIGHT}` });
+    panel.curves.forEach((curve, i) => {
+      const hue = `s${i % 6}`;
+      shape(inside, "path", { class: `curve dashed ${hue}`, d: pathOf(curve.redone, y, false) });
+      shape(inside, "path", { class: `curve ${hue}`, d: pathOf(curve.kept, y, view.axis === "x") });
+      const isSparse = curve.kept.y.length + curve.redone.y.length <= 60;
+      for (const part of [curve.kept, curve.redone]) {
+        part.y.forEach((value, j) => {
+          const x = pixel(part[view.axis][j]);
+          if (value === null) {
+            shape(inside, "path", { class: "wrong", d: `M${x - 3.5} ${TOP - 4}l7 7m0 -7l-7 7` });
+          } else if (isSparse && y(value) !== null) {
+            shape(inside, "circle", { class: `dot ${hue}`, cx: x, cy: y(value), r: 2.6 });
+          }
+        });
+      }
+    });
+    panel.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
+    panel.choice = shape(svg, "rect", { class: "chosen", y: 0, height: HEIGHT, visibility: "hidden" });
+  };
+
+  const markers = {
+    run: (x, y) => `M${x - 3.5} ${y - 5}L${x + 5} ${y}L${x - 3.5} ${y + 5}Z`,
+    fault: (x, y) => `M${x - 4} ${y - 4}l8 8m0 -8l-8 8`,
+    save: (x, y) => `M${x - 3.5} ${y - 3.5}h7v7h-7Z`,
+    validation: (x, y) => `M${x} ${y - 3}v6`,
+    warning: (x, y) => `M${x} ${y - 4.5}l5 9h-10Z`,
+  };
+  const usedLanes = () => [...new Set(data.events.map((event) => LANES[event.group]))].sort();
+
+  const drawHead = () => {
+    const lanes = usedLanes(), laneHeight = 17, height = lanes.length * laneHeight + 20;
+    const svg = head.svg;
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.setAttribute("height", height);
+    shape(svg, "rect", { class: "plot", x: LEFT, y: 0, width: width - LEFT - RIGHT, height: height - 20 });
+    verticals(svg, height - 20);
+    lanes.forEach((lane, i) => {
+      const y = i * laneHeight + laneHeight / 2;
+      shape(svg, "text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, LANE_NAMES[lane]);
+    });
+    for (const event of data.events) {
+      // The line "training starts" is where a start is on the axis of steps.
+      if (event.kind === (view.axis === "x" ? "start" : "training")) continue;
+      const x = pixel(event[view.axis]), y = lanes.indexOf(LANES[event.group]) * laneHeight + laneHeight / 2;
+      if (x < LEFT - 1 || x > width - RIGHT + 1) continue;
+      let path = markers[event.group](x, y);
+      if (event.kind === "end" || event.kind === "stop") path = `M${x - 3.5} ${y - 4.5}h3v9h-3Z`;
+      const node = shape(svg, "path", { class: `event ${event.group}`, d: path });
+      if (event.group === "fault" || event.group === "validation") node.setAttribute("stroke-width", 2);
+      shape(node, "title", {}, `${event.kind}: ${event.text}`);
+    }
+    for (const [value, text] of axisTicks()) {
+      shape(svg, "text", { x: pixel(value), y: height - 5, "text-anchor": "middle" }, text);
+    }
+    shape(svg, "text", { x: 0, y: height - 5 }, view.axis === "x" ? "step" : "time");
+    head.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: height - 18, visibility: "hidden" });
+  };
+
+  // ---- the cursor ----
+
+  const nearest = (part, value) => {
+    const x = part[view.axis];
+    let best = -1;
+    for (let i = 0; i < x.length; i++) {
+      if (best < 0 || Math.abs(x[i] - value) <= Math.abs(x[best] - value)) best = i;
+    }
+    return best;
+  };
+  const pointAt = (curve, value) => {
+    let found = null;
+    for (const part of view.axis === "x" ? [curve.kept] : [curve.kept, curve.redone]) {
+      const i = nearest(part, value);
+      if (i < 0) continue;
+      const point = { x: part.x[i], t: part.t[i], y: part.y[i], distance: Math.abs(part[view.axis][i] - value) };
+      if (!found || point.distance < found.distance) found = point;
+    }
+    return found;
+  };
+
+  const showCursor = () => {
+    const isOn = view.at !== null;
+    const x = isOn ? pixel(view.at) : 0;
+    for (const panel of [head, ...data.panels]) {
+      if (!panel.cursor) continue;
+      panel.cursor.setAttribute("visibility", isOn ? "visible" : "hidden");
+      panel.cursor.setAttribute("x1", x);
+      panel.cursor.setAttribute("x2", x);
+    }
+    let place = null;
+    for (const panel of data.panels) {
+      panel.curves.forEach((curve) => {
+        const point = isOn ? pointAt(curve, view.at) : null;
+        curve.readout.textContent = point ? brief(point.y) : "";
+        if (point && (!place || point.distance < place.distance)) place = point;
+      });
+    }
+    head.place.textContent = place
+      ? `step ${place.x.toLocaleString("en")} · ${clock(place.t)} · ${duration(place.t)} after the start` : "";
+    const [low, high] = range(), reach = (high - low) * (8 / width);
+    const near = isOn
+      ? data.events.filter((event) => Math.abs(event[view.axis] - view.at) <= reach &&
+          event.kind !== (view.axis === "x" ? "start" : "training"))
+      : [];
+    head.said.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
+  };
+
+  const drawAll = () => {
+    width = Math.max(320, root.clientWidth);
+    drawHead();
+    for (const panel of data.panels) if (!panel.fold || panel.fold.open) drawPanel(panel);
+    for (const [button, isOn] of head.buttons()) button.setAttribute("aria-pressed", isOn);
+    head.reset.disabled = view.range === null;
+    showCursor();
+  };
+
+  // ---- the page ----
+
+  const newSvg = (label) => {
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", label);
+    return svg;
+  };
+  const buttonFor = (text, action) => {
+    const button = element("button", { type: "button" }, text);
+    button.addEventListener("click", () => { action(); drawAll(); });
+    return button;
+  };
+
+  const byStep = buttonFor("steps", () => { view.axis = "x"; view.range = view.at = null; });
+  const byTime = buttonFor("wall-clock", () => { view.axis = "t"; view.range = view.at = null; });
+  const linear = buttonFor("linear", () => { view.log = false; });
+  const logarithmic = buttonFor("log", () => { view.log = true; });
+  const head = {
+    svg: newSvg("starts, saves, warnings and faults"),
+    place: element("span", { id: "place" }),
+    said: element("div", { id: "said" }),
+    reset: buttonFor("show all", () => { view.range = null; }),
+    buttons: () => [[byStep, view.axis === "x"], [byTime, view.axis === "t"], [linear, !view.log], [logarithmic, view.log]],
+  };
+  root.setAttribute("tabindex", "0");
+  root.append(element("div", { id: "head" },
+    element("div", { class: "bar" },
+      element("span", { class: "switch", role: "group", "aria-label": "axis" }, byStep, byTime),
+      element("span", { class: "switch", role: "group", "aria-label": "scale" }, linear, logarithmic),
+      head.reset, head.place),
+    head.said, head.svg));
+
+  let fold = null;
+  for (const panel of data.panels) {
+    panel.svg = newSvg(panel.title);
+    const legend = panel.curves.map((curve, i) => {
+      curve.readout = element("b");
+      const line = element("i", { class: `s${i % 6}` });
+      return element("span", { class: "key" }, line, curve.label, curve.readout);
+    });
+    const box = element("section", { class: "panel" },
+      element("header", {}, element("h2", {}, panel.title), ...legend), panel.svg);
+    if (panel.more && !fold) {
+      const count = data.panels.filter((other) => other.more).length;
+      fold = element("details", {}, element("summary", {}, `More metrics (${count})`));
+      fold.addEventListener("toggle", drawAll);
+      root.append(fold);
+    }
+    if (panel.more) panel.fold = fold;
+    (panel.more ? fold : root).append(box);
+  }
+
+  // ---- pointer and keys ----
+
+  let dragFrom = null;
+  const showChoice = (to) => {
+    for (const panel of data.panels) {
+      if (!panel.choice) continue;
+      panel.choice.setAttribute("visibility", to === null ? "hidden" : "visible");
+      if (to === null) continue;
+      panel.choice.setAttribute("x", Math.min(dragFrom, to));
+      panel.choice.setAttribute("width", Math.abs(to - dragFrom));
+    }
+  };
+  const place = (event) => event.clientX - root.getBoundingClientRect().left;
+  const isOnPlot = (event) => event.target.closest && event.target.closest("svg") !== null;
+  root.addEventListener("pointermove", (event) => {
+    if (dragFrom !== null) showChoice(Math.min(width - RIGHT, Math.max(LEFT, place(event))));
+    if (!isOnPlot(event) && dragFrom === null) return;
+    view.at = valueAt(place(event));
+    showCursor();
+  });
+  root.addEventListener("pointerdown", (event) => {
+    if (event.button === 0 && event.pointerType === "mouse" && isOnPlot(event)) dragFrom = place(event);
+  });
+  window.addEventListener("pointerup", (event) => {
+    if (dragFrom === null) return;
+    const from = dragFrom, to = place(event);
+    showChoice(null);
+    dragFrom = null;
+    if (Math.abs(to - from) > 6) {
+      view.range = [valueAt(Math.min(from, to)), valueAt(Math.max(from, to))];
+      drawAll();
+    }
+  });
+  root.addEventListener("dblclick", (event) => {
+    if (isOnPlot(event)) { view.range = null; drawAll(); }
+  });
+  root.addEventListener("pointerleave", () => { view.at = null; showCursor(); });
+  root.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move || event.target !== root) return;
+    event.preventDefault();
+    const [low, high] = range();
+    const at = view.at === null ? (move > 0 ? low : high) : view.at + (move * (high - low)) / 100;
+    view.at = Math.min(high, Math.max(low, at));
+    showCursor();
+  });
+  window.addEventListener("resize", drawAll);
+  drawAll();
+})();
