@@ -424,7 +424,8 @@ def _engine_writes(job_config: JobConfig) -> bool:
 
 
 def check_places_in_dump_folder(job_config: JobConfig) -> None:
-    """What a job writes stays inside its dump folder, so that two jobs can't meet elsewhere."""
+    """What a job writes doesn't climb out of its dump folder, where another job's may be; a whole
+    path is a choice."""
     for key in (
         "checkpoint.folder",
         "job.save_config_file",
@@ -435,10 +436,10 @@ def check_places_in_dump_folder(job_config: JobConfig) -> None:
         "comm.save_traces_folder",
     ):
         place = _value(job_config, key) or ""
-        if os.path.isabs(place) or ".." in place.split(os.sep):
+        if ".." in place.split(os.sep):
             raise ConfigError(
-                f"{key} is a path inside job.dump_folder, so it has no '..' and does not begin with "
-                f"'/', got {place!r}; correct it, or change job.dump_folder"
+                f"{key} is a path inside job.dump_folder, so it has no '..', got {place!r}; correct "
+                "it, change job.dump_folder, or give the whole path"
             )
 
 
