@@ -72,7 +72,7 @@ class Run:
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={},
-            checkpoint_config=Checkpoint(enable=True, interval=1, **config),
+            checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
             sd_adapter=NetAdapter(None, None),
             base_folder=folder,
         )
@@ -135,6 +135,32 @@ def test_saved_on_one_rank_loads_on_two(tmp_path):
     for loaded, positions in run_ranks(load, 2, str(tmp_path)):
         assert_same(saved, loaded)
         assert positions == {"dp_rank_0": b"\x00", "world_size": 1}
+
+
+def save_every_second_step(folder: str) -> list[dict[str, Any]]:
+    run = Run(folder, async_mode="async", interval=2)
+    saved = []
+    for step in range(1, 5):
+        run.train()
+        run.manager.save(step)
+        saved.append(run.everything())
+        assert run.manager._copies.is_prepared
+    run.train()  # must not reach what is being written
+    run.manager.close()
+    return saved
+
+
+def load_step(folder: str, step: int) -> dict[str, Any]:
+    run = Run(folder, seed=1)
+    assert run.manager.load(step)
+    return run.everything()
+
+
+def test_async_saves_from_kept_memory_hold_each_its_own_step(tmp_path):
+    saved, _ = run_ranks(save_every_second_step, 2, str(tmp_path))
+    for step in (2, 4):
+        for loaded in run_ranks(load_step, 2, str(tmp_path), step):
+            assert_same(saved[step - 1], loaded)
 
 
 def test_async_save_right_after_an_evaluation_is_whole(tmp_path):
