@@ -28,6 +28,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 
 
 class Position(Stateful):
@@ -301,3 +302,22 @@ def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
         assert_same({n: saved[n] for n in weights}, {n: loaded[n] for n in weights})
     (file,) = (tmp_path / "checkpoint" / "step-4").glob("*.safetensors")
     assert_same({f"model.{n}": saved[n] for n in weights}, load_file(file))
+
+
+def error_of_failing_export(folder: str) -> tuple[str, bool]:
+    """Rank 1 joins the ranks' parts to the only file, and its disk is full."""
+    name = "torch.distributed.checkpoint._consolidate_hf_safetensors._consolidate_safetensors_files"
+    run = Run(folder, last_save_in_hf=True)
+    with mock.patch(name, side_effect=OSError("disk full")):
+        try:
+            run.manager.save(4, last_step=True)
+        except RunError as error:
+            return str(error), run.manager.load()
+    return "no error", False
+
+
+def test_all_ranks_hear_of_one_ranks_failed_export(tmp_path):
+    for message, is_loaded in run_ranks(error_of_failing_export, 2, str(tmp_path)):
+        assert "step-4 could not be written" in message and "disk full" in message
+        assert "holds no whole checkpoint yet" in message
+        assert not is_loaded

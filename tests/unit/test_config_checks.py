@@ -263,6 +263,8 @@ def test_initial_load_path_does_not_matter_once_the_job_has_checkpoints(tmp_path
     config = config_with(checkpoint__enable=True, checkpoint__initial_load_path="gone/step-1")
     message_of(check_job_config, config)
     (tmp_path / "outputs/checkpoint").mkdir(parents=True)
+    message_of(check_job_config, config)  # it was started, and has none yet
+    (tmp_path / "outputs/checkpoint/step-1").mkdir()
     check_job_config(config)
 
 

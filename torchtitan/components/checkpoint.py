@@ -597,7 +597,7 @@ class CheckpointManager:
         ]
         # After a resume from an older step, what this process saved is newer than higher numbers.
         finished = sorted(
-            (f for f in folders if f not in broken),
+            (f for f in folders if f not in broken and f.path != self._saving_to),
             key=lambda f: (_resolved(f.path) in self._written, f.step),
         )
         if not finished:

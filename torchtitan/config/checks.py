@@ -264,7 +264,7 @@ def check_checkpoint_formats(job_config: JobConfig) -> None:
 def check_initial_load_path(job_config: JobConfig) -> None:
     checkpoint = job_config.checkpoint
     path = checkpoint.initial_load_path
-    if not checkpoint.enable or not path or os.path.isdir(_checkpoint_folder(job_config)):
+    if not checkpoint.enable or not path or _own_steps(job_config):
         return
     if not os.path.isdir(path):
         raise ConfigError(
@@ -275,14 +275,11 @@ def check_initial_load_path(job_config: JobConfig) -> None:
 
 def check_load_step(job_config: JobConfig) -> None:
     checkpoint = job_config.checkpoint
-    folder = _checkpoint_folder(job_config)
-    starts_elsewhere = not os.path.isdir(folder) and (
-        checkpoint.initial_load_path or checkpoint.initial_load_in_hf
-    )
+    folder, found = _checkpoint_folder(job_config), _own_steps(job_config)
+    starts_elsewhere = not found and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
     if not checkpoint.enable or checkpoint.load_step == -1 or starts_elsewhere:
         return
     if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
-        found = sorted(glob.glob("step-*", root_dir=folder))
         raise ConfigError(
             f"checkpoint.load_step must be a step saved in {folder!r}, got "
             f"{checkpoint.load_step}; there is {', '.join(found) or 'nothing'}, "
@@ -536,7 +533,7 @@ def check_hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> None:
     starts_from_it = (
         checkpoint.enable and checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     )
-    starts_from_it = starts_from_it and not os.path.isdir(_checkpoint_folder(job_config))
+    starts_from_it = starts_from_it and not _own_steps(job_config)
     if not (needs_tokenizer or starts_from_it) or os.path.isdir(path):
         return
     raise ConfigError(
@@ -611,6 +608,11 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 def _checkpoint_folder(job_config: JobConfig) -> str:
     return os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder)
+
+
+def _own_steps(job_config: JobConfig) -> list[str]:
+    """Names of the step folders of this run; a started run without any has a folder, too."""
+    return sorted(glob.glob("step-*", root_dir=_checkpoint_folder(job_config)))
 
 
 def _looks_local(path: str) -> bool:
