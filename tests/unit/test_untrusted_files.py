@@ -196,6 +196,29 @@ def test_numpy_numbers_are_no_plain_data():
         read_plain(pickle.dumps({"a": numpy.int64(1)}), "the state")
 
 
+@pytest.mark.parametrize("other", ["text", [1e-3], {"a": 1}, b"1"])
+def test_entry_of_another_kind_is_named(folder, other):
+    buffer = io.BytesIO()
+    torch.save(other, buffer)
+    hostile.replace_entry(folder, "state.lr", buffer.getvalue())
+    wanted = contents()
+    with pytest.raises(
+        dcp.CheckpointException, match="the entry state.lr is of type .* float was exp"
+    ):
+        dcp.load(wanted, checkpoint_id=str(folder))
+
+
+def test_whole_numbers_are_no_weights(folder):
+    other = emptied(contents()) | {"count": torch.tensor(0.0)}
+    with pytest.raises(
+        dcp.CheckpointException, match="count is saved as torch.int64, and is torch.f"
+    ):
+        dcp.load(other, checkpoint_id=str(folder))
+    half = emptied(contents()) | {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    dcp.load(half, checkpoint_id=str(folder))
+    assert half["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
 # Names and links
 
 

@@ -5,7 +5,7 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -82,9 +82,13 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             kwargs.pop("pin_memory", None)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        with _one_error_if_damaged() if self.next_iter_state is not None else nullcontext():
-            batches = super().__iter__()  # a loaded position is read here
-        return map(_with_sample_ids_aside, batches)
+        return map(_with_sample_ids_aside, super().__iter__())
+
+    def _get_iterator(self) -> Any:
+        if self.next_iter_state is None:
+            return super()._get_iterator()
+        with _one_error_if_damaged():  # here the loaded position is read
+            return super()._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.

@@ -112,7 +112,20 @@ class _SafePlanner(DefaultLoadPlanner):
             content = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_in_short(error)}") from error
+        before = self.state_dict[name]
+        if before is not None and content is not None and _kind(before) is not _kind(content):
+            raise ValueError(
+                f"the entry {name} is of type {type(content).__name__}, and "
+                f"{type(before).__name__} was expected"
+            )
         set_element(self.original_state_dict, self.mappings[name], content)
+
+
+def _kind(value: Any) -> type:
+    """One for numbers that stand for each other, and one for lists and tuples."""
+    if isinstance(value, int):
+        return float
+    return list if isinstance(value, tuple) else type(value)
 
 
 def _problem_with_metadata(reader: SafeReader) -> str | None:

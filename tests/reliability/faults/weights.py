@@ -1,12 +1,16 @@
 """Faults of weights and other files that came from elsewhere, damaged or made to do harm."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests import hostile
 from tests.reliability import jobs
@@ -49,6 +53,12 @@ def resume(change: Callable[[Path], None]) -> Callable[[Path], list[str]]:
         return [*SAVING, "--training.steps=6"]
 
     return arrange
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def plant(plant_in: Callable[..., None], *names: str) -> Callable[[Path], None]:
@@ -303,6 +313,24 @@ FAULTS = [
         cause=DAMAGED,
         remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
         arrange=resume(overwrite(".metadata", b"")),
+    ),
+    resuming(
+        name="step counter that is a text",
+        message="error: …__0_0.distcp cannot be read: the entry train_state.step is of type str, and int was expected",
+        cause=DAMAGED,
+        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
+        arrange=resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many"))),
+    ),
+    resuming(
+        name="data position of another dataset",
+        message="error: the data position in the checkpoint is not one of this dataset and dataloader (…); begin the data anew with checkpoint.exclude_from_loading = ['dataloader']",
+        cause="The data was changed since, to a kind whose position is told in another way.",
+        remedy="Resume with the data of before, or leave its position out.",
+        arrange=resume(
+            lambda s: hostile.replace_entry(
+                s, "dataloader.dp_rank_0", saved(pickle.dumps({"position": 7}))
+            )
+        ),
     ),
     # Safetensors and their index
     from_hf_files(
