@@ -113,7 +113,15 @@ class _SafePlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_in_short(error)}") from error
         before = self.state_dict[name]
-        if before is not None and content is not None and _kind(before) is not _kind(content):
+        anything = (
+            type(None),
+            torch.Tensor,
+        )  # a tensor may have been a number, a learning rate say
+        if (
+            not isinstance(before, anything)
+            and content is not None
+            and (_kind(before) is not _kind(content))
+        ):
             raise ValueError(
                 f"the entry {name} is of type {type(content).__name__}, and "
                 f"{type(before).__name__} was expected"

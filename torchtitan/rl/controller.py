@@ -374,9 +374,16 @@ class Controller:
         return {"state": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = json.loads(state_dict["state"])
-        self.task.load_state_dict(state["task"])
-        self.rollouts.load_state_dict(state["rollouts"])
+        """Raises ValueError if the checkpoint's state is not one of this task."""
+        try:
+            state = json.loads(state_dict["state"])
+            self.task.load_state_dict(state["task"])
+            self.rollouts.load_state_dict(state["rollouts"])
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the state of the RL run in the checkpoint cannot be read ({type(error).__name__}: "
+                f"{error}); resume with the task it was saved with"
+            ) from error
 
 
 class _Rollouts:

@@ -92,6 +92,14 @@ def test_pending_episodes_survive_a_checkpoint(tmp_path):
 
     controller.load_state_dict(state)
     assert [controller.rollouts.take(step) for step in (2, 3)] == pending
+
+    rollouts = {"next_step": 4, "pending": [[2, [{"prompt": 1}]]]}
+    damaged = json.dumps({"task": {"num_drawn": 1}, "rollouts": rollouts})
+    for text in ("", "{", "[]", "{}", "[" * 100_000, '{"task": 3, "rollouts": {}}', damaged):
+        with pytest.raises(
+            ValueError, match="state of the RL run in the checkpoint cannot be read"
+        ):
+            controller.load_state_dict({"state": text})
     controller.close()
 
 
