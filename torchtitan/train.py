@@ -85,7 +85,9 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
     peers = trainer = None
     try:
-        if _has_peers() and config.comm.mode == "default":
+        # A process group that exists already has met in its own way.
+        is_guest = torch.distributed.is_initialized()
+        if _has_peers() and config.comm.mode == "default" and not is_guest:
             peers = _find_peers(config.comm.init_timeout_seconds)
             peers.compare(config.to_dict())
         with events.recording(config):

@@ -81,6 +81,39 @@ def test_every_rank_hears_who_failed_and_why(rank):
             assert answer == f"rank {other} ends because rank {rank} failed: the disk is gone"
 
 
+def hear_of_failure_though_strangers_call():
+    import socket
+
+    ports = []
+    create_server = socket.create_server
+
+    def remember(*args, **kwargs):
+        server = create_server(*args, **kwargs)
+        ports.append(server.getsockname()[1])
+        return server
+
+    socket.create_server = remember
+    peers = meet([{}] * 2)
+    if peers.rank == 1:
+        time.sleep(1)
+        peers.report("the disk is gone")
+        return time.sleep(1)
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"failed": [1, "no"]}\n', b"\0" * 2**21):
+        with socket.create_connection(("localhost", ports[0])) as stranger:
+            try:
+                stranger.sendall(line)
+            except OSError:
+                pass  # it has hung up
+    text = peers.describe_failure(wait_seconds=5)
+    peers._leaving.set()
+    return text
+
+
+def test_strangers_that_find_the_port_are_not_listened_to():
+    answers = run_ranks(hear_of_failure_though_strangers_call, 2, init_process_group=False)
+    assert answers[0] == "rank 0 ends because rank 1 failed: the disk is gone"
+
+
 def leave_one_after_the_other():
     peers = meet([{}] * 3)
     time.sleep(0.2 * (1 + os.getpid() % 3))

@@ -35,6 +35,7 @@ _OWN_OF_EACH_RANK = (
     "fault_tolerance.replica_id",
 )
 _MOST_KEYS_SHOWN = 8
+_LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # a rank that can't train waits so long for the others
 _SECONDS_TO_END = 2  # a rank that hears of a failure ends by itself until then
 _SECONDS_TO_CLOSE = 10  # and one that has failed may take so long to close what it holds
@@ -146,23 +147,29 @@ class Peers:
                 except OSError:
                     data = b""
                 *lines, unread[connection] = (unread[connection] + data).split(b"\n")
-                for line in lines:
-                    self._hear(connection, json.loads(line), token)
-                if not data:
+                is_peer = all([self._hear(connection, line, token) for line in lines])
+                if not data or not is_peer or len(unread[connection]) > _LONGEST_MESSAGE:
                     selector.unregister(connection)
+                    connection.close()
                     rank = self._connections.pop(connection, None)
                     if rank is not None:
                         self._fail(rank, "")
 
-    def _hear(self, connection: socket.socket, told: dict[str, Any], token: str) -> None:
+    def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
+        """False if it comes from somebody else, who has found the port."""
+        try:
+            told = dict(json.loads(line))
+        except (ValueError, TypeError):
+            return False
         if told.get("token") == token:
             self._connections[connection] = told["rank"]
         elif connection not in self._connections:
-            connection.close()  # somebody else
+            return False
         elif "failed" in told:
             self._fail(*told["failed"])
         elif "bye" in told:
             self._connections.pop(connection)
+        return True
 
     def _fail(self, rank: int, message: str) -> None:
         """Remember who failed first, pass it on, and end this process if nothing else does."""
@@ -195,7 +202,7 @@ class Peers:
         """Tell all ranks that this one failed; it ends soon, even if closing hangs."""
         self._leaving.set()
         if self._first_failure is None:
-            self._send({"failed": (self.rank, message.partition("\n")[0])})
+            self._send({"failed": (self.rank, message.partition("\n")[0][:2000])})
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
         timer.daemon = True
         timer.start()

@@ -131,15 +131,8 @@ def _destroy_our_group() -> None:
 
 
 def _rendezvous(timeout: timedelta) -> dict[str, Any]:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if "RANK" in missing and "WORLD_SIZE" in missing:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if missing:
-        raise ValueError(
-            f"the environment names a rank or a world size, but not {', '.join(missing)}; start "
-            f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
-            f"WORLD_SIZE to run as one process"
-        )
     store, rank, world_size = find_peers(timeout)
     place = _meeting_places[_meeting_place()]
     place[1] += 1
@@ -150,7 +143,8 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The store that the ranks of torchrun's environment share; this rank; the number of ranks.
 
-    Raises RunError if not all ranks come to MASTER_ADDR, MASTER_PORT in time.
+    Raises ValueError if a part of that environment is missing, RunError if not all ranks come to
+    MASTER_ADDR, MASTER_PORT in time.
     """
     place = _meeting_place()
     if place not in _meeting_places:
@@ -181,6 +175,13 @@ def _wait_for_server(timeout: timedelta) -> None:
 
 
 def _meeting_place() -> tuple[str, ...]:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment names a rank or a world size, but not {', '.join(missing)}; start "
+            f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
+            f"WORLD_SIZE to run as one process"
+        )
     return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
 
 

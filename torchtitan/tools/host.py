@@ -5,9 +5,9 @@ the last one is closed, unless somebody has changed it again meanwhile. Where th
 as in our own functions called one by one, changes stay.
 """
 
-import ctypes
 import os
-import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,10 +105,16 @@ def change_environment(name: str, value: str) -> None:
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Get this signal when the process that started this one is gone. Linux only; else nothing."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(number))
-        if os.getppid() != parent:  # it went before the call
-            os.kill(os.getpid(), number)
+    """Get this signal within a second after the process that started this one is gone.
+
+    Linux could send it by itself (PR_SET_PDEATHSIG), but does so once for each thread of the
+    parent, and a second signal ends a run that is being saved.
+    """
+    parent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

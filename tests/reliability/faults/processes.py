@@ -90,7 +90,7 @@ FAULTS = [
         cause="A shell that was part of another job is used again.",
         remedy="Unset RANK and WORLD_SIZE to run as one process, or start with torchrun.",
         arrange=flags(),
-        environment={"RANK": "0", "WORLD_SIZE": "1"},
+        environment={"RANK": "0", "WORLD_SIZE": "2"},
         exit_code=1,
     ),
     Fault(
