@@ -373,6 +373,20 @@ def test_corrupt_json_line_is_named_with_file_and_line(tmp_path, line, reason):
         local_texts(path)
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_file_that_shrinks_or_vanishes_while_it_is_read_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    documents = load_local_documents(str(path))
+    assert documents[0]
+    path.write_text('{"text": "one"}\n')
+    with pytest.raises(ValueError, match=f"{name} had 32 bytes when the job started, and has 16"):
+        documents[len(documents) - 1]
+    path.unlink()
+    with pytest.raises(ValueError, match=f"{name} had 32 bytes .* and has vanished"):
+        documents[len(documents) - 1]
+
+
 def test_corrupt_line_in_a_c4_test_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "folder"

@@ -67,13 +67,22 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def __init__(self, tokenizer_path: str) -> None:
         super().__init__()
         self.tokenizer_path = tokenizer_path
-        folder = _existing_folder(tokenizer_path)
-        self.tokenizer: Tokenizer = _load_backend(folder)
-        self.config: dict | None = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-
         self.bos_token: str | None = None
         self.eos_token: str | None = None
         self.bos_id: int | None = None
+        folder = _existing_folder(tokenizer_path)
+        try:
+            self._read(folder)
+        except Exception as error:  # of whatever type the library raises for bad content
+            if isinstance(error, OSError | ValueError) and str(folder) in str(error):
+                raise
+            raise ValueError(
+                f"cannot read the tokenizer in {str(folder)!r}: {error}; fetch its files again"
+            ) from error
+
+    def _read(self, folder: Path) -> None:
+        self.tokenizer: Tokenizer = _load_backend(folder)
+        self.config: dict | None = _read_json(folder / "tokenizer_config.json", missing_ok=True)
         self._add_special_tokens(self.config or {})
         self._detect_defaults(self.config or {})
 

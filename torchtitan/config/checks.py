@@ -567,6 +567,8 @@ def check_optimizer_name(job_config: JobConfig, train_spec: Any) -> None:
 def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
     """Every token has to have a row in the model's embedding. A larger model is fine."""
     tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
+    if hasattr(tokenizer, "get_vocab"):  # ids may have gaps
+        tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if rows is not None and tokens > rows:
         raise ConfigError(
             f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "

@@ -21,11 +21,14 @@ class IndexedDocuments:
 
     can_reshard = True
 
-    def __init__(self, data: Any, name: str, infinite: bool) -> None:
+    def __init__(self, data: Any, name: str, infinite: bool, path: str = "") -> None:
         if len(data) == 0:
-            raise ValueError(f"dataset {name!r} holds no documents")
+            raise ValueError(
+                f"dataset {name!r} holds no documents{f': {path} is empty' if path else ''}"
+            )
         self._data = data
         self._name = name
+        self._path = path
         self._infinite = infinite
         self._inherited: list[dict[str, Any]] = []
         self._share: DocumentShare | None = None
@@ -54,7 +57,7 @@ class IndexedDocuments:
             return f"dataset {self._name!r}"
         if hasattr(self._data, "where"):
             return self._data.where(number)
-        return f"dataset {self._name!r}, document {number}"
+        return f"{self._path or f'dataset {self._name!r}'}, document {number} (counted from 0)"
 
     def restart(self) -> None:
         """Begin again with the first document."""

@@ -29,6 +29,7 @@ class JsonLinesDocuments:
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
         self._line_starts = [_starts_of_lines(path) for path in paths]
+        self._sizes = [path.stat().st_size for path in paths]
         self._ends = list(accumulate(len(starts) for starts in self._line_starts))
 
     def __len__(self) -> int:
@@ -37,10 +38,14 @@ class JsonLinesDocuments:
     def __getitem__(self, index: int) -> dict[str, Any]:
         file_index, line_index = _locate(index, self._ends)
         path, start = self._paths[file_index], self._line_starts[file_index][line_index]
-        with open(path, "rb") as file:
-            file.seek(start)
-            line = file.readline()
+        line = _read(path, start, None, self._sizes[file_index])
         return _parse_line(line, path, start)
+
+    def where(self, index: int) -> str:
+        """How a message names a document."""
+        file_index, line_index = _locate(index, self._ends)
+        path, start = self._paths[file_index], self._line_starts[file_index][line_index]
+        return f"{path}, line {_line_number(path, start)}"
 
 
 class TextDocuments:
@@ -52,6 +57,7 @@ class TextDocuments:
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = [path for path in paths if path.stat().st_size > 0]
+        self._sizes = [path.stat().st_size for path in self._paths]
         self._ends = list(accumulate(_num_text_documents(path) for path in self._paths))
 
     def __len__(self) -> int:
@@ -62,8 +68,7 @@ class TextDocuments:
         path = self._paths[file_index]
         with open(path, "rb") as file:
             start, end = _cut(file, part), _cut(file, part + 1)
-            file.seek(start)
-            content = file.read(end - start)
+        content = _read(path, start, end, self._sizes[file_index])
         try:
             return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
@@ -71,6 +76,10 @@ class TextDocuments:
                 f"{path} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
                 f"convert the file to UTF-8"
             ) from error
+
+    def where(self, index: int) -> str:
+        """How a message names a document."""
+        return str(self._paths[_locate(index, self._ends)[0]])
 
 
 class JsonArrayDocuments:
@@ -80,14 +89,18 @@ class JsonArrayDocuments:
         self._path = path
         try:
             self._samples = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _checked_sample(self._samples[index], f"{self._path}, entry {index + 1}")
+        return _checked_sample(self._samples[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        """How a message names a document."""
+        return f"{self._path}, entry {index + 1}"
 
 
 def load_local_documents(path: str) -> Any:
@@ -132,7 +145,16 @@ def _open_with_datasets(builder: str) -> Callable[[list[Path]], Any]:
     def open_paths(paths: list[Path]) -> Any:
         from datasets import load_dataset
 
-        return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+        try:
+            return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+        except Exception as error:
+            while error.__cause__ is not None:  # the library's own says that it failed
+                error = error.__cause__
+            others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
+            raise ValueError(
+                f"{paths[0]}{others} cannot be read as {'Parquet' if builder == 'parquet' else 'compressed JSON lines'}: "
+                f"{' '.join(str(error).split())[:300]}; fetch or write the file again"
+            ) from None
 
     return open_paths
 
@@ -181,14 +203,31 @@ def _starts_of_lines(path: Path) -> "array[int]":
     return starts
 
 
+def _read(path: Path, start: int, end: int | None, size_at_start: int) -> bytes:
+    """Bytes `start` to `end`, or of one line. ValueError if there are fewer than at the start."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(start)
+            content = file.readline() if end is None else file.read(end - start)
+    except FileNotFoundError:
+        size = 0
+    if size < size_at_start:
+        raise ValueError(
+            f"{path} had {size_at_start:,} bytes when the job started, and has "
+            f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
+        )
+    return content
+
+
 def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
     try:
         sample = json.loads(line)
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
         raise ValueError(
             f"{path}, line {_line_number(path, start)}: not valid JSON ({error}); every line "
             f'must be one object like {{"text": "..."}}'
-        ) from error
+        ) from None
     if isinstance(sample, dict) and isinstance(sample.get("text"), str):
         return sample
     return _checked_sample(sample, f"{path}, line {_line_number(path, start)}")
@@ -197,7 +236,12 @@ def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
 def _checked_sample(sample: Any, where: str) -> dict[str, Any]:
     if isinstance(sample, dict) and isinstance(sample.get("text"), str):
         return sample
-    got = f"the keys {sorted(sample)}" if isinstance(sample, dict) else type(sample).__name__
+    if not isinstance(sample, dict):
+        got = type(sample).__name__
+    elif "text" in sample:
+        got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
+    else:
+        got = f"the keys {sorted(sample)}"
     raise ValueError(f"{where}: need an object with a string under 'text', got {got}")
 
 

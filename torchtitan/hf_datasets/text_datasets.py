@@ -37,7 +37,14 @@ def _load_c4(path: str, split: str) -> Any:
         return load_local_documents(path)
     from datasets import load_dataset
 
-    return load_dataset(path, name="en", split=split, streaming=True)
+    try:
+        return load_dataset(path, name="en", split=split, streaming=True)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset {path!r} is on the hub, which cannot be reached or has none: "
+            f"{' '.join(str(error).split())[:300]}; set training.dataset_path (or "
+            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
+        ) from None
 
 
 def _load_c4_test(path: str) -> Any:
@@ -49,9 +56,9 @@ def _load_c4_test(path: str) -> Any:
 
     try:
         return load_dataset(path, split="train")
-    except Exception:
+    except Exception as error:
         _raise_for_broken_line(path)
-        raise
+        raise ValueError(f"{path} cannot be read as a dataset: {error}") from None
 
 
 def _raise_for_broken_line(folder: str) -> None:
@@ -152,7 +159,7 @@ class HuggingFaceTextDataset(IterableDataset):
         logger.info(f"Preparing dataset {self.dataset_name}" + (f" from {path}" if path else ""))
         self._data = loader(path)
         if hasattr(self._data, "__len__"):
-            self._source = IndexedDocuments(self._data, self.dataset_name, infinite)
+            self._source = IndexedDocuments(self._data, self.dataset_name, infinite, path)
         else:
             self._source = StreamedDocuments(
                 self._data, self.dataset_name, infinite, dp_rank, dp_world_size
@@ -202,7 +209,7 @@ class HuggingFaceTextDataset(IterableDataset):
                         return
                     self._open.append(OpenDocument(number, text))
                 document = self._open[0]
-                new = self._take(document, self.seq_len + 1 - len(tokens))
+                new = document.take(self.seq_len + 1 - len(tokens), self._tokenizer)
                 num_empty = 0 if new else num_empty + 1
                 if num_empty >= MAX_EMPTY_DOCUMENTS_IN_A_ROW:
                     raise ValueError(
@@ -216,15 +223,6 @@ class HuggingFaceTextDataset(IterableDataset):
                     self._open.popleft()
             yield torch.tensor(tokens, dtype=torch.long), numbers
 
-    def _take(self, document: OpenDocument, n: int) -> list[int]:
-        try:
-            return document.take(n, self._tokenizer)
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{self._source.where(document.number)}: the text holds {error.object[error.start]!r}"
-                ", half of a surrogate pair, which is no character; mend or leave out the document"
-            ) from None
-
     def _text(self, sample: Any, number: int | None) -> str:
         text = self._text_processor(sample)
         if not isinstance(text, str):
@@ -232,6 +230,13 @@ class HuggingFaceTextDataset(IterableDataset):
                 f"{self._source.where(number)}: a document's text must be a string, got "
                 f"{type(text).__name__}; mend or leave out the document"
             )
+        try:
+            text.encode()  # as the tokenizer will
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{self._source.where(number)}: the text has half of a surrogate pair, "
+                f"{text[error.start]!r}, which is no character; mend or leave out the document"
+            ) from None
         return text
 
     def _reopen(self, place: dict[str, Any]) -> OpenDocument:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 BASELINES = ("group_mean", "rloo", "none")
 
+# Beyond it squares and sums of rewards, and fp32 products with them, would overflow.
+LARGEST_REWARD = 1e18
+
 # Standard deviations below this are rounding: the group's rewards are equal.
 _SMALLEST_STD = 1e-8
 
@@ -50,14 +53,14 @@ class AdvantageEstimator:
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
         """Return one advantage per reward; group_ids: equal for the completions of a prompt.
 
-        Raises ValueError for a reward that is not finite.
+        Raises ValueError for a reward that is not finite, or very large.
         """
         groups: dict[Hashable, list[float]] = {}
         for reward, group in zip(rewards, group_ids, strict=True):
-            if not math.isfinite(reward):
+            if not (isinstance(reward, int | float) and abs(reward) <= LARGEST_REWARD):
                 raise ValueError(
-                    f"rewards must be finite numbers, got {reward} in group {group!r}; correct the "
-                    f"reward function"
+                    f"rewards must be finite numbers, at most {LARGEST_REWARD:g} in size, got "
+                    f"{reward!r} in group {group!r}; correct the reward function"
                 )
             groups.setdefault(group, []).append(reward)
         shift_and_scale = {group: self._shift_and_scale(own) for group, own in groups.items()}

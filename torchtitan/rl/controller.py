@@ -38,6 +38,7 @@ from torchtitan.rl.rollout import EpisodeLog, make_episodes, with_advantages
 from torchtitan.rl.tasks import Prompt, Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, SamplingConfig, samples_of
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -498,7 +499,7 @@ def _gathered(draw: Callable[[], list[Episode]]) -> list[Episode]:
         raise failure
     for other, (_, text) in enumerate(parts):
         if text is not None:
-            raise RuntimeError(f"rank {other} could not draw or grade its episodes: {text}")
+            raise RunError(f"rank {other} could not draw or grade its episodes: {text}")
     return [episode for part, _ in parts for episode in part]
 
 

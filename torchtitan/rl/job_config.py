@@ -283,6 +283,7 @@ def check_trainer_config(job_config: JobConfig) -> None:
     check_gradients_add_up(job_config)
 
 
+_LARGEST_COUNT = 10**9
 _SMALLEST_COUNTS: dict[str, int] = {
     "num_prompts_per_step": 1,
     "num_samples_per_prompt": 1,
@@ -306,6 +307,11 @@ def check_counts(job_config: JobConfig) -> None:
         if value is not None and value < smallest:
             raise ConfigError(
                 f"rl.{key} must be at least {smallest}, got {value}; "
+                f"the default is {_value(RL(), key)}"
+            )
+        if value is not None and key != "seed" and value > _LARGEST_COUNT:
+            raise ConfigError(
+                f"rl.{key} must be at most {_LARGEST_COUNT}, got {value}; "
                 f"the default is {_value(RL(), key)}"
             )
 

@@ -9,7 +9,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.tasks import Prompt, Task
+from torchtitan.rl.tasks import Prompt, Task, failed_grading
 from torchtitan.rl.types import Completion, Episode
 
 
@@ -41,7 +41,12 @@ def _graded(task: Task, prompt: Prompt, completion: Completion, group_id: int) -
     # The stop token ends the answer and is no part of it.
     n_text = len(completion.token_ids) - (completion.finish_reason == "stop")
     text = task.tokenizer.decode(list(completion.token_ids[:n_text]))
-    grade = task.grade(prompt, text)
+    try:
+        grade = task.grade(prompt, text)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed_grading(error, prompt, text) from error
     return Episode(
         group_id=group_id,
         prompt=prompt.text,

@@ -7,12 +7,14 @@ import importlib
 import json
 import math
 import random
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.rl.advantages import LARGEST_REWARD
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -36,6 +38,16 @@ class Grade:
 
     reward: float
     scores: dict[str, float] = field(default_factory=dict)
+
+
+def failed_grading(error: BaseException, prompt: Prompt, text: str) -> ValueError:
+    """What to raise for an error, or an exit, of code that grades completions."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return ValueError(
+        f"grading failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
+        f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the reward "
+        "function"
+    )
 
 
 class CharTokenizer(BaseTokenizer):
@@ -241,28 +253,33 @@ class JsonlTask(Task):
         return self._held_out[:n]
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        reward = self.reward_fn(text, prompt.answer)
         try:
-            reward = float(reward)
-        except (TypeError, ValueError):
+            returned = self.reward_fn(text, prompt.answer)
+        except (Exception, SystemExit) as error:
+            raise failed_grading(error, prompt, text) from error
+        try:
+            reward = float(returned)
+        except (TypeError, ValueError, OverflowError):
             reward = math.nan
-        if not math.isfinite(reward):
+        if not abs(reward) <= LARGEST_REWARD:
             raise ValueError(
-                f"the function rl.task.reward_fn must return a finite number, got {reward!r} for "
-                f"the completion {text!r} and the answer {prompt.answer!r}; correct it"
+                f"the function rl.task.reward_fn must return a finite number, at most "
+                f"{LARGEST_REWARD:g} in size, got {returned!r} for the completion {text!r} and the "
+                f"answer {prompt.answer!r}; correct it"
             )
         return Grade(reward, {"exact": float(text == prompt.answer)})
 
 
 def _read_lines(path: str, prompt_key: str, answer_key: str) -> list[tuple[str, str]]:
     found = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 values = json.loads(line)
-            except ValueError as error:
+                json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
             prompt = values.get(prompt_key) if isinstance(values, dict) else None
             if not isinstance(prompt, str) or not prompt:
@@ -303,10 +320,10 @@ def find_reward_fn(name: str) -> Callable[[str, str], float]:
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
         raise ValueError(
-            f"rl.task.reward_fn names a function to import, got {name!r}: {error}; give its dotted "
-            f"module name and start where Python can find it"
+            f"rl.task.reward_fn names a function to import, got {name!r}: {type(error).__name__}: "
+            f"{error}; give its dotted module name and start where Python can find it"
         ) from error
     if not callable(function):
         raise ValueError(

@@ -1,3 +1,71 @@
-from tests.reliability.faults import Fault
+"""Faults of numbers, and of the course of training."""
 
-FAULTS: list[Fault] = []
+from tests.reliability.faults import Fault
+from tests.reliability.faults.config import flags
+
+EXPLODES = "--optimizer.lr=1e38"
+
+FAULTS = [
+    Fault(
+        name="loss that is not a number",
+        message="WARNING - step 2: the gradient norm is nan; the first bad loss, nan, is that of "
+        "microbatch 1 of 2 on rank 0, row 1 (document…); ranks with a bad loss: 0; weights and "
+        "optimizer state were left as they are",
+        cause="The learning rate is too high, a document is odd, or a device is faulty.",
+        remedy="Look at the documents; lower optimizer.lr; docs/scale.md says how to tell the causes.",
+        arrange=flags(EXPLODES, "--training.steps=2", "--training.global_batch_size=2"),
+        exit_code=0,
+    ),
+    Fault(
+        name="loss that is not a number, where that stops the run",
+        message="error: step 2: the gradient norm is nan, 1 time(s) in a row; the first bad loss, "
+        "nan, is that of microbatch 1 of 1 on rank 0, …; lower optimizer.lr, look at the data of "
+        "this step, or set training.nonfinite_grad_norm",
+        cause="As above; training.nonfinite_grad_norm is stop.",
+        remedy="As above. The checkpoint before this step is whole.",
+        arrange=flags(EXPLODES, "--training.nonfinite_grad_norm=stop"),
+        exit_code=1,
+    ),
+    Fault(
+        name="loss that is not a number on two ranks",
+        message="error: step 2: the gradient norm is nan, 1 time(s) in a row; the first bad loss, "
+        "nan, is that of microbatch 1 of 1 on rank 0, …; ranks with a bad loss: 0, 1; …",
+        cause="As above. All ranks take the same decision and name the same ranks.",
+        remedy="As above. If it is always the same rank, suspect its device.",
+        arrange=flags(EXPLODES, "--training.nonfinite_grad_norm=stop"),
+        exit_code=1,
+        ranks=2,
+    ),
+    Fault(
+        name="eleven bad steps in a row",
+        message="error: step 12: the gradient norm is nan, 11 time(s) in a row; …",
+        cause="Weights that are not finite give no finite gradient any more.",
+        remedy="Go back to a checkpoint before the first bad step, with a lower optimizer.lr.",
+        arrange=flags(EXPLODES, "--training.steps=20"),
+        exit_code=1,
+    ),
+    Fault(
+        name="run that is complete",
+        message="this run is complete: its checkpoint of step 4 reaches training.steps = 4",
+        cause="A finished run was started again.",
+        remedy="Raise training.steps to go on, or give a new run another job.dump_folder.",
+        arrange=flags("--checkpoint.enable", "--training.steps=4"),
+        exit_code=0,
+        after_run=True,
+    ),
+    Fault(
+        name="validation rows longer than the model's",
+        message="config error: validation.seq_len must not be above training.seq_len, …",
+        cause="training.seq_len sets how many positions the model knows.",
+        remedy="Set validation.seq_len to training.seq_len or less.",
+        arrange=flags("--validation.enable", "--validation.seq_len=64"),
+    ),
+    Fault(
+        name="gradients of steps in backward that cannot accumulate",
+        message="config error: optimizer.early_step_in_backward updates in every backward, so it "
+        "cannot accumulate gradients, …",
+        cause="A step of several microbatches needs their gradients together.",
+        remedy="Make a step one microbatch, or turn early_step_in_backward off.",
+        arrange=flags("--optimizer.early_step_in_backward", "--training.global_batch_size=2"),
+    ),
+]

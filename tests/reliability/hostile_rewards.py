@@ -1,0 +1,43 @@
+"""Reward functions that don't do what a reward function should."""
+
+import os
+import sys
+
+
+def raises(text: str, answer: str) -> float:
+    return len(text) / len(answer)  # the answers of the fault book's prompts are empty
+
+
+def exits(_text: str, _answer: str) -> float:
+    sys.exit(0)
+
+
+def returns_nan(_text: str, _answer: str) -> float:
+    return float("nan")
+
+
+def returns_huge(_text: str, _answer: str) -> float:
+    return 1e308
+
+
+def returns_none(_text: str, _answer: str) -> None:
+    return None
+
+
+def returns_many(text: str, _answer: str) -> list[float]:
+    return [0.0] * len(text)
+
+
+def takes_one(_text: str) -> float:
+    return 1.0
+
+
+def raises_on_rank_one(text: str, answer: str) -> float:
+    return raises(text, answer) if os.environ["RANK"] == "1" else 1.0
+
+
+def good(text: str, _answer: str) -> float:
+    return float(len(text))
+
+
+not_a_function = 3
