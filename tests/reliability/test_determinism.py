@@ -1,0 +1,149 @@
+"""The same run gives the same bits, whoever watches it; and the losses that it always gave."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import golden_losses
+from scripts.golden_losses import FLAVORS, GOLDEN, TOLERANCE, difference
+from tests.reliability import jobs
+
+JOB = [
+    *jobs.TINY_JOB,
+    "--training.steps=5",
+    "--training.local_batch_size=2",
+    "--metrics.enable_jsonl",
+]
+VALIDATING = [
+    "--validation.enable",
+    "--validation.dataset=c4_test",
+    "--validation.seq_len=32",
+    "--validation.freq=2",
+    "--validation.steps=2",
+]
+# what watches -> how it is turned on
+OBSERVERS = {
+    "nothing": [],
+    "TensorBoard": ["--metrics.enable_tensorboard"],
+    "validation": VALIDATING,
+    "the profiler": [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=2",
+        "--profiling.profiler_warmup=1",
+    ],
+    "memory snapshots": ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=2"],
+    "checkpoints": ["--checkpoint.enable", "--checkpoint.interval=2"],
+    "checkpoints in the background": [
+        "--checkpoint.enable",
+        "--checkpoint.interval=1",
+        "--checkpoint.async_mode=async",
+        "--checkpoint.keep_latest_k=2",
+    ],
+    "the isolation probe": ["--debug.check_document_isolation_freq=1"],
+    "garbage collection": ["--training.gc_freq=1", "--training.gc_debug"],
+    "deterministic kernels": ["--debug.deterministic"],
+    "the printed config": ["--job.print_config", "--job.save_config_file=config.json"],
+}
+DOCUMENTS = ["--model.attn_type=varlen", "--model.attn_mask_type=block_causal"]
+ALL = [flag for flags in OBSERVERS.values() for flag in flags]
+
+
+def steps_of(folder: Path) -> list[tuple]:
+    """Step, loss and gradient norm, as they were logged."""
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    loss = golden_losses.LOSS
+    return [(row["step"], row[loss], row["grad_norm"]) for row in rows if loss in row]
+
+
+def train(folder: Path, *arguments: str, ranks: int = 1) -> list[tuple]:
+    arguments = [*JOB, f"--job.dump_folder={folder}", *arguments]
+    outcome = jobs.run(arguments, folder / "logs", 120, ranks=ranks)
+    assert outcome.exit_codes == [0] * ranks, outcome.output
+    return steps_of(folder)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    steps = train(tmp_path_factory.mktemp("plain"))
+    assert len(steps) == 5
+    return steps
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_losses_do_not_depend_on_who_watches(plain_run, tmp_path, observer):
+    assert train(tmp_path, *OBSERVERS[observer]) == plain_run
+
+
+def test_losses_between_logged_steps_are_the_same(plain_run, tmp_path):
+    logged = train(tmp_path, "--metrics.log_freq=3")
+    assert logged == [row for row in plain_run if row[0] in (1, 3, 5)]
+
+
+@pytest.mark.parametrize("layout", ["packed documents", "two ranks", "random initial weights"])
+def test_losses_do_not_depend_on_everything_at_once(tmp_path, layout):
+    options = {"packed documents": DOCUMENTS, "random initial weights": ["--debug.seed=8"]}
+    arguments, ranks = options.get(layout, []), 2 if layout == "two ranks" else 1
+    plain = train(tmp_path / "plain", *arguments, ranks=ranks)
+    assert train(tmp_path / "watched", *arguments, *ALL, ranks=ranks) == plain
+
+
+def test_rl_does_not_depend_on_who_watches(tmp_path):
+    config = "torchtitan/rl/train_configs/copy_cpu.toml"
+    job = [f"--job.config_file={config}", "--training.steps=4", "--rl.num_prompts_per_step=4"]
+
+    def rewards(folder, *arguments):
+        arguments = [*job, f"--job.dump_folder={folder}", *arguments]
+        outcome = jobs.run(arguments, folder / "logs", 120, module="torchtitan.rl.train")
+        assert outcome.exit_codes == [0], outcome.output
+        rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+        keys = ("step", "loss", "grad_norm", "rl/reward")
+        return [tuple(row[key] for key in keys) for row in rows if "loss" in row]
+
+    watching = ["--checkpoint.enable", "--checkpoint.interval=2", "--rl.eval_every=1"]
+    watching += ["--rl.eval_samples=8", "--rl.log_samples=-1", "--profiling.enable_profiling"]
+    unwatched = ["--rl.eval_every=0", "--rl.log_samples=0", "--metrics.no_enable_tensorboard"]
+    plain = rewards(tmp_path / "plain", *unwatched)
+    assert len(plain) == 4
+    assert rewards(tmp_path / "watched", *watching) == plain
+
+
+# ---- golden losses ----
+
+# Left out in CI: 30M parameters take several times as long as the other families' 6M to 15M.
+LARGE = ("qwen3", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow if f in LARGE else ()) for f in FLAVORS]
+)
+def test_losses_are_those_kept_in_the_repository(family, monkeypatch):
+    """If they differ for a good reason: python -m scripts.golden_losses --update"""
+    monkeypatch.chdir(golden_losses.ROOT)
+    losses = golden_losses.losses_of(family)
+    assert difference(losses, golden_losses.golden_losses()[family]) <= TOLERANCE, losses
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "--optimizer.lr=8.1e-4",
+        "--optimizer.beta2=0.96",
+        "--optimizer.weight_decay=0",
+        "--lr_scheduler.warmup_steps=3",
+        "--training.max_norm=0.99",
+        "--debug.seed=43",
+    ],
+)
+def test_golden_losses_tell_a_small_mistake(mistake, monkeypatch):
+    monkeypatch.chdir(golden_losses.ROOT)
+    losses = golden_losses.losses_of("llama3", mistake)
+    golden = golden_losses.golden_losses()["llama3"]
+    assert difference(losses, golden) > 3 * TOLERANCE
+
+
+def test_golden_losses_of_every_family_say_what_made_them():
+    made = json.loads(GOLDEN.read_text())
+    assert made["losses"].keys() == FLAVORS.keys()
+    assert made["made_with"]["torch"]
+    assert difference([8.0, 7.0], [8.0]) == difference([float("nan")], [8.0]) == float("inf")
