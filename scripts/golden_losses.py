@@ -6,10 +6,11 @@
 
 Ten steps in fp32 on the shipped data, in one process. Exit code 1 if a loss is another one.
 
-A tree that computes the same does not give the same bits everywhere: the order of a sum depends on
-the CPU's vector width, the library and the number of threads. TOLERANCE is far above what that
-changes and far below what a wrong model, schedule or data order changes
-(tests/reliability/test_determinism.py shows both).
+The same program does not give the same bits everywhere: the order of a sum depends on the CPU's
+vector width and the number of threads. SSE kernels in place of AVX2 change these losses by at most
+4.3e-7, relative; leaving out weight decay changes them by 1.4e-4, a learning rate 1 % higher by
+more. TOLERANCE is between the two, nearer to the second: on some machine a token may have two
+experts whose scores differ in the last bit only, and go to the other one.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
-TOLERANCE = 1e-4  # relative
+TOLERANCE = 5e-5  # relative
 FLAVORS = {
     "llama3": ("llama3", "debugmodel"),
     "qwen3": ("qwen3", "debugmodel"),
@@ -92,7 +93,9 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help=f"write {GOLDEN.relative_to(ROOT)}")
     args = parser.parse_args()
     if unknown := set(args.families) - FLAVORS.keys():
-        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FLAVORS)}")
+        parser.error(
+            f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FLAVORS)}"
+        )
     os.chdir(ROOT)
     init_logger()
     logger.setLevel("WARNING")

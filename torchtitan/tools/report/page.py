@@ -371,7 +371,7 @@ def _header(
     )
     return (
         f'<header><h1>{_text(title, 120)} <span class="state {state}">{_text(word)}</span></h1>'
-        f'<p class="quiet">{_text(run.folder.resolve())}, as of {_clock(now)}</p>'
+        f'<p class="quiet">{_text(run.folder)}, as of {_clock(now)}</p>'
         f'<dl class="facts">{cells}</dl></header>'
     )
 
