@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from datetime import datetime
 from html import escape
@@ -235,6 +236,8 @@ def _redone_stretches(
     run: Run, redone_from: dict[int, float], t0: float, digits: int
 ) -> list[dict[str, float]]:
     """Stretches of steps, and of time, whose work was lost."""
+    if len(redone_from) < 2:
+        return []
     stretches: dict[int, list[tuple[int, float]]] = {}
     for curve in run.curves.values():
         for start, step, seconds in zip(curve.starts, curve.steps, curve.times, strict=True):
@@ -269,11 +272,8 @@ def _events(run: Run) -> list[dict[str, Any]]:
     """The events in the order of time, each with its `place` on the axis of steps; a start that
     ended without a word is one, too, and the same event of several ranks is one with a `count`."""
     events = _told_once(_with_lost_starts(run))
-    trail = sorted(
-        (seconds, step)
-        for curve in run.curves.values()
-        for seconds, step in zip(curve.times, curve.steps, strict=True)
-    )
+    longest = run.longest_curve()
+    trail = sorted(zip(longest.times, longest.steps, strict=True))
     logged, i, place = [], 0, 0
     for event in events:
         while i < len(trail) and trail[i][0] <= event["wall_time"]:
@@ -293,16 +293,16 @@ def _events(run: Run) -> list[dict[str, Any]]:
 
 def _with_lost_starts(run: Run) -> list[dict[str, Any]]:
     events = sorted(run.events, key=lambda event: event["wall_time"])
-    times = sorted(seconds for curve in run.curves.values() for seconds in curve.times)
+    times = sorted(run.longest_curve().times)
     result: list[dict[str, Any]] = []
     is_running, last_sign = False, 0.0
     for event in events:
         if event["kind"] == "start" and is_running:
-            before = [seconds for seconds in times if last_sign < seconds < event["wall_time"]]
+            num_before = bisect_left(times, event["wall_time"])
             result.append(
                 {
                     "kind": "lost",
-                    "wall_time": before[-1] if before else last_sign,
+                    "wall_time": max([last_sign, *times[max(0, num_before - 1) : num_before]]),
                     "step": None,
                     "message": "ended without a word: killed, or the machine went away",
                 }

@@ -59,6 +59,10 @@ class Run:
     samples: list[dict[str, Any]]
     source: str  # where the curves come from
 
+    def longest_curve(self) -> Curve:
+        """The metric with the most points; an empty curve without metrics."""
+        return max(self.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
+
     def first_steps(self) -> dict[int, int]:
         """start -> the lowest step that it logged."""
         first: dict[int, int] = {}
