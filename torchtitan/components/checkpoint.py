@@ -509,8 +509,9 @@ class CheckpointManager:
             self.staging = True
         else:
             self.save_future = result
-        start = time.monotonic()
-        self.save_future.add_done_callback(lambda future: _report_written(future, path, start))
+        if isinstance(self.save_future, Future):  # what stands in for DCP may return less
+            start = time.monotonic()
+            self.save_future.add_done_callback(lambda future: _report_written(future, path, start))
 
     def _prepare_async_save(self) -> None:
         """Before the first save is due, do what it would take longer for than later ones."""
