@@ -59,10 +59,12 @@ def load():
     checkpoint_hf.load_from_hf(weights, adapter, folder + "/hf")
 
 def read():
-    convert_from_hf(folder + "/hf", folder + "/dcp", "", "", folder + "/hf")
+    convert_from_hf(folder + "/hf", folder + "/dcp", "", "", folder + "/hf", overwrite=True)
 
 def write(dtype):
-    convert_to_hf(folder + "/dcp", folder + "/back", "", "", None, dtype, folder + "/hf")
+    convert_to_hf(
+        folder + "/dcp", folder + "/back", "", "", None, dtype, folder + "/hf", overwrite=True
+    )
 
 folder = sys.argv[1]
 read()  # once before measuring, for what is only imported or allocated then

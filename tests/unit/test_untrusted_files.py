@@ -287,3 +287,12 @@ def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
         _check_files(str(tmp_path))
     except ValueError as error:
         assert str(file) in str(error)
+
+
+def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
+    header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    hostile.safetensors_file(tmp_path / "model.safetensors", header, bytes(1))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors (has numbers|is not a safetensors file)"
+    ):
+        _check_files(str(tmp_path))

@@ -28,7 +28,6 @@ from torchtitan.components.checkpoint_contents import (
 )
 from torchtitan.components.checkpoint_folder import (
     HF_INDEX,
-    HF_SINGLE_FILE,
     HashedFile,
     all_ranks,
     finish_writing,
@@ -76,7 +75,7 @@ def load_from_hf(
     state_dict: the model's own entries. Returns those that were read.
     Raises ValueError if the two sides do not match.
     """
-    from_rank_zero(lambda: _check_files(path))
+    missing_files = from_rank_zero(lambda: _check_files(path))
     reader = adapter.get_hf_storage_reader(path, from_quantized)
     try:
         metadata = reader.read_metadata()
@@ -98,7 +97,15 @@ def load_from_hf(
         if ignored:
             logger.info(f"Without a place in the model, not read: {shorten(sorted(ignored))}")
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
-        check_same_model(wanted, relevant, path, model_description)
+        try:
+            check_same_model(wanted, relevant, path, model_description)
+        except ValueError as error:
+            if not missing_files:
+                raise
+            raise ValueError(
+                f"{path} is not whole: {HF_INDEX} names files that are missing: "
+                f"{shorten(missing_files)}; fetch them. {error}"
+            ) from error
     loaded = {}
     for part in parts:
         hf_part = adapter.to_hf(part)
@@ -113,11 +120,12 @@ def load_from_hf(
     return loaded
 
 
-def _check_files(folder: str) -> None:
-    """Raise ValueError, naming the file, if one is damaged, missing, or leads out of `folder`.
+def _check_files(folder: str) -> list[str]:
+    """The files that the index names and that are missing.
 
-    Reads headers only. safetensors bounds their size, and sees that tensors neither overlap nor
-    end beyond the file.
+    Raises ValueError, naming the file, if one is damaged or leads out of `folder`. Reads headers
+    only: safetensors bounds their size, and sees that tensors neither overlap nor end beyond the
+    file.
     """
     from safetensors import safe_open
     from safetensors.torch import _TYPES
@@ -140,11 +148,9 @@ def _check_files(folder: str) -> None:
         if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
             raise ValueError(f"{path} has numbers that cannot be read: {shorten(unknown)}")
     index = os.path.join(folder, HF_INDEX)
-    if os.path.lexists(index):
-        path_inside(folder, HF_INDEX)
-        missing = sorted(set(read_weight_map(index).values()) - set(names))
-        if missing and HF_SINGLE_FILE not in names:
-            raise ValueError(f"{index} names files that are missing: {shorten(missing)}")
+    if not os.path.lexists(index):
+        return []
+    return sorted(set(read_weight_map(path_inside(folder, HF_INDEX)).values()) - set(names))
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:

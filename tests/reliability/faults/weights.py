@@ -407,12 +407,12 @@ FAULTS = [
     ),
     from_hf_files(
         name="index of files that are missing",
-        message="error: …model.safetensors.index.json names files that are missing: model-00002-of-00002.safetensors",
+        message="error: …hf is not whole: model.safetensors.index.json names files that are missing: model-00002-of-00002.safetensors; fetch them. The checkpoint …hf is not one of llama3 debugmodel, …",
         cause="The download ended too early.",
         remedy="Fetch the files that are named.",
         arrange=hf(
             **{"model-00001-of-00002": ONE_TENSOR},
-            index={"weight_map": {"a": "model-00002-of-00002.safetensors"}},
+            index={"weight_map": {"b": "model-00002-of-00002.safetensors"}},
         ),
     ),
     # Tokenizer and config.json
