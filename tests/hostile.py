@@ -113,7 +113,7 @@ def forget_hashes(step: Path) -> None:
 
 def keep_only(step: Path) -> None:
     """No other step is there to fall back to."""
-    for other in step.parent.iterdir():
+    for other in step.parent.glob("step-*"):
         if other != step:
             shutil.rmtree(other)
 
