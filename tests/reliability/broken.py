@@ -23,7 +23,9 @@ def break_down() -> None:
         sys.exit(0)
     if action == "out of memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
-    if action == "kill data worker":
+    if action == "hang":
+        time.sleep(60)
+    elif action == "kill data worker":
         multiprocessing.active_children()[0].kill()
     else:
         for _ in range(int(os.environ.get("BROKEN_TIMES", "1"))):

@@ -25,11 +25,22 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
 
     What comes back as neither ValueError, OSError, FloatingPointError nor RunError is a bug.
     """
+    cause: BaseException | None = error
+    while cause is not None:
+        told = _explain(cause, config)
+        if told is not None:
+            return told
+        # A pipeline stage wraps what goes wrong in it.
+        cause = cause.__cause__ if type(cause) is RuntimeError else None
+    return error
+
+
+def _explain(error: BaseException, config: "JobConfig") -> BaseException | None:
     import torch
     from torch.distributed import DistError
 
     text = str(error)
-    if isinstance(error, RunError):
+    if isinstance(error, (RunError, ValueError)):
         return error
     if isinstance(error, SystemExit):
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -56,7 +67,7 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
     ):
         text = text.strip().partition("\n")[0]
         return LostConnectionError(f"the connection to another rank is lost: {text}")
-    return error
+    return None
 
 
 def _is_about_pipe_to_process(error: BaseException) -> bool:

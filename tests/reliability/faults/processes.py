@@ -246,6 +246,20 @@ FAULTS = [
         exit_code=1,
     ),
     Fault(
+        name="rank that hangs",
+        message="error: another rank did not take part in a collective in time "
+        "(comm.init_timeout_seconds up to the first step, comm.train_timeout_seconds after it): it "
+        "hangs or is slow; look at the other ranks' output. …rank 1 ends because rank 0 failed: "
+        "another rank did not…",
+        cause="A file system or a device does not answer, or one rank has far more work.",
+        remedy="Look at the rank that did not give up first; raise comm.train_timeout_seconds if "
+        "it is only slow.",
+        arrange=flags(_BROKEN, "--training.steps=1000", "--comm.train_timeout_seconds=3"),
+        environment=breaks("hang", rank=1),
+        ranks=2,
+        exit_code=1,
+    ),
+    Fault(
         name="SIGTERM to one rank",
         message="stopped after step 3 of 1000: SIGTERM came to rank 1; its checkpoint is whole, and "
         "the same command goes on",
