@@ -440,8 +440,10 @@ def _num_valid(labels: torch.Tensor) -> int:
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     """Save all of it, so that the run can go on later, and say so. Collective."""
-    engine.checkpointer.async_mode = AsyncMode.DISABLED  # the process ends: wait for the files
-    engine.save()
+    checkpointer = engine.checkpointer
+    usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
+    engine.save()  # and wait for the files
+    checkpointer.async_mode = usual_mode
     logger.warning(
         "stopped after step %d of %d: %s; its checkpoint is whole, and the same command goes on",
         engine.step,

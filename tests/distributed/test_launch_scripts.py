@@ -183,3 +183,14 @@ def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
     assert done.returncode == (0 if calls else exit_code)
     path = tmp_path / "calls"
     assert (path.read_text() if path.exists() else None) == calls
+
+
+def test_interpreter_that_is_not_there_ends_the_script_with_a_message():
+    done = subprocess.run(
+        ["scripts/run_train.sh"],
+        env=environment(PYTHON="/nope"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Python 3.11 or newer is needed, and /nope is not" in done.stderr
