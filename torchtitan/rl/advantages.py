@@ -59,8 +59,8 @@ class AdvantageEstimator:
         for reward, group in zip(rewards, group_ids, strict=True):
             if not (isinstance(reward, int | float) and abs(reward) <= LARGEST_REWARD):
                 raise ValueError(
-                    f"rewards must be finite numbers, at most {LARGEST_REWARD:g} in size, got "
-                    f"{reward!r} in group {group!r}; correct the reward function"
+                    f"rewards must be finite numbers, got {reward!r} in group {group!r} (at most "
+                    f"{LARGEST_REWARD:g} in size); correct the reward function"
                 )
             groups.setdefault(group, []).append(reward)
         shift_and_scale = {group: self._shift_and_scale(own) for group, own in groups.items()}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_metrics_processor, memory_metrics
 from torchtitan.components.stop import StopRequest
-from torchtitan.config.checks import check_tokenizer_fits
+from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.engine import closed_on_error
 from torchtitan.rl.advantages import AdvantageEstimator, advantage_metrics
 from torchtitan.rl.batcher import Batcher
@@ -69,7 +69,10 @@ class Controller:
             task = build_task(self.config, self._tokenizer(), longest)
         self.task = task
         check_tokenizer_fits(self.task.tokenizer, engine.model_args)
-        self.generator = build_generator(job_config, engine)
+        try:
+            self.generator = build_generator(job_config, engine)
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
         eos_id = self.task.tokenizer.eos_id
         self.sampling = SamplingConfig(
             temperature=self.config.sampling.temperature,

@@ -322,7 +322,7 @@ def _copy_of_model(engine: "TrainingEngine", dtype: torch.dtype) -> "Decoder":
 def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Generator:
     """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
 
-    Raises ConfigError where they don't go together, or vLLM is not installed.
+    Raises ConfigError where they don't go together, ImportError if vLLM is not installed.
     """
     rl = job_config.rl
     options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
@@ -337,10 +337,7 @@ def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Genera
         from torchtitan.rl.vllm_generator import VLLMGenerator
 
         _refuse_reference(job_config, "rl.generator.backend = 'vllm' has weights of its own")
-        try:
-            return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
-        except ImportError as error:
-            raise ConfigError(str(error)) from error
+        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     if rl.async_steps > 0:
         _refuse_reference(
             job_config,
