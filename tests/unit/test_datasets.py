@@ -213,7 +213,7 @@ def run_phase(samples, world_size, num_workers, states, num_batches):
     return drawn, merged
 
 
-def tokens_left_over(states):
+def tokens_left_in_buffers(states):
     import pickle
 
     from torchtitan.components.dataloader import _reader_states
@@ -243,7 +243,7 @@ def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
         tokens, states = run_phase(samples, world_size, num_workers, states, num_batches)
         drawn += tokens
     # What is left are the last tokens of each reader, fewer than a sequence.
-    everything = Counter(drawn + tokens_left_over(states))
+    everything = Counter(drawn + tokens_left_in_buffers(states))
     assert everything == Counter(range(sum(lengths)))
 
 
