@@ -38,7 +38,10 @@ class JsonLinesDocuments:
     def __getitem__(self, index: int) -> dict[str, Any]:
         file_index, line_index = _locate(index, self._ends)
         path, start = self._paths[file_index], self._line_starts[file_index][line_index]
-        line = _read(path, start, None, self._sizes[file_index])
+        _check_size(path, self._sizes[file_index])
+        with open(path, "rb") as file:
+            file.seek(start)
+            line = file.readline()
         return _parse_line(line, path, start)
 
     def where(self, index: int) -> str:
@@ -66,9 +69,11 @@ class TextDocuments:
     def __getitem__(self, index: int) -> dict[str, str]:
         file_index, part = _locate(index, self._ends)
         path = self._paths[file_index]
+        _check_size(path, self._sizes[file_index])
         with open(path, "rb") as file:
             start, end = _cut(file, part), _cut(file, part + 1)
-        content = _read(path, start, end, self._sizes[file_index])
+            file.seek(start)
+            content = file.read(end - start)
         try:
             return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
@@ -203,21 +208,14 @@ def _starts_of_lines(path: Path) -> "array[int]":
     return starts
 
 
-def _read(path: Path, start: int, end: int | None, size_at_start: int) -> bytes:
-    """Bytes `start` to `end`, or of one line. ValueError if there are fewer than at the start."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(start)
-            content = file.readline() if end is None else file.read(end - start)
-    except FileNotFoundError:
-        size = 0
+def _check_size(path: Path, size_at_start: int) -> None:
+    """Raise ValueError if the file has fewer bytes than at the start."""
+    size = path.stat().st_size if path.exists() else 0
     if size < size_at_start:
         raise ValueError(
             f"{path} had {size_at_start:,} bytes when the job started, and has "
             f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
         )
-    return content
 
 
 def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
