@@ -359,14 +359,19 @@ FAULTS = [
     ),
     Fault(
         name="resume with other data",
-        message="is continued, but training.dataset was 'c4_test' there and is 'python_docs' now: "
+        message="is continued, but training.dataset was 'local' there and is 'python_docs' now: "
         "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
-        "['dataloader'] begins it at its start…error: the checkpoint's data position is one in …"
+        "['dataloader'] begins it at its start…training.dataset_path was …data.json' there and is None "
+        "now…error: the checkpoint's data position is one in …"
         "documents but dataset 'python_docs' holds …: resume with the same data, or begin this data "
         "anew with checkpoint.exclude_from_loading = ['dataloader']",
         cause="training.dataset or dataset_path was changed, or the files there have.",
         remedy="Leave the data position out with checkpoint.exclude_from_loading.",
-        arrange=resume("--training.dataset=python_docs", "--training.steps=5"),
+        arrange=resume(
+            "--training.dataset=python_docs",
+            "--training.dataset_path=None",
+            "--training.steps=5",
+        ),
         exit_code=1,
         after_run=True,
     ),

@@ -243,7 +243,7 @@ FAULTS = [
         "training.dataset to 'local'",
         cause="This machine has no network, or HF_HUB_OFFLINE is set.",
         remedy="Set training.dataset_path to a copy.",
-        arrange=lambda _folder: ["--training.dataset=c4"],
+        arrange=lambda _folder: ["--training.dataset=c4", "--training.dataset_path=None"],
         exit_code=1,
     ),
     Fault(
@@ -272,14 +272,14 @@ FAULTS = [
     tokenizer_fault(
         "tokenizer_config.json of another shape",
         {"tokenizer.json": WHOLE, "tokenizer_config.json": '{"added_tokens_decoder": [1]}'},
-        "cannot read the tokenizer in '…tokenizer': …; fetch its files again",
+        "…tokenizer_config.json: added_tokens_decoder must be an object, got a list",
         "The file was edited, or belongs to another tool.",
         FETCH_AGAIN,
     ),
     tokenizer_fault(
         "vocabulary that is not UTF-8",
         {"vocab.txt": b"\xff\xfe\n"},
-        "cannot read the tokenizer in '…tokenizer': 'utf-8' codec can't decode byte 0xff …",
+        "…vocab.txt is not text in UTF-8: 'utf-8' codec can't decode byte 0xff …; fetch the file again",
         "The file is in another encoding, or damaged.",
         FETCH_AGAIN,
     ),

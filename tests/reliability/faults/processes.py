@@ -39,7 +39,7 @@ def with_port_in_use(folder: Path) -> list[str]:
 
 
 def one_step_is_whole(folder: Path) -> None:
-    (step,) = (folder / "outputs/checkpoint").iterdir()
+    (step,) = (folder / "outputs/checkpoint").glob("step-*")
     assert (step / ".metadata").exists() and (step / ".sha256sums").exists()
     assert not (step / ".incomplete").exists()
 

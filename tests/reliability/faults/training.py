@@ -69,3 +69,43 @@ FAULTS = [
         arrange=flags("--optimizer.early_step_in_backward", "--training.global_batch_size=2"),
     ),
 ]
+
+# Looking at a run
+
+NO_REPORT = dict(module="torchtitan.tools.report", whole_command=True)
+FAULTS += [
+    Fault(
+        name="report of a folder without a run",
+        message="error: …holds no run: there is no events.jsonl, no file of metrics…",
+        cause="The folder is not the job.dump_folder of a run, or the run was refused before it "
+        "began.",
+        remedy="Name the folder that job.dump_folder says.",
+        arrange=lambda folder: [str(folder)],
+        **NO_REPORT,
+    ),
+    Fault(
+        name="report of a folder that is not there",
+        message="error: …nowhere is not a folder; name the job.dump_folder of a run",
+        cause="A typing error in the path.",
+        remedy="Name the folder that job.dump_folder says.",
+        arrange=lambda folder: [f"{folder}/nowhere"],
+        **NO_REPORT,
+    ),
+    Fault(
+        name="report that cannot be written",
+        message="error: …nowhere/report.html…: No such file or directory",
+        cause="The folder of -o is missing or read-only.",
+        remedy="Name a file in a folder that this user may write to.",
+        arrange=lambda folder: [f"{folder}/outputs", f"-o={folder}/nowhere/report.html"],
+        after_run=True,
+        **NO_REPORT,
+    ),
+    Fault(
+        name="history that cannot be written",
+        message="training completed",
+        cause="events.jsonl in the dump folder is not a file that this user may write to.",
+        remedy="None for the run, which goes on. For a history, remove what is there.",
+        arrange=lambda folder: (folder / "outputs/events.jsonl").mkdir(parents=True) or [],
+        exit_code=0,
+    ),
+]

@@ -455,7 +455,7 @@ FAULTS = [
     # Conversions
     converting(
         name="conversion over a checkpoint",
-        message="error: …given holds files already (.metadata, .sha256sums, __0_0.distcp); give another folder, or --overwrite to replace the weights in it",
+        message="error: …given holds files already (.metadata, .sha256sums, __0_0.distcp, run.json); give another folder, or --overwrite to replace the weights in it",
         cause="The folder to write to holds a checkpoint, with its optimizer state.",
         remedy="Give another folder, or --overwrite.",
         arrange=convert("hf", "given"),
