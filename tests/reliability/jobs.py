@@ -158,6 +158,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # data workers as in a process of its own
     sys.argv = [module, *arguments]
     if module.endswith(".py"):
         runpy.run_path(str(ROOT / module), run_name="__main__")

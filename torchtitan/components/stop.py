@@ -1,5 +1,6 @@
 """Ending a run before its last step: signals and a time limit, which all ranks follow together."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -166,7 +167,8 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
 
 
 def _end_with_trainer() -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+    trainer = multiprocessing.parent_process()  # not the fork server, if it was started by one
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
         pass
     os._exit(0)
 

@@ -315,7 +315,7 @@ FAULTS = [
         "checkpoint is whole, and the same command goes on",
         cause="The scheduler's limit is near, and training.time_limit_minutes says so.",
         remedy="Start the same command again.",
-        arrange=flags(*LONG_SAVING, "--training.time_limit_minutes=0.08"),
+        arrange=flags(*LONG_SAVING, "--training.time_limit_minutes=0.08", "--metrics.log_freq=10"),
         exit_code=0,
         check=one_step_is_whole,
     ),
