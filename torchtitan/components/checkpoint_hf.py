@@ -92,7 +92,9 @@ def load_from_hf(
     if not from_quantized:  # quantized files have other shapes, and scales beside the weights
         wanted: Shapes = {}
         for part in parts:
-            wanted |= shapes_of(adapter.to_hf(part))
+            hf_part = adapter.to_hf(part)
+            dcp.check_same_kinds(hf_part, metadata)
+            wanted |= shapes_of(hf_part)
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         if ignored:
             logger.info(f"Without a place in the model, not read: {shorten(sorted(ignored))}")

@@ -58,7 +58,24 @@ def load(
         for problem in all_ranks(_problem_with_metadata(reader)):
             if problem is not None:
                 raise ValueError(problem)
-    torch_dcp.load(state_dict, storage_reader=storage_reader, planner=_SafePlanner())
+    planner = _SafePlanner(compare_kinds=isinstance(storage_reader, SafeReader))
+    torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
+
+
+def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None:
+    """Raise ValueError if one is floating-point, complex or of whole numbers here, and another of
+    the three where it is saved: copied, it would mean something else."""
+    assert metadata is not None
+    for name, tensor in tensors.items():
+        entry = metadata.state_dict_metadata.get(name)
+        if isinstance(tensor, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+            kinds = [
+                (d.is_floating_point, d.is_complex) for d in (entry.properties.dtype, tensor.dtype)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"{name} is saved as {entry.properties.dtype}, and is {tensor.dtype} here"
+                )
 
 
 class SafeReader(FileSystemReader):
@@ -106,6 +123,17 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
+    """compare_kinds: not for readers that turn quantized weights into others."""
+
+    def __init__(self, compare_kinds: bool) -> None:
+        super().__init__()
+        self._compare_kinds = compare_kinds
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._compare_kinds:
+            check_same_kinds(self.state_dict, self.metadata)
+        return super().create_local_plan()
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:

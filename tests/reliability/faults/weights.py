@@ -285,6 +285,7 @@ FAULTS = [
         cause=DAMAGED,
         remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
         arrange=resume(shorten_file("__0_0.distcp", 1000)),
+        ranks=2,
     ),
     resuming(
         name="checkpoint file that is missing, without hashes",
@@ -367,6 +368,18 @@ FAULTS = [
         name="safetensors file of an unknown kind of numbers",
         message="error: …model.safetensors is not a safetensors file, or only a part of one (…Q7…); fetch it again",
         arrange=hf(model=({"a": tensor(0, 4, "Q7")}, bytes(4))),
+    ),
+    from_hf_files(
+        name="safetensors file of whole numbers",
+        message="error: …model.embed_tokens.weight is saved as torch.int32, and is torch.float32 here",
+        cause="The weights are quantized, in a way that is not read.",
+        remedy="Give the weights as they are before quantization.",
+        arrange=hf(
+            model=(
+                {"model.embed_tokens.weight": tensor(0, 4, "I32")},
+                bytes(4),
+            )
+        ),
     ),
     from_hf_files(
         name="safetensors file of another model",
