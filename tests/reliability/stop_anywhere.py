@@ -31,6 +31,8 @@ LIMIT_SECONDS = 30
 START_SECONDS = 120
 JOB = [
     *jobs.TINY_JOB,
+    "--experimental.custom_import=tests.reliability.tiny_flavor",
+    "--model.flavor=tiny",
     f"--training.steps={STEPS}",
     "--metrics.enable_jsonl",
     "--checkpoint.enable",
