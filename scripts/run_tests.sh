@@ -11,5 +11,8 @@ source scripts/setup_env.sh
 prepare_python dev
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-[ "${NPROC:-1}" = 1 ] || set -- -n "$NPROC" --dist loadfile "$@"
+if [ "${NPROC:-1}" != 1 ]; then
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # more would wait for each other's cores
+  set -- -n "$NPROC" --dist loadfile "$@"
+fi
 exec "$PYTHON" -m pytest "$@"
