@@ -35,7 +35,8 @@ def messages_of_torchtitan():
 
 
 def init_without_torchrun(folder):
-    for name in TORCHRUN:
+    settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE")  # of an earlier test
+    for name in (*TORCHRUN, *settings):
         os.environ.pop(name, None)
     before = dict(os.environ)
     size = dist_utils.init_distributed(Comm(), base_folder=folder)
