@@ -25,7 +25,7 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
 from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
-from torchtitan.tools.host import signal_at_parents_death
+from torchtitan.tools.host import has_peers, signal_at_parents_death
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             signal_at_parents_death(signal.SIGTERM)
-        with exit_on_config_error(_tell_config_error if _has_peers() else None):
+        with exit_on_config_error(_tell_config_error if has_peers() else None):
             config = ConfigManager(config_cls).parse_args()
             resolve_job(config)
             if check_config is not None:
@@ -74,12 +74,6 @@ def main(
         sys.exit(128 + signal.SIGINT)
 
 
-def _has_peers() -> bool:
-    """Whether the environment describes this rank and others."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
-
-
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
     import torch
 
@@ -87,7 +81,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
     try:
         # A process group that exists already has met in its own way.
         is_guest = torch.distributed.is_initialized()
-        if _has_peers() and config.comm.mode == "default" and not is_guest:
+        if has_peers() and config.comm.mode == "default" and not is_guest:
             peers = _find_peers(config.comm.init_timeout_seconds)
             peers.compare(config.to_dict())
         with events.recording(config):

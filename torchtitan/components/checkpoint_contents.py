@@ -29,6 +29,7 @@ from torchtitan.components.checkpoint_folder import (
     from_rank_zero,
 )
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.host import total_ram_bytes
 
 if TYPE_CHECKING:
     from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -60,8 +61,8 @@ def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
         raise ValueError(f"A model of these sizes cannot be made: {error}") from error
     weights = model.state_dict(keep_vars=True)
     n_bytes = sum(weight.nbytes for weight in {id(w): w for w in weights.values()}.values())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if n_bytes > memory:
+    memory = total_ram_bytes()
+    if memory and n_bytes > memory:
         raise ValueError(
             f"The weights of this model take {n_bytes / GIB:.1f} GiB in fp32, and this machine has "
             f"{memory / GIB:.1f} GiB of memory"

@@ -141,15 +141,9 @@ class _SafePlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_in_short(error)}") from error
         before = self.state_dict[name]
-        anything = (
-            type(None),
-            torch.Tensor,
-        )  # a tensor may have been a number, a learning rate say
-        if (
-            not isinstance(before, anything)
-            and content is not None
-            and (_kind(before) is not _kind(content))
-        ):
+        # A tensor, a learning rate say, may have been a number.
+        is_open = before is None or content is None or isinstance(before, torch.Tensor)
+        if not is_open and _kind(before) is not _kind(content):
             raise ValueError(
                 f"the entry {name} is of type {type(content).__name__}, and "
                 f"{type(before).__name__} was expected"

@@ -18,6 +18,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
+from torchtitan.tools.host import total_ram_bytes
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class DeviceMemoryMonitor:
         if self.device.type == "cpu":
             self.device_name = platform.processor() or platform.machine()
             self.device_index = 0
-            self.device_capacity = _total_ram_bytes()
+            self.device_capacity = total_ram_bytes()
         else:
             module = self._module()
             self.device_name = module.get_device_name(self.device)
@@ -506,14 +507,6 @@ def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
 
 def _memory_field(gib: float, percent: float) -> str:
     return f"memory: {gib:5.2f}GiB({percent:.2f}%)"
-
-
-def _total_ram_bytes() -> int:
-    """This machine's RAM; 0 where the system doesn't say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
 
 
 def _resident_bytes() -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torchtitan.config.check_helpers import import_named
 from torchtitan.config.checks import ConfigError
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
+from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
 
@@ -202,12 +203,7 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
 
 
 def _tell(message: str) -> None:
-    print(f"rank {os.environ['RANK']}: {message}" if _has_peers() else message, file=sys.stderr)
-
-
-def _has_peers() -> bool:
-    # Asked of the environment: config errors come before there is a process group.
-    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    print(f"rank {os.environ['RANK']}: {message}" if has_peers() else message, file=sys.stderr)
 
 
 def _program() -> str:
@@ -227,7 +223,7 @@ class _FlagMistake(SystemExit):
 def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) -> JobConfig:
     said = io.StringIO()
     # Ranks share one message; a single process keeps the parser's colours.
-    quiet = contextlib.redirect_stderr(said) if _has_peers() else contextlib.nullcontext()
+    quiet = contextlib.redirect_stderr(said) if has_peers() else contextlib.nullcontext()
     try:
         with quiet:
             return tyro.cli(
@@ -244,7 +240,7 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
         # A section's own rule, broken by a flag.
         raise ConfigError(str(error)) from error
     except SystemExit as error:
-        if error.code and _has_peers():
+        if error.code and has_peers():
             raise _FlagMistake(said.getvalue()) from error
         raise
 

@@ -11,9 +11,10 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
@@ -38,8 +39,7 @@ class JsonLinesDocuments:
     def __getitem__(self, index: int) -> dict[str, Any]:
         file_index, line_index = _locate(index, self._ends)
         path, start = self._paths[file_index], self._line_starts[file_index][line_index]
-        _check_size(path, self._sizes[file_index])
-        with open(path, "rb") as file:
+        with _open_unchanged(path, self._sizes[file_index]) as file:
             file.seek(start)
             line = file.readline()
         return _parse_line(line, path, start)
@@ -69,8 +69,7 @@ class TextDocuments:
     def __getitem__(self, index: int) -> dict[str, str]:
         file_index, part = _locate(index, self._ends)
         path = self._paths[file_index]
-        _check_size(path, self._sizes[file_index])
-        with open(path, "rb") as file:
+        with _open_unchanged(path, self._sizes[file_index]) as file:
             start, end = _cut(file, part), _cut(file, part + 1)
             file.seek(start)
             content = file.read(end - start)
@@ -208,14 +207,18 @@ def _starts_of_lines(path: Path) -> "array[int]":
     return starts
 
 
-def _check_size(path: Path, size_at_start: int) -> None:
-    """Raise ValueError if the file has fewer bytes than at the start."""
-    size = path.stat().st_size if path.exists() else 0
-    if size < size_at_start:
+def _open_unchanged(path: Path, size_at_start: int) -> BinaryIO:
+    """Raises ValueError if the file has fewer bytes than at the start."""
+    file, size = None, 0
+    with suppress(FileNotFoundError):
+        file = open(path, "rb")
+        size = os.fstat(file.fileno()).st_size
+    if file is None or size < size_at_start:
         raise ValueError(
             f"{path} had {size_at_start:,} bytes when the job started, and has "
             f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
         )
+    return file
 
 
 def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:

@@ -118,3 +118,17 @@ def signal_at_parents_death(number: int) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def has_peers() -> bool:
+    """Whether the environment describes this rank and others."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
+
+
+def total_ram_bytes() -> int:
+    """This machine's RAM; 0 where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
