@@ -235,17 +235,18 @@ class Rehearsal(TorchDispatchMode):
             stream.tick()
             keys = set()
             for tensor in used:
-                key = tensor.untyped_storage()._cdata
-                keys.add(key)
-                self._use_storage(key, id(tensor) in written, func)
+                storage = tensor.untyped_storage()
+                keys.add(storage._cdata)
+                self._use_storage(storage, id(tensor) in written, func)
             for tensor in made:
-                key = tensor.untyped_storage()._cdata
-                if key not in keys:  # new memory
-                    self._uses[key] = _Uses()
-                    self._uses[key].add(stream, True)
+                storage = tensor.untyped_storage()
+                if storage._cdata not in keys:  # new memory
+                    self._uses[storage._cdata] = _Uses(storage)
+                    self._uses[storage._cdata].add(stream, True)
 
-    def _use_storage(self, key: int, is_write: bool, func: Any) -> None:
-        stream, uses = device.current_stream(), self._uses.setdefault(key, _Uses())
+    def _use_storage(self, storage: torch.UntypedStorage, is_write: bool, func: Any) -> None:
+        stream = device.current_stream()
+        uses = self._uses.setdefault(storage._cdata, _Uses(storage))
         if not uses.is_safe(stream, is_write):
             what = "write" if is_write else "read"
             self.races[f"{what} of {func} in {place()[0]}"] += 1
@@ -256,7 +257,7 @@ def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kw
     """Checkpoints in pinned memory copy storages, which no operator sees."""
     if not isinstance(x, FakeTensor):
         return stage(stager, x, *args, **kwargs)
-    use(x.untyped_storage()._cdata, False, "a tensor that is staged")
+    use(x.untyped_storage(), False, "a tensor that is staged")
     return torch.zeros(x.shape, dtype=x.dtype)
 
 
@@ -288,11 +289,15 @@ def _push_mode(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 class _Uses:
-    """Of some memory: when each stream last wrote to it, and last used it at all."""
+    """Of some memory: when each stream last wrote to it, and last used it at all.
 
-    __slots__ = ("writes", "uses")
+    The weak reference keeps the storage's address from becoming that of another storage.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("reference", "writes", "uses")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.reference = StorageWeakRef(storage)
         self.writes: dict[int, int] = {}
         self.uses: dict[int, int] = {}
 

@@ -48,7 +48,7 @@ def records_of(names, *flags):
 
     names = list(names)
     with ThreadPoolExecutor() as pool:
-        shares = pool.map(share, (names[::2], names[1::2]))
+        shares = pool.map(share, filter(None, (names[::2], names[1::2])))
     return {record["name"]: record for records in shares for record in records}
 
 

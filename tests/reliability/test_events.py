@@ -110,8 +110,8 @@ def test_line_that_was_cut_short_does_not_swallow_the_next(tmp_path, config):
     assert [json.loads(line)["kind"] for line in lines[1:]] == ["start", "end"]
 
 
-def test_warnings_and_marked_lines_are_events_and_others_are_not(tmp_path, config, monkeypatch):
-    monkeypatch.setattr(logger, "level", logging.INFO)
+def test_warnings_and_marked_lines_are_events_and_others_are_not(tmp_path, config, caplog):
+    caplog.set_level(logging.INFO, logger.name)
     with events.recording(config):
         logger.info("step 3")
         logger.warning("the data ended after %d steps", 3)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,12 +149,13 @@ SCRIPTS = {"from": "convert_from_hf", "to": "convert_to_hf"}
 def convert(direction, source, target, *arguments, limit_kib=None):
     """Run the script; returns its exit code and what it said."""
     limit = "" if limit_kib is None else f"ulimit -f {limit_kib}; "
-    script = f"{limit}exec python -m scripts.checkpoint_conversion.{SCRIPTS[direction]} $@"
-    options = ["--model_flavor=debugmodel", *arguments]
+    module = f"scripts.checkpoint_conversion.{SCRIPTS[direction]}"
+    options = [str(source), str(target), "--model_flavor=debugmodel", *arguments]
     done = subprocess.run(
-        ["bash", "-c", script.replace("$@", '"$@"'), "-", str(source), str(target), *options],
+        ["bash", "-c", f'{limit}exec "$@"', "-", sys.executable, "-m", module, *options],
         capture_output=True,
         text=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # the limit would cut .pyc files short
     )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
