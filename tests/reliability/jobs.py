@@ -11,8 +11,10 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -59,6 +61,18 @@ class Outcome:
         return "\n".join(self.outputs)
 
 
+# `Process.start` reads the exit codes of all processes that have ended, and two readers of one
+# code get it wrong: callers run jobs in several threads.
+_reading_exit_codes = threading.Lock()
+
+
+def _exit_code(process: BaseProcess, timeout_seconds: float | None = 0) -> int | None:
+    """None if it has not ended in time."""
+    connection.wait([process.sentinel], timeout_seconds)
+    with _reading_exit_codes:
+        return process.exitcode
+
+
 class Job:
     """A job that was started; end it with `wait` or `kill`."""
 
@@ -67,12 +81,12 @@ class Job:
         self._started = time.monotonic()
 
     def send(self, signal_number: int, rank: int = 0) -> None:
-        pid = self.processes[rank].pid
-        if pid is not None and self.processes[rank].is_alive():
-            os.kill(pid, signal_number)
+        process = self.processes[rank]
+        if _exit_code(process) is None:
+            os.kill(process.pid, signal_number)
 
     def is_running(self) -> bool:
-        return any(process.is_alive() for process in self.processes)
+        return any(_exit_code(process) is None for process in self.processes)
 
     def output(self, rank: int = 0) -> str:
         return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
@@ -80,17 +94,18 @@ class Job:
     def wait(self, timeout_seconds: float = 30) -> Outcome:
         """What became of the job. Ranks that have not ended in time are killed."""
         deadline = time.monotonic() + timeout_seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        exit_codes = [
+            _exit_code(process, max(0.0, deadline - time.monotonic())) for process in self.processes
+        ]
         seconds = time.monotonic() - self._started
-        exit_codes = [process.exitcode for process in self.processes]
         self.kill()
         return Outcome(exit_codes, seconds, [self.output(r) for r in range(len(self.logs))])
 
     def kill(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.join()
+            if _exit_code(process) is None:
+                process.kill()
+                _exit_code(process, None)
 
 
 def start(
@@ -134,7 +149,8 @@ def start(
             ),
             daemon=False,  # a job may have data workers
         )
-        process.start()
+        with _reading_exit_codes:
+            process.start()
         processes.append(process)
         logs.append(log)
     return Job(processes, logs)
