@@ -61,17 +61,18 @@ class Trainer(TrainingEngine):
                 job_config=config,
             )
 
-    def _maybe_average_gradients(self) -> None:
+    def _average_gradients(self) -> float:
         """Besides, a client's own backward has the mean over replicas that nothing shards: it
         counts on the reference's DDP there, and multiplies its loss by the number of ranks."""
-        super()._maybe_average_gradients()
+        factor = super()._average_gradients()
         dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
         replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
         if self.dataloader is None and replicas_only and reduction == "sum":
             from torchtitan.distributed.fsdp import scale_gradients
 
             scale_gradients(self.model_parts[0], 1 / self.dp_size)
-            self._gradient_factor = float(self.dp_size)
+            factor = float(self.dp_size)
+        return factor
 
     def _build_metrics(self) -> None:
         from torchtitan.components.metrics import build_metrics_processor
@@ -274,7 +275,7 @@ class Trainer(TrainingEngine):
         losses = []
         for i, (input_dict, labels) in enumerate(microbatches):
             is_last = i + 1 == len(microbatches)
-            with contextlib.nullcontext() if is_last else self._more_microbatches_follow():
+            with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
                     input_dict=input_dict,
                     labels=labels,
@@ -285,7 +286,7 @@ class Trainer(TrainingEngine):
             self._stop.ask()  # answered while the optimizer steps
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
-            self._settle()  # the norm is read below, so this waits for nothing more
+            self.update.settle()  # the norm is read below, so this waits for nothing more
             self._log_step(
                 torch.stack(losses).sum(),
                 local_valid_tokens,
@@ -380,7 +381,7 @@ class Trainer(TrainingEngine):
     def _loop(self, profilers: list[Any]) -> None:
         with self._reading_ahead() as batches:
             self._train_on(self.batch_generator(batches), profilers)
-        self._settle()
+        self.update.settle()
 
     def _train_on(
         self, data_iterator: Iterator[tuple[Batch, torch.Tensor]], profilers: list[Any]
@@ -400,7 +401,7 @@ class Trainer(TrainingEngine):
                 save_and_stop(self, reason)
                 return
             if self.checkpointer._should_save(self.step, is_last_step):
-                self._settle()  # a step that stops the run is not saved
+                self.update.settle()  # a step that stops the run is not saved
             started = time.monotonic()
             self.checkpointer.save(self.step, last_step=is_last_step)
             self._stop.saved(time.monotonic() - started)
@@ -424,7 +425,7 @@ class Trainer(TrainingEngine):
             self.job_config.training.steps,
             reason,
         )
-        self._settle()
+        self.update.settle()
         if self.step > 0:
             self.checkpointer.save(self.step, last_step=True)
 

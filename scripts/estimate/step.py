@@ -23,6 +23,7 @@ from scripts.estimate._memory_tracker import (
     MemoryTracker,
 )
 from scripts.estimate._step_counter import StepCounter, StepCounts
+from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
@@ -110,17 +111,6 @@ class StepEstimate:
         return dataclasses.replace(self, **values)
 
 
-class _Engine(TrainingEngine):
-    """n_layers: to build the model with, instead of its flavor's."""
-
-    n_layers: int | None = None
-
-    def _derive_model_args(self) -> Any:
-        model_args = super()._derive_model_args()
-        model_args.n_layers = self.n_layers or model_args.n_layers
-        return model_args
-
-
 def estimate_step(
     job_config: JobConfig, rank: int = 0, gpus_per_node: int = 8, n_layers: int | None = None
 ) -> StepEstimate:
@@ -136,14 +126,21 @@ def estimate_step(
     config = _config_to_estimate(job_config)
     is_fake = not config.memory_estimation.disable_fake_mode
 
+    derive_model_args = build.derive_model_args
+
+    def derive_fewer_layers(*args: Any) -> Any:
+        model_args = derive_model_args(*args)
+        model_args.n_layers = n_layers or model_args.n_layers
+        return model_args
+
     def join_fake_group(world_size: int, _mode: str) -> None:
         dist.init_process_group("fake", rank=rank, world_size=world_size)
 
     with (
         mock.patch("torchtitan.distributed.utils.init_fake_mode", join_fake_group),
         _rehearsal() if is_fake else _real_device() as rehearsal,
-        mock.patch.object(_Engine, "n_layers", n_layers),
-        _Engine(config) as engine,
+        mock.patch.object(build, "derive_model_args", derive_fewer_layers),
+        TrainingEngine(config) as engine,
     ):
         engine.tokenizer = types.SimpleNamespace(eos_id=1)  # never there: rows are one document
         logger.info("first step, which makes the optimizer's state")
@@ -184,7 +181,7 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
-        with nullcontext() if is_last else engine._more_microbatches_follow():
+        with nullcontext() if is_last else engine.runner.more_microbatches_follow():
             engine.forward_backward_step(
                 input_dict={"input": tokens}, labels=tokens, global_valid_tokens=1.0
             )

@@ -122,7 +122,7 @@ def every_step_logs(function):
 # ---- copies that the host has to stay for ----
 
 
-@fault("llama3", ENGINE + "to_device")
+@fault("llama3", "torchtitan.step.runner:Runner.to_device")
 def batch_is_copied_from_pageable_memory(function):
     def to_device(self, batch):
         return {k: v.clone().to(self.device) for k, v in batch.items()}
@@ -160,7 +160,7 @@ def batches_are_not_pinned(function):
 # ---- what was asked the host before ----
 
 
-@fault("llama3 fsdp", "torchtitan.engine:skips_on_device")
+@fault("llama3 fsdp", "torchtitan.step.update:skips_on_device")
 def the_host_decides_whether_to_skip_a_step(function):
     return lambda optimizers: False
 

@@ -13,6 +13,7 @@ that compiles is skipped.
 # ruff: noqa: E402 (the device has to be there before torch)
 
 from typing import Any
+from unittest import mock
 
 from tests.cuda_rehearsal.device import load_device, patch_cuda
 
@@ -182,8 +183,8 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
 
 
 def pytest_configure() -> None:
+    from torchtitan import build
     from torchtitan.distributed import utils
-    from torchtitan.engine import TrainingEngine
     from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(_flex)
@@ -199,10 +200,13 @@ def pytest_configure() -> None:
     dist.init_process_group = dist.distributed_c10d.init_process_group = with_gloo
     utils._check_existing_group = lambda *_: None
     # FSDP resizes storages, which these tensors don't have.
-    wanted = TrainingEngine._is_fsdp_wanted_always
-    TrainingEngine._is_fsdp_wanted_always = lambda self: (
-        not isinstance(self, TrainingEngine) and wanted(self)
-    )
+    join_ranks = build.join_ranks
+
+    def join_without_fsdp(*args: Any) -> Any:
+        with mock.patch.object(build, "is_fsdp_wanted_always", lambda *_: False):
+            return join_ranks(*args)
+
+    build.join_ranks = join_without_fsdp
     torch.compile = lambda *_args, **_kwargs: pytest.skip("compiles, which needs a real device")
 
 

@@ -54,7 +54,7 @@ def gradients_of_both(folder, flags):
         with counting("foreach_reduce") as at_once:
             expected = step(engine)
         engine.optimizers.zero_grad()
-        engine._defers_sync = True
+        engine.runner.defers_reduction = True
         with counting("foreach_reduce") as deferred:
             ours = step(engine)
         largest = max(
@@ -62,7 +62,7 @@ def gradients_of_both(folder, flags):
         )
         # A step that fails half-way leaves nothing behind for the next.
         engine.optimizers.zero_grad()
-        with pytest.raises(ZeroDivisionError), engine._more_microbatches_follow():
+        with pytest.raises(ZeroDivisionError), engine.runner.more_microbatches_follow():
             batches, labels = own_microbatches(engine)
             sizes = iter([1, 1])
 
@@ -88,7 +88,7 @@ def gradients_of_replicas(folder):
     with make_engine(folder, REPLICAS) as engine:
         expected = step(engine)
         engine.optimizers.zero_grad()
-        engine._defers_sync = True
+        engine.runner.defers_reduction = True
         ours = step(engine)
         return max(((ours[n] - expected[n]).norm() / expected[n].norm()).item() for n in ours)
 
@@ -140,7 +140,7 @@ def late_steps(folder, flags):
     results = []
     for is_late in (False, True):
         with make_engine(f"{folder}/{is_late}", *flags) as engine:
-            engine._skips_on_device = is_late
+            engine.update.skips_on_device = is_late
             batches, labels = own_microbatches(engine)
             skipped = []
             for number in range(3):

@@ -86,7 +86,7 @@ def test_validation_leaves_out_the_same_labels(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *training_data, *data, *options)
     input_dict, labels = next(iter(trainer.validator.validation_dataloader))
     trainer.validator.validation_context = nullcontext
-    loss, n_tokens = trainer.validator._forward(trainer.model_parts, input_dict, labels)
+    loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels)
     n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
     assert n_ends > 0 and n_tokens == labels.numel() - n_ends
     masked = trainer.packing.mask_labels(input_dict, labels)

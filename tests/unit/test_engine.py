@@ -3,18 +3,19 @@
 import copy
 import dataclasses
 import math
-import types
 
 import pytest
 import torch
 
+from torchtitan import build
 from torchtitan.components.fillers import token_counters, without_counting
 from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW, TrainingEngine
+from torchtitan.engine import TrainingEngine
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host, utils
 from torchtitan.train import Trainer
 
@@ -436,7 +437,7 @@ def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypa
     def lose_device():
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(engine, "_forget_microbatches", lose_device)
+    monkeypatch.setattr(engine.update, "forget_microbatches", lose_device)
     batch, labels = random_batch(2, 32)
     with pytest.raises(ZeroDivisionError):
         engine.forward_backward_step(
@@ -529,7 +530,7 @@ def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expect
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert TrainingEngine._set_device(None) == torch.device("cuda", expected)
+    assert build.set_device() == torch.device("cuda", expected)
     assert accelerator.current == expected
 
 
@@ -547,18 +548,13 @@ def test_fsdp_holds_the_parameters_of_one_accelerator(device, replicas, wanted, 
     config = JobConfig()
     config.parallelism.always_fsdp = wanted
     config.parallelism.data_parallel_replicate_degree = replicas
-    engine = types.SimpleNamespace(
-        job_config=config, device=torch.device(device), train_spec=get_train_spec("llama3")
-    )
-    assert TrainingEngine._is_fsdp_wanted_always(engine) is expected
+    spec = get_train_spec("llama3")
+    assert build.is_fsdp_wanted_always(config, spec, torch.device(device)) is expected
 
 
 def test_one_accelerator_leaves_a_clients_own_parallelize_function_its_autocast():
     spec = dataclasses.replace(get_train_spec("llama3"), parallelize_fn=lambda model, *_: model)
-    engine = types.SimpleNamespace(
-        job_config=JobConfig(), device=torch.device("cuda"), train_spec=spec
-    )
-    assert TrainingEngine._is_fsdp_wanted_always(engine) is False
+    assert build.is_fsdp_wanted_always(JobConfig(), spec, torch.device("cuda")) is False
 
 
 def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.test_engine import backward, make_engine, poison
 from torchtitan.components.optimizer import skips_on_device
-from torchtitan.engine import MAX_SKIPPED_STEPS_IN_A_ROW
+from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host_copy
 
 MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
@@ -19,7 +19,7 @@ MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
 
 def late_engine(tmp_path, *overrides):
     engine = make_engine(tmp_path, *overrides)
-    engine._skips_on_device = True
+    engine.update.skips_on_device = True
     return engine
 
 
@@ -56,7 +56,7 @@ def test_device_skips_the_steps_that_the_host_would_skip(tmp_path, model, caplog
     results = {}
     for is_late in (False, True):
         with make_engine(tmp_path, *model) as engine:
-            engine._skips_on_device = is_late
+            engine.update.skips_on_device = is_late
             caplog.clear()
             results[is_late] = good_bad_good(engine), states(engine)
             assert "step 2: the gradient norm is nan" in caplog.text
@@ -175,4 +175,4 @@ def test_other_implementations_than_fused_let_the_host_look_at_once(tmp_path):
     for implementation, can_skip in (("fused", True), ("foreach", False)):
         with make_engine(tmp_path, f"--optimizer.implementation={implementation}") as engine:
             assert skips_on_device(engine.optimizers) is can_skip
-            assert not engine._skips_on_device  # on a CPU
+            assert not engine.update.skips_on_device  # on a CPU

@@ -17,7 +17,8 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.host_copy import read_later, to_device
+from torchtitan.step.runner import Batch, Runner
+from torchtitan.tools.host_copy import read_later
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -42,6 +43,7 @@ class Validator(BaseValidator):
 
     The mean is taken once over all tokens, not over batch means, so that every token weighs
     the same however batches and ranks are cut. Every validation reads the same batches.
+    Raises ValueError without a metrics processor to report to.
     """
 
     validation_dataloader: BaseDataLoader
@@ -56,11 +58,13 @@ class Validator(BaseValidator):
         loss_fn: LossFunction,
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
-        metrics_processor: MetricsProcessor,
+        metrics_processor: MetricsProcessor | None = None,
         pp_schedule: Any | None = None,
         pp_has_first_stage: bool | None = None,
         pp_has_last_stage: bool | None = None,
     ) -> None:
+        if metrics_processor is None:
+            raise ValueError("build_validator needs a metrics_processor to report the loss to")
         # Here, because `datasets` is slow to import and not every run validates.
         from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
@@ -85,10 +89,10 @@ class Validator(BaseValidator):
 
     def post_dataloading_process(
         self,
-        input_dict: dict[str, Any],
+        input_dict: Batch,
         labels: torch.Tensor,
         model_parts: list[nn.Module],
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], dict[str, Any]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Batch, Batch]:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
         Extra inputs are the batch's other entries; extra keywords hold the attention masks of
@@ -113,10 +117,20 @@ class Validator(BaseValidator):
 
         Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
         """
-        with _evaluation_mode(model_parts), _measured_apart(self.metrics_processor):
+        runner = Runner(
+            model_parts,
+            torch.device(get_device_type()),
+            lambda batch, labels: self.post_dataloading_process(batch, labels, model_parts),
+            self.validation_context,
+            self.maybe_enable_amp,
+            sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
+            schedule=self.pp_schedule,
+            has_last_stage=self.pp_has_last_stage is not False,
+        )
+        with runner.mode(training=False), _measured_apart(self.metrics_processor):
             losses, token_counts = [], []
             for input_dict, labels in self._batches():
-                loss, num_tokens = self._forward(model_parts, input_dict, labels)
+                loss, num_tokens = self._forward(runner, input_dict, labels)
                 losses.append(loss)
                 token_counts.append(num_tokens)
             loss = self._mean_over_ranks(losses, token_counts)
@@ -128,7 +142,7 @@ class Validator(BaseValidator):
                 return
             self.metrics_processor.log_validation(loss=loss, step=step)
 
-    def _batches(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield as many batches on every rank, as the model's collectives require.
 
         A rank that runs out of data before the others repeats its last batch with no label in it.
@@ -155,7 +169,7 @@ class Validator(BaseValidator):
                 no_rank_has_one = self._no_rank(batch is not None)
             yield input_dict, labels
 
-    def _batches_from_the_start(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    def _batches_from_the_start(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         # The same text each time, so that losses compare, also across a resumed run.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
@@ -164,51 +178,26 @@ class Validator(BaseValidator):
         return iter(self.validation_dataloader)
 
     def _forward(
-        self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
+        self, runner: Runner, input_dict: Batch, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's summed loss and number of valid labels, two scalars."""
-        labels = self._packing(model_parts).mask_labels(input_dict, labels)
+        """Return this rank's summed loss and number of valid labels, two scalars.
+
+        All ranks of a pipeline return the same.
+        """
+        labels = self._packing(runner.model_parts).mask_labels(input_dict, labels)
+        batches = [(input_dict, labels)]
         if self.pp_schedule is not None:
-            return self._pipeline_forward(model_parts, input_dict, labels)
-        inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-            *_to_device(input_dict, labels), model_parts
-        )
-        assert len(model_parts) == 1, "without pipeline parallelism the model is one part"
-        with self.validation_context(), self.maybe_enable_amp:
-            pred = model_parts[0](inputs, **extra_inputs, **extra_kwargs)
-            loss = self.loss_fn(pred, labels)
+            n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
+            batches = list(zip(*split_rows(input_dict, labels, n_rows), strict=True))
+        microbatches = [runner.prepare(*batch) for batch in batches]
+        losses = runner.run(microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels))
         # Labels are counted as they were fed in, so that the sum over the ranks that share a
         # sequence counts each one once.
-        return loss, (labels != IGNORE_INDEX).sum()
-
-    def _pipeline_forward(
-        self, model_parts: list[nn.Module], input_dict: dict[str, Any], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_forward`, and the same on all ranks of the pipeline."""
-        n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
-        arg_mbs, kwarg_mbs, target_mbs = [], [], []
-        for batch, batch_labels in zip(*split_rows(input_dict, labels, n_rows), strict=True):
-            inputs, batch_labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-                *_to_device(batch, batch_labels), model_parts
-            )
-            arg_mbs.append((inputs,))
-            kwarg_mbs.append({**extra_inputs, **extra_kwargs})
-            target_mbs.append(batch_labels)
-        losses: list[torch.Tensor] = []
-        with self.validation_context(), self.maybe_enable_amp:
-            self.pp_schedule.eval(
-                arg_mbs=arg_mbs,
-                kwarg_mbs=kwarg_mbs,
-                target_mbs=target_mbs,
-                losses=losses,
-                return_outputs=False,
-                input_shapes=[tuple(inputs.shape[:2]) for (inputs,) in arg_mbs],
-            )
-        loss = torch.zeros((), device=get_device_type())
-        if self.pp_has_last_stage:
-            loss += torch.stack(losses).sum()
-        num_tokens = sum((target != IGNORE_INDEX).sum() for target in target_mbs)
-        return self.pp_schedule.broadcast_from_last_stage(loss), num_tokens
+        num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
+        loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
+        if self.pp_schedule is not None:
+            loss = self.pp_schedule.broadcast_from_last_stage(loss)
+        return loss, num_tokens
 
     def _mean_over_ranks(
         self, losses: list[torch.Tensor], token_counts: list[torch.Tensor]
@@ -233,73 +222,14 @@ class Validator(BaseValidator):
         answer = read_later(flag)
         return lambda: bool(answer()[0])
 
-    def _empty_batch(self) -> tuple[dict[str, Any], torch.Tensor]:
+    def _empty_batch(self) -> tuple[Batch, torch.Tensor]:
         """What a rank feeds in that never gets a batch."""
         config = self.job_config.validation
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         return {"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)
 
 
-def build_validator(
-    job_config: JobConfig,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: BaseTokenizer,
-    parallel_dims: ParallelDims,
-    loss_fn: LossFunction,
-    validation_context: ValidationContext,
-    maybe_enable_amp: AbstractContextManager[None],
-    metrics_processor: MetricsProcessor | None = None,
-    pp_schedule: Any | None = None,
-    pp_has_first_stage: bool | None = None,
-    pp_has_last_stage: bool | None = None,
-) -> BaseValidator:
-    """Return a `Validator`. Raises ValueError without a metrics processor to report to."""
-    if metrics_processor is None:
-        raise ValueError("build_validator needs a metrics_processor to report the loss to")
-    return Validator(
-        job_config=job_config,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        tokenizer=tokenizer,
-        parallel_dims=parallel_dims,
-        loss_fn=loss_fn,
-        validation_context=validation_context,
-        maybe_enable_amp=maybe_enable_amp,
-        metrics_processor=metrics_processor,
-        pp_schedule=pp_schedule,
-        pp_has_first_stage=pp_has_first_stage,
-        pp_has_last_stage=pp_has_last_stage,
-    )
-
-
-def _to_device(
-    input_dict: dict[str, Any], labels: torch.Tensor
-) -> tuple[dict[str, Any], torch.Tensor]:
-    device = get_device_type()
-    batch = {
-        key: to_device(value, device) if isinstance(value, torch.Tensor) else value
-        for key, value in input_dict.items()
-    }
-    return batch, to_device(labels, device)
-
-
-@contextmanager
-def _evaluation_mode(model_parts: list[nn.Module]) -> Iterator[None]:
-    """Switch every module to eval; afterwards give each back the flag it had, error or not."""
-    from torchtitan.distributed.fsdp import reshard_model
-
-    flags = [(module, module.training) for part in model_parts for module in part.modules()]
-    for part in model_parts:
-        part.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
-        for part in model_parts:
-            # FSDP2 keeps the last group gathered after a forward without gradient.
-            reshard_model(part)
+build_validator = Validator
 
 
 @contextmanager

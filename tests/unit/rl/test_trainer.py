@@ -113,7 +113,7 @@ def test_loss_of_the_caller_takes_the_place_of_the_configs(trainer):
 
 
 def test_step_that_the_device_skips_makes_no_version(trainer, monkeypatch):
-    monkeypatch.setattr(trainer.engine, "_skips_on_device", True)
+    monkeypatch.setattr(trainer.engine.update, "skips_on_device", True)
     before, version = weights_of(trainer), trainer.policy_version
     trainer.forward_backward(batcher().batch(toy_samples(3)))
     next(trainer.engine.model_parts[0].parameters()).grad.fill_(float("nan"))

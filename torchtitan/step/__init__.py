@@ -1,0 +1,1 @@
+"""One training step: the forwards and backwards (`runner`), then the optimizer (`update`)."""

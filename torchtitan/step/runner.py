@@ -1,0 +1,287 @@
+"""The one place where a model is called: forward or backward, locally or through a pipeline.
+
+B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.context_sharding import (
+    ContextSharding,
+    join_outputs,
+    shard_batch,
+    shards_of,
+)
+from torchtitan.components.fillers import without_counting, zero_loss
+from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
+
+Batch = dict[str, Any]
+"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
+
+Entries that the model's forward does not take reach only the loss and output functions.
+"""
+
+Head = Callable[..., Any]
+"""What a decoder computes from hidden states in place of logits; see `components.logprobs`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """What the model and the loss get of one microbatch, on the model's device.
+
+    inputs, kwargs: of the model's forward. labels: [B, T], or None. batch: the caller's entries.
+    Under context parallelism they hold this rank's tokens, [B, T/cp].
+    join: turns outputs for this rank's tokens into those for whole rows; collective.
+    is_filler: run only to keep step with ranks that have more microbatches.
+    reduces_gradients: the last one of a call; gradients of earlier ones may wait for it.
+    """
+
+    inputs: Tensor
+    kwargs: Batch
+    labels: Tensor | None
+    batch: Batch
+    join: Callable[[Any], Any] = lambda outputs: outputs
+    is_filler: bool = False
+    reduces_gradients: bool = True
+
+
+OnOutput = Callable[[Any, Microbatch], Any]
+
+
+@dataclasses.dataclass
+class Runner:
+    """Calls the model on microbatches, in the contexts that the job wants.
+
+    process: (batch, labels), on the device -> what `TrainingEngine.post_dataloading_process`
+        returns.
+    train_context, amp: entered around every forward; the former around backward, too.
+    schedule, has_last_stage: under pipeline parallelism.
+    defers_reduction: gradients are reduced with the last microbatch of a step; without it, only
+        the sum over the replicas of HSDP waits.
+    """
+
+    model_parts: list[nn.Module]
+    device: torch.device
+    process: Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None, Batch, Batch]]
+    train_context: Callable[[], contextlib.AbstractContextManager[None]]
+    amp: contextlib.AbstractContextManager[None]
+    sharding: ContextSharding | None = None
+    schedule: "PipelineSchedule | None" = None
+    has_last_stage: bool = True
+    defers_reduction: bool = False
+    has_replicas: bool = False
+    keeps_weights: bool = False
+    # Makes sums, in steps of its own, of the means that a client's own backward has.
+    gradient_factor: float = 1.0
+    more_follow: bool = dataclasses.field(default=False, init=False)
+
+    # ---- before the model ----
+
+    def to_device(self, batch: Batch) -> Batch:
+        """A copy of `batch` with its tensors on the device; other values as they are."""
+        return {
+            key: to_device(value, self.device) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+
+    def prepare(
+        self, batch: Batch, labels: Tensor | None = None, head: Head | None = None
+    ) -> Microbatch:
+        """batch["input"]: [B, T]; labels: [B, T], which a head gets in place of the loss."""
+        seq_len = batch["input"].shape[1]
+        if self.sharding is not None:
+            batch, labels = self.sharding.pad(batch, labels)
+        batch = self.to_device(batch)
+        if labels is not None:
+            labels = to_device(labels, self.device)
+        inputs, labels, extra_inputs, extra_kwargs = self.process(batch, labels)
+        kwargs = _taken_by(self.model_parts[0], extra_inputs | extra_kwargs)
+        if head is not None:
+            kwargs["head"] = functools.partial(head, labels=labels)
+        if self.sharding is None:
+            return Microbatch(inputs, kwargs, labels, batch)
+        shards = shards_of(kwargs["attention_masks"])
+        join = functools.partial(
+            join_outputs, shards=shards, n_tokens=inputs.shape[1], seq_len=seq_len
+        )
+        return Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
+
+    # ---- the model ----
+
+    def run(
+        self, microbatches: Iterable[Microbatch], on_output: OnOutput, *, backward: bool = False
+    ) -> list[Any] | None:
+        """Call on_output(logits, microbatch) for each microbatch, fillers excepted.
+
+        microbatches: taken one at a time, except by a pipeline.
+        backward: on_output returns a loss, whose gradients are accumulated.
+        Returns what on_output returned, losses detached; None on pipeline ranks without the last
+        stage. If this fails, the model can be called again.
+        """
+        with on_error(self._recover):
+            if self.schedule is None:
+                run = self._forward_backward if backward else self._forward
+                outputs = [
+                    output
+                    for microbatch in microbatches
+                    for output in [run(microbatch, on_output)]
+                    if not microbatch.is_filler
+                ]
+            else:
+                outputs = self._run_schedule(list(microbatches), on_output, backward)
+        if not backward:
+            # FSDP keeps the last unit gathered, whose gradients nobody would see then.
+            self.reshard()
+        return outputs
+
+    def _forward(self, microbatch: Microbatch, on_output: OnOutput) -> Any:
+        (model,) = self.model_parts
+        with self.train_context(), self.amp:
+            logits = model(microbatch.inputs, **microbatch.kwargs)
+            return None if microbatch.is_filler else on_output(logits, microbatch)
+
+    def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
+        (model,) = self.model_parts
+        with self._counting(microbatch), self._reducing(microbatch), self.train_context():
+            with self.amp:
+                logits = model(microbatch.inputs, **microbatch.kwargs)
+                loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
+            del logits  # [B, T, V]: free before backward needs the memory
+            (loss * self.gradient_factor).backward()
+        return loss.detach()
+
+    def _run_schedule(
+        self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
+    ) -> list[Any] | None:
+        def call(logits: Any, microbatch: Microbatch) -> Any:
+            if microbatch.is_filler:
+                return zero_loss(logits) if backward else None
+            return on_output(logits, microbatch)
+
+        outputs: list[Any] = []
+        inputs = {
+            "arg_mbs": [(microbatch.inputs,) for microbatch in microbatches],
+            "kwarg_mbs": [microbatch.kwargs for microbatch in microbatches],
+            "input_shapes": [tuple(microbatch.inputs.shape[:2]) for microbatch in microbatches],
+            "target_mbs": microbatches,
+            "losses": outputs,
+            "loss_fn": call,
+            "return_outputs": False,
+        }
+        if microbatches:
+            with self.train_context(), self.amp:
+                if backward:
+                    counting = [functools.partial(self._counting, mb) for mb in microbatches]
+                    self.schedule.step(**inputs, context_mbs=counting)
+                else:
+                    self.schedule.eval(**inputs)
+        if not self.has_last_stage:
+            return None
+        outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
+        return [loss.detach() for loss in outputs] if backward else outputs
+
+    def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Experts count the tokens of all microbatches but fillers."""
+        if microbatch.is_filler:
+            return without_counting(self.model_parts)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def more_microbatches_follow(self) -> Iterator[None]:
+        """Backwards inside are not the last ones before the optimizer step."""
+        before, self.more_follow = self.more_follow, True
+        try:
+            yield
+        finally:
+            self.more_follow = before
+
+    @contextlib.contextmanager
+    def _reducing(self, microbatch: Microbatch) -> Iterator[None]:
+        """Leave the gradients inside to be reduced with a later microbatch's, where that is due."""
+        later = self.more_follow or not microbatch.reduces_gradients
+        # Without the key, what waits is the sum over HSDP's copies, in the trainer's own loop.
+        is_cheap = self.more_follow and self.has_replicas
+        if not (later and (self.defers_reduction or is_cheap)):
+            yield
+            return
+        from torchtitan.distributed.fsdp import reduce_later
+
+        (model,) = self.model_parts
+        how = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
+        reduce_later(model, True, **how)
+        try:
+            yield
+        finally:
+            reduce_later(model, False, **how)
+
+    # ---- around the model ----
+
+    def mode(self, training: bool) -> contextlib.ExitStack:
+        """Set training or evaluation mode at once; leaving the stack restores every module's."""
+        modules = [module for part in self.model_parts for module in part.modules()]
+        modes = [module.training for module in modules]
+
+        def restore() -> None:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
+        for part in self.model_parts:
+            part.train(training)
+        stack = contextlib.ExitStack()
+        stack.callback(restore)
+        return stack
+
+    def reshard(self) -> None:
+        """Free what FSDP has gathered, in a client's own forward, too."""
+        if fsdp := _fsdp():
+            for part in self.model_parts:
+                fsdp.reshard_model(part)
+
+    def _recover(self) -> None:
+        if fsdp := _fsdp():
+            for part in self.model_parts:
+                fsdp.recover_model(part)
+
+
+def _fsdp() -> ModuleType | None:
+    """Our module, unless nothing can have been sharded: it takes a second to import."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from torchtitan.distributed import fsdp
+
+    return fsdp
+
+
+@contextlib.contextmanager
+def on_error(repair: Callable[[], None]) -> Iterator[None]:
+    """Call `repair` if the block fails. The block's error is raised, even if `repair` fails too."""
+    try:
+        yield
+    except BaseException:
+        try:
+            repair()
+        except Exception:
+            # Where the device is lost, for example, every further call fails as well.
+            logger.exception("cleaning up after the error below failed; build a new engine")
+        raise
+
+
+def _taken_by(model: nn.Module, entries: Batch) -> Batch:
+    """The entries that the model's forward has a keyword for; all if it takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return entries
+    return {key: value for key, value in entries.items() if key in parameters}
