@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger, warn_once
-
-if TYPE_CHECKING:
-    from torchtitan.engine import TrainingEngine
 
 
 def set_device() -> torch.device:
@@ -128,7 +125,8 @@ def materialize(
         part.train()
 
 
-def build_checkpointer(engine: "TrainingEngine") -> CheckpointManager:
+def build_checkpointer(engine: Any) -> CheckpointManager:
+    """engine: a `TrainingEngine` that has its model parts and optimizers."""
     config, adapter_cls = engine.job_config, engine.train_spec.state_dict_adapter
     adapter = adapter_cls and adapter_cls(engine.model_args, config.model.hf_assets_path)
     checkpointer = CheckpointManager(

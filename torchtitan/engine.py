@@ -7,9 +7,7 @@ Letters used below: B sequences, T tokens, V vocabulary entries.
 """
 
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,8 +15,8 @@ import torch
 from torchtitan import build
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.context_sharding import ContextSharding
-from torchtitan.components.fillers import filler_batch, num_fillers
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.fillers import filler_batch
+from torchtitan.components.loss import LossFunction
 from torchtitan.components.offload import Offloader
 from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.step_losses import SAMPLE_IDS
@@ -29,6 +27,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.step.checks import check_denominator, check_shapes, labels_of
 from torchtitan.step.runner import Batch, Head, Microbatch, Runner, on_error
 from torchtitan.step.update import OptimStepResult, Update
 from torchtitan.tools import host
@@ -161,6 +160,8 @@ class TrainingEngine:
             has_replicas=self.parallel_dims.dp_replicate_enabled,
             keeps_weights=degrees.fsdp_reshard_after_forward == "never",
             gradient_factor=gradient_factor,
+            dp_group=self.dp_group,
+            filler=lambda: filler_batch(training.seq_len, self.packing.separates_documents),
         )
 
     def init_distributed(self) -> ParallelDims:
@@ -273,21 +274,6 @@ class TrainingEngine:
             return self.context_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
         return inputs, labels, extra_inputs, extra_kwargs
 
-    def _ask_num_fillers(self, given: Batch | Sequence[Batch], n: int) -> Callable[[], int]:
-        """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
-
-        A single batch is what every rank has; for a list this is collective.
-        """
-        return num_fillers(n, None if isinstance(given, dict) else self.dp_group, self.device)
-
-    def _fillers(self, n: int) -> Iterator[Microbatch]:
-        """What to run after one's own microbatches until all data-parallel ranks are done."""
-        if n:
-            seq_len, packing = self.job_config.training.seq_len, self.packing
-            filler = self.runner.prepare(*filler_batch(seq_len, packing.separates_documents))
-            for i in range(n):
-                yield dataclasses.replace(filler, is_filler=True, reduces_gradients=i + 1 == n)
-
     @torch.no_grad()
     def forward_step(
         self,
@@ -313,21 +299,17 @@ class TrainingEngine:
         """
         self._offloader.check_here("forward_step", "model")
         batches = _as_list(microbatches)
-        label_list = [None if head is None else _labels_of(batch) for batch in batches]
+        label_list = [None if head is None else labels_of(batch) for batch in batches]
         for batch, labels in zip(batches, label_list, strict=True):
-            _check_shapes(batch, labels)
-        n_fillers = self._ask_num_fillers(microbatches, len(batches))
-
-        def prepared() -> Iterator[Microbatch]:
-            for batch, labels in zip(batches, label_list, strict=True):
-                yield self.runner.prepare(batch, labels, head)
-            yield from self._fillers(n_fillers())
+            check_shapes(batch, labels)
+        n_fillers = self.runner.ask_num_fillers(len(batches), isinstance(microbatches, dict))
 
         def output_of(logits: torch.Tensor, microbatch: Microbatch) -> Any:
             logits = whole_tensor(logits)
             return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
 
-        return self.runner.run(prepared(), output_of)
+        prepared = self.runner.microbatches(batches, label_list, head, n_fillers)
+        return self.runner.run(prepared, output_of)
 
     def forward_backward_step(
         self,
@@ -373,8 +355,8 @@ class TrainingEngine:
             )
         for batch, batch_labels in zip(batches, label_list, strict=True):
             # What only a loss function sees may have any shape.
-            _check_shapes(batch, batch_labels if loss_fn is None or head is not None else None)
-        _check_denominator(global_valid_tokens)
+            check_shapes(batch, batch_labels if loss_fn is None or head is not None else None)
+        check_denominator(global_valid_tokens)
         sample_ids = [getattr(batch["input"], SAMPLE_IDS, None) for batch in batches]
         if self.pp_schedule is not None and isinstance(input_dict, dict):
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
@@ -382,20 +364,10 @@ class TrainingEngine:
             if sample_ids[0] is not None:
                 sample_ids = sample_ids[0].split(n_rows)
 
-        n_fillers = self._ask_num_fillers(input_dict, len(batches))
+        n_fillers = self.runner.ask_num_fillers(len(batches), isinstance(input_dict, dict))
         if self.job_config.optimizer.early_step_in_backward:
             self.update.prepare_early_step(len(batches) + n_fillers())
             self.checkpointer.maybe_wait_for_staging()  # backward will change the weights
-
-        def prepared() -> Iterator[Microbatch]:
-            for i, (batch, batch_labels) in enumerate(zip(batches, label_list, strict=True)):
-                microbatch = self.runner.prepare(batch, batch_labels, head)
-                # Asked for after the others are queued, and only where the answer matters.
-                is_last = i + 1 == len(batches)
-                if is_last and self.runner.defers_reduction:
-                    is_last = not n_fillers()
-                yield dataclasses.replace(microbatch, reduces_gradients=is_last)
-            yield from self._fillers(n_fillers())
 
         def loss_of(logits: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
             if loss_fn is None and head is not None:
@@ -407,7 +379,10 @@ class TrainingEngine:
             return loss / global_valid_tokens
 
         with on_error(self.update.forget_microbatches):
-            losses = self.runner.run(prepared(), loss_of, backward=True)
+            prepared = self.runner.microbatches(
+                batches, label_list, head, n_fillers, reduce_with_last=True
+            )
+            losses = self.runner.run(prepared, loss_of, backward=True)
             # In fp32, whatever the loss function gave: ranks without a loss have to match it.
             loss = torch.zeros((), device=self.device)
             if losses:
@@ -598,44 +573,5 @@ class TrainingEngine:
             host.move_out(self)
 
 
-def _check_shapes(batch: Batch, labels: torch.Tensor | None) -> None:
-    tokens = batch.get("input")
-    if not isinstance(tokens, torch.Tensor):
-        raise ValueError(
-            f"a microbatch needs 'input', a tensor of token ids [B, T], got {type(tokens).__name__} "
-            f"there and the keys {sorted(batch)}; put the tokens under 'input'"
-        )
-    if tokens.dim() < 2:
-        raise ValueError(
-            f"a microbatch's 'input' must be rows of token ids [B, T], got shape "
-            f"{tuple(tokens.shape)}; give a single row as input[None]"
-        )
-    if labels is not None and labels.shape[:2] != tokens.shape[:2]:
-        raise ValueError(
-            f"labels must have the shape of 'input' [B, T], got {tuple(labels.shape)} for "
-            f"{tuple(tokens.shape)}; give each token its target, {IGNORE_INDEX} where it has none"
-        )
-
-
-def _check_denominator(global_valid_tokens: torch.Tensor | float) -> None:
-    """One on an accelerator is not looked at, which would wait for it."""
-    if isinstance(global_valid_tokens, torch.Tensor) and global_valid_tokens.device.type != "cpu":
-        return
-    if not 0 < float(global_valid_tokens) < math.inf:
-        raise ValueError(
-            f"global_valid_tokens must be above 0 and finite, got {float(global_valid_tokens)}; it "
-            "divides the loss: give max(count, 1) for a step that may have no valid token"
-        )
-
-
-def _labels_of(batch: Batch) -> torch.Tensor:
-    if batch.get("labels") is None:
-        raise ValueError(
-            f"forward_step with a head needs the batch's 'labels' [B, T], got {sorted(batch)}; put "
-            "the token ids there whose log-probs are wanted, IGNORE_INDEX where none is"
-        )
-    return batch["labels"]
-
-
-def _as_list(microbatches: Batch | Iterable[Batch]) -> list[Batch]:
+def _as_list(microbatches: Batch | Sequence[Batch]) -> list[Batch]:
     return [microbatches] if isinstance(microbatches, dict) else list(microbatches)

@@ -97,6 +97,8 @@ FORBIDDEN = {
     "models": ["engine", "trainer", "train", "config.manager", "rl"],
     "generation": ["components", "engine", "trainer", "train", "config.manager", "rl"],
     "hf_datasets": ["engine", "trainer", "train", "models", "distributed", "rl"],
+    "step": ["build", "engine", "trainer", "train", "hf_datasets", "models", "rl"],
+    "build.py": ["step", "engine", "trainer", "train", "hf_datasets", "models", "rl"],
     "engine.py": ["trainer", "train", "hf_datasets", "models", "rl"],
     "trainer.py": ["train", "models", "rl"],
     "rl/losses": ["engine", "trainer", "models", "distributed"],

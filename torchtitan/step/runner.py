@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.context_sharding import (
@@ -21,7 +22,7 @@ from torchtitan.components.context_sharding import (
     shard_batch,
     shards_of,
 )
-from torchtitan.components.fillers import without_counting, zero_loss
+from torchtitan.components.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger
 
@@ -69,6 +70,7 @@ class Runner:
         returns.
     train_context, amp: entered around every forward; the former around backward, too.
     schedule, has_last_stage: under pipeline parallelism.
+    dp_group, filler: the ranks that read different batches, and what they run to keep step.
     defers_reduction: gradients are reduced with the last microbatch of a step; without it, only
         the sum over the replicas of HSDP waits.
     """
@@ -86,6 +88,8 @@ class Runner:
     keeps_weights: bool = False
     # Makes sums, in steps of its own, of the means that a client's own backward has.
     gradient_factor: float = 1.0
+    dp_group: dist.ProcessGroup | None = None
+    filler: Callable[[], tuple[Batch, Tensor]] | None = None
     more_follow: bool = dataclasses.field(default=False, init=False)
 
     # ---- before the model ----
@@ -118,6 +122,37 @@ class Runner:
             join_outputs, shards=shards, n_tokens=inputs.shape[1], seq_len=seq_len
         )
         return Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
+
+    def ask_num_fillers(self, n: int, is_single: bool) -> Callable[[], int]:
+        """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
+
+        is_single: every rank has one batch. Otherwise, this is collective.
+        """
+        return num_fillers(n, None if is_single else self.dp_group, self.device)
+
+    def microbatches(
+        self,
+        batches: Sequence[Batch],
+        label_list: Sequence[Tensor | None],
+        head: Head | None,
+        n_fillers: Callable[[], int],
+        reduce_with_last: bool = False,
+    ) -> Iterator[Microbatch]:
+        """Prepare one microbatch after the other, then fillers until all ranks are done.
+
+        reduce_with_last: mark the last one of them all.
+        """
+        defers = reduce_with_last and self.defers_reduction
+        for i, (batch, labels) in enumerate(zip(batches, label_list, strict=True)):
+            microbatch = self.prepare(batch, labels, head)
+            is_last = i + 1 == len(batches)
+            # Asked for after the others are queued, and only where the answer matters.
+            reduces = is_last and not (defers and n_fillers())
+            yield dataclasses.replace(microbatch, reduces_gradients=reduces)
+        if n := n_fillers():
+            filler = dataclasses.replace(self.prepare(*self.filler()), is_filler=True)
+            for i in range(n):
+                yield dataclasses.replace(filler, reduces_gradients=i + 1 == n)
 
     # ---- the model ----
 
