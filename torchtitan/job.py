@@ -6,14 +6,10 @@ import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
-from torchtitan.config.check_helpers import import_named
-from torchtitan.config.checks import (
-    ConfigError,
-    check_against_spec,
-    check_datasets,
-    check_job_config,
-)
+from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
+from torchtitan.config.checks.common import import_named
 from torchtitan.protocols.model_converter import known_converter_names
+from torchtitan.tools.errors import ConfigError
 
 
 def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_module.TrainSpec":

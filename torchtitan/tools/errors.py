@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
 
+class ConfigError(ValueError):
+    """The config cannot work as it stands; the message says what to change."""
+
+
 class RunError(RuntimeError):
     """Something outside this program failed: a full disk, a lost rank, a damaged file.
 
