@@ -580,7 +580,7 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
         ({"parallelism__context_parallel_load_balancer": "tail"}, "must be headtail, ptrr or None"),
         (
             {"parallelism__context_parallel_load_balancer": "ptrr"},
-            "'ptrr' balances by the mask, which model.attn_type = 'sdpa' has not",
+            "'ptrr' balances by the mask, which model.attn_type = 'sdpa' does not have",
         ),
     ],
 )

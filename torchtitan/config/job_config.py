@@ -238,7 +238,7 @@ class Checkpoint:
     # Type the weights are cast to in a last checkpoint that holds the weights only
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     # Training waits for the whole save (disabled), for the copy to host memory (async), or not even
-    # for that (async_with_pinned_mem, which keeps a pinned buffer for good)
+    # for that (async_with_pinned_mem, which keeps a pinned buffer)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # Keep this many of the newest checkpoints; 0 keeps all. 1 is refused: a crash while the only
     # one is replaced would leave none
@@ -406,7 +406,7 @@ class Debug:
     deterministic_warn_only: bool = False
     # Send the same number of tokens to every expert, whatever the router says
     moe_force_load_balance: bool = False
-    # At the first step and every so many steps after it, exchange one token of the batch and stop
+    # At the first step, and again after this many steps,, exchange one token of the batch and stop
     # the run if the logits of another document move, or of an earlier token; the error names the
     # layer. Costs two forward passes of a microbatch; 0 turns it off
     check_document_isolation_freq: int = 0

@@ -30,7 +30,7 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 
 def check_trainer_config(job_config: JobConfig) -> None:
-    """The same for what a `PolicyTrainer` alone goes by: no tasks, no sampling."""
+    """The same for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
     refuse(choices(job_config), _numbers(job_config), _loss(job_config), _rows(job_config))
     check_gradients_add_up(job_config)
 

@@ -123,7 +123,7 @@ class RLWeightSync:
 class RL:
     num_prompts_per_step: int = 16  # Prompts per optimizer step
     num_samples_per_prompt: int = 16  # Completions of each prompt
-    async_steps: int = 0  # Generation may run ahead of training by so many steps; 0 takes turns
+    async_steps: int = 0  # Generation may run ahead of training by this many steps; 0 takes turns
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
     eval_every: int = 0
     eval_samples: int = 200  # Prompts per evaluation, the same each time

@@ -28,7 +28,7 @@ def check_job_config(
     known_converters: Collection[str] | None = None,
     builds_data: bool = True,
 ) -> None:
-    """Raise ConfigError at the first rule the config breaks, as far as it alone can tell.
+    """Raise ConfigError at the first rule the config breaks by itself, without its model.
 
     world_size: number of processes in the job; None leaves out the rules that depend on it.
     known_converters: the registered names; None leaves the names unchecked.

@@ -18,7 +18,7 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
     if job_config.training.enable_cpu_offload and not parallel_dims.uses_fsdp:
         # Parameters would be made on the host and nothing would bring them to the device.
         yield (
-            "training.enable_cpu_offload is carried out by FSDP, which this layout has not, as "
+            "training.enable_cpu_offload is carried out by FSDP, which this layout does not use, as "
             "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise the "
             "former, or turn enable_cpu_offload off"
         )

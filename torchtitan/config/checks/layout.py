@@ -220,7 +220,7 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
     if balancer == "ptrr" and attn_type_of(job_config, model_args) == "sdpa":
         yield (
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, which "
-            "model.attn_type = 'sdpa' has not; set the balancer to 'headtail', or the type to "
+            "model.attn_type = 'sdpa' does not have; set the balancer to 'headtail', or the type to "
             "'flex' or 'varlen'"
         )
     heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree

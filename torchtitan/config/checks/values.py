@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchtitan.config.checks.common import compile_settings, guess, value_of
-from torchtitan.config.job_config import Checkpoint, JobConfig
+from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
 
 def choices(job_config: JobConfig) -> Iterator[str]:
@@ -187,7 +187,12 @@ def features(job_config: JobConfig) -> Iterator[str]:
                 f"({', '.join(known)}), got {backend!r}{guess(backend, known)}; correct it, or "
                 f"register it in the module that experimental.custom_import names"
             )
-    profiling = job_config.profiling
+    yield from profiling_cycle(job_config.profiling)
+    if job_config.fault_tolerance.enable:
+        yield "fault_tolerance.enable = True is not available in this version; set it to false"
+
+
+def profiling_cycle(profiling: Profiling) -> Iterator[str]:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < needed:
         yield (
@@ -195,8 +200,6 @@ def features(job_config: JobConfig) -> Iterator[str]:
             f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
             f"{profiling.profiler_active}; set it to {needed} or more"
         )
-    if job_config.fault_tolerance.enable:
-        yield "fault_tolerance.enable = True is not available in this version; set it to false"
 
 
 def validation(job_config: JobConfig) -> Iterator[str]:
