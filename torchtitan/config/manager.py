@@ -227,12 +227,12 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
         message = error.message
     else:
         return
-    (tell or _tell)(message)
+    if tell is not None:
+        tell(message)
+    else:
+        whose = f"rank {os.environ['RANK']}: " if has_peers() else ""
+        print(whose + message, file=sys.stderr)
     raise SystemExit(2)
-
-
-def _tell(message: str) -> None:
-    print(f"rank {os.environ['RANK']}: {message}" if has_peers() else message, file=sys.stderr)
 
 
 def _program() -> str:
@@ -289,9 +289,11 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
 
 
 def _help_texts(section: type) -> dict[str, str]:
-    """Key -> the comment behind it or above it."""
-    texts, above = {}, []
-    for line in inspect.getsource(section).splitlines():
+    """Key -> the comment behind it or above it; nothing for a class without source."""
+    texts, above, source = {}, [], ""
+    with contextlib.suppress(OSError, TypeError):
+        source = inspect.getsource(section)
+    for line in source.splitlines():
         code, _, comment = line.strip().partition("# ")
         if comment and not code:
             above.append(comment)
