@@ -6,14 +6,10 @@ import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
-from torchtitan.config.check_helpers import import_named
-from torchtitan.config.checks import (
-    ConfigError,
-    check_against_spec,
-    check_datasets,
-    check_job_config,
-)
+from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
+from torchtitan.config.checks.common import import_named
 from torchtitan.protocols.model_converter import known_converter_names
+from torchtitan.tools.errors import ConfigError
 
 
 def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_module.TrainSpec":
@@ -23,13 +19,17 @@ def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_
         and for their files, don't hold then.
     """
     # Before the checks, which ask for the converters that it may register.
-    _import_custom_module(job_config.experimental.custom_import)
+    _import_custom_module(job_config)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converter_names(), builds_data)
     train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size, builds_data)
     if builds_data:
-        _check_dataset_names(job_config, train_spec)
+        from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+
+        # A dataloader of the model's own has datasets of its own.
+        if train_spec.build_dataloader_fn is build_text_dataloader:
+            check_datasets(job_config, DATASETS)
     return train_spec
 
 
@@ -38,7 +38,7 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 
     `experimental.custom_import`, which may register it, is imported first.
     """
-    _import_custom_module(job_config.experimental.custom_import)
+    _import_custom_module(job_config)
     try:
         # Looked up through the module: embedders replace `get_train_spec` there.
         return train_spec_module.get_train_spec(job_config.model.name)
@@ -46,18 +46,9 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
         raise ConfigError(str(error)) from None
 
 
-def _import_custom_module(name: str) -> None:
-    if not name:
-        return
-    import_named("experimental.custom_import", name)
-
-
-def _check_dataset_names(job_config: JobConfig, train_spec: "train_spec_module.TrainSpec") -> None:
-    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
-
-    # A dataloader of the model's own has datasets of its own.
-    if train_spec.build_dataloader_fn is build_text_dataloader:
-        check_datasets(job_config, DATASETS)
+def _import_custom_module(job_config: JobConfig) -> None:
+    if job_config.experimental.custom_import:
+        import_named("experimental.custom_import", job_config.experimental.custom_import)
 
 
 def _world_size(job_config: JobConfig) -> int:
@@ -73,20 +64,20 @@ def _world_size(job_config: JobConfig) -> int:
             f"number of ranks, a positive integer, got {value!r}; set it"
         )
     if job_config.comm.mode == "default" and "RANK" in os.environ:
-        _check_number_below("RANK", os.environ.get("WORLD_SIZE"))
-        _check_number_below("LOCAL_RANK", os.environ.get("LOCAL_WORLD_SIZE"))
-        _check_number_below("MASTER_PORT", "65536")
+        for name, limit in (
+            ("RANK", os.environ.get("WORLD_SIZE")),
+            ("LOCAL_RANK", os.environ.get("LOCAL_WORLD_SIZE")),
+            ("MASTER_PORT", "65536"),
+        ):
+            number = os.environ.get(name)
+            has_limit = limit is not None and limit.isdecimal()
+            if number is None or (
+                number.isdecimal() and not (has_limit and int(number) >= int(limit))
+            ):
+                continue
+            raise ConfigError(
+                f"the environment variable {name} must be an integer from 0 up"
+                f"{f' and below {limit}' if has_limit else ''}, got {number!r}; start with "
+                "torchrun, or set it for each process"
+            )
     return int(value)
-
-
-def _check_number_below(name: str, limit: str | None) -> None:
-    value = os.environ.get(name)
-    if value is None:
-        return
-    has_limit = limit is not None and limit.isdecimal()
-    if not value.isdecimal() or (has_limit and int(value) >= int(limit)):
-        raise ConfigError(
-            f"the environment variable {name} must be an integer from 0 up"
-            f"{f' and below {limit}' if has_limit else ''}, got {value!r}; start with torchrun, or "
-            "set it for each process"
-        )

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torchtitan
 from torchtitan.config import JobConfig
-from torchtitan.config.checks import ConfigError
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
+from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError, as_run_error
 from torchtitan.tools.host import has_peers, signal_at_parents_death
+from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
@@ -33,14 +33,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 __all__ = ["Trainer", "main"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from torchtitan.trainer import Trainer
-
-        return Trainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = load_on_access(__name__, {"Trainer": "torchtitan.trainer"})
 
 
 def main(
@@ -158,7 +151,10 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None"
             peers.report(failure)
         return 1
     is_bug = not isinstance(told, (ValueError, OSError, FloatingPointError, RunError))
-    message = f"{type(error).__name__}: {error}" if is_bug else _without_stack(told)
+    message = f"{type(error).__name__}: {error}" if is_bug else str(told)
+    if not is_bug and "\nOriginal Traceback" in message:
+        # An error in a data worker comes with the worker's stack before it.
+        message = re.split(rf"\n[\w.]*{type(told).__name__}: ", message)[-1].strip()
     if peers is not None:
         peers.report(message)
     if is_bug or os.environ.get("TORCHTITAN_TRACEBACK"):
@@ -173,14 +169,6 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None"
     )
     _tell_torchrun(f"error: {message}")
     return 2 if isinstance(told, ConfigError) else 1
-
-
-def _without_stack(error: BaseException) -> str:
-    """The message; that of an error in a data worker comes with the worker's stack before it."""
-    text = str(error)
-    if "\nOriginal Traceback" not in text:
-        return text
-    return re.split(rf"\n[\w.]*{type(error).__name__}: ", text)[-1].strip()
 
 
 def _tell_torchrun(message: str) -> None:

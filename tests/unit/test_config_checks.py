@@ -17,8 +17,9 @@ from torchtitan.config.checks import (
     check_datasets,
     check_job_config,
     check_tokenizer_fits,
+    layout,
 )
-from torchtitan.config.layout_checks import check_degrees_match_world_size, check_global_batch_size
+from torchtitan.config.checks.common import refuse
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.protocols.train_spec import get_train_spec
@@ -436,18 +437,19 @@ def test_degrees_pass_exactly_when_they_multiply_to_world_size(replicate, shard,
         world_size % (replicate * tp) == 0 if shard == -1 else replicate * shard * tp == world_size
     )
     if fits:
-        check_degrees_match_world_size(config, world_size)
+        refuse(layout.world_size(config, world_size))
     else:
-        message_of(check_degrees_match_world_size, config, world_size)
+        message_of(refuse, layout.world_size(config, world_size))
 
 
 @given(local=st.integers(1, 9), ranks=st.integers(1, 9), wanted=st.integers(0, 200))
 def test_nearest_global_batch_size_fits_and_is_nearest(local, ranks, wanted):
     assume(wanted == 0 or wanted % (local * ranks))
     config = config_with(training__local_batch_size=local, training__global_batch_size=wanted)
-    nearest = int(message_of(check_global_batch_size, config, ranks).rsplit(" ", 1)[1])
+    message = message_of(refuse, layout.global_batch_size(config, ranks))
+    nearest = int(message.rsplit(" ", 1)[1])
     config.training.global_batch_size = nearest
-    check_global_batch_size(config, ranks)
+    refuse(layout.global_batch_size(config, ranks))
     candidates = range(local * ranks, 400, local * ranks)
     assert abs(nearest - wanted) == min(abs(other - wanted) for other in candidates)
 
@@ -578,7 +580,7 @@ def test_unknown_optimizer_is_named_unless_the_model_brings_its_own():
         ({"parallelism__context_parallel_load_balancer": "tail"}, "must be headtail, ptrr or None"),
         (
             {"parallelism__context_parallel_load_balancer": "ptrr"},
-            "'ptrr' balances by the mask, which model.attn_type = 'sdpa' has not",
+            "'ptrr' balances by the mask, which model.attn_type = 'sdpa' does not have",
         ),
     ],
 )

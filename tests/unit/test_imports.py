@@ -91,7 +91,8 @@ def package_imports(path: Path) -> set[str]:
 # folder (or file) -> what it must not import
 FORBIDDEN = {
     "tools": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
-    "config": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
+    "config": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"]
+    + ["protocols", "job", "train"],
     "distributed": ["models", "components", "engine", "trainer", "hf_datasets", "rl"],
     "components": ["engine", "trainer", "train", "rl"],
     "models": ["engine", "trainer", "train", "config.manager", "rl"],

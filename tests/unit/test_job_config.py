@@ -456,6 +456,25 @@ def test_merged_config_refuses_keys_without_default():
         ConfigManager._merge_configs(JobConfig, CustomJobConfig)
 
 
+def test_help_of_an_extended_section_keeps_its_texts(capsys):
+    @dataclasses.dataclass
+    class MoreTraining:
+        more: int = 1
+
+    @dataclasses.dataclass
+    class MoreJobConfig:
+        training: MoreTraining
+
+    config_cls = ConfigManager._merge_configs(JobConfig, MoreJobConfig)
+    with pytest.raises(SystemExit):
+        ConfigManager(config_cls).parse_args(
+            [f"--job.custom_config_module={CUSTOM_MODULE}", "--help"]
+        )
+    text = capsys.readouterr().out
+    assert "--training.more" in text and "--training.my_custom_steps" in text
+    assert "Tokens per sequence" in text and "Optimizer steps to train for" in text
+
+
 def test_merging_leaves_the_built_in_config_alone():
     parse(f"--job.custom_config_module={CUSTOM_MODULE}")
     assert not hasattr(JobConfig(), "custom_config")

@@ -227,7 +227,7 @@ def test_unknown_implementation_names_the_choices():
 
 @pytest.mark.parametrize("degree, key", [("pp", "pipeline"), ("ep", "expert")])
 def test_stepping_in_backward_is_refused_with_pipeline_and_expert_parallelism(degree, key):
-    dims = SimpleNamespace(pp_enabled=degree == "pp", ep_enabled=degree == "ep")
+    dims = SimpleNamespace(**{"pp": 1, "ep": 1, degree: 2})
     with pytest.raises(NotImplementedError, match=f"early_step_in_backward.*{key}_parallel_degree"):
         build_optimizers(two_parts(), Optimizer(early_step_in_backward=True), dims)
 

@@ -130,7 +130,7 @@ def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_paral
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_replicate": 2, "pp": 2}])
 def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(degrees, monkeypatch):
-    monkeypatch.setattr("torchtitan.models.parallelize.get_device_type", lambda: "cuda")
+    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
     config = JobConfig()
     config.activation_checkpoint.mode = "none"
     config.training.enable_cpu_offload = True
@@ -141,7 +141,7 @@ def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(deg
 
 
 def on_an_accelerator(monkeypatch, mixed_precision_param="bfloat16", **parallelism):
-    monkeypatch.setattr("torchtitan.models.parallelize.get_device_type", lambda: "cuda")
+    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
     config = JobConfig()
     config.model.name = "some_model"
     config.activation_checkpoint.mode = "none"

@@ -256,7 +256,7 @@ def test_profiler_writes_one_trace_per_cycle_counting_from_global_step(tmp_path)
 
 def test_profiler_cycle_too_short_names_the_least_that_fits():
     config = Profiling(enable_profiling=True, profile_freq=3)
-    with pytest.raises(ValueError, match="profile_freq.*3 with 1 \\+ 3.*set it to 4"):
+    with pytest.raises(ValueError, match="profile_freq.*3 with 3 \\+ 1.*set it to 4"):
         with profiling.maybe_enable_profiling(config):
             pass
 

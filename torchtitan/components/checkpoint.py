@@ -76,7 +76,9 @@ from torchtitan.components.run_record import (
     read_record,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.check_helpers import ConfigError
+from torchtitan.config.checks.common import refuse
+from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
@@ -240,7 +242,10 @@ class CheckpointManager:
         base_folder: str = "",
         ft_manager: "FTManager | None" = None,
     ) -> None:
-        _check_config(checkpoint_config, sd_adapter)
+        if checkpoint_config.enable:
+            refuse(checkpoint_settings(checkpoint_config))
+            if sd_adapter is None:
+                refuse(hf_conversion(checkpoint_config, "one without state_dict_adapter"))
         if ft_manager is not None and ft_manager.enabled:
             raise NotImplementedError(
                 "Checkpoints under torchft are not available; set fault_tolerance.enable = false"
@@ -967,34 +972,6 @@ class CheckpointManager:
                 "Face format: its TrainSpec has no state_dict_adapter"
             )
         return self.sd_adapter
-
-
-def _check_config(config: "Checkpoint", sd_adapter: "BaseStateDictAdapter | None") -> None:
-    """Raises ValueError for settings that contradict each other."""
-    if not config.enable:
-        return
-    if config.keep_latest_k == 1:
-        raise ValueError(
-            "checkpoint.keep_latest_k must be 0 (keep all) or at least 2, got 1: while the only "
-            "checkpoint is replaced there would be none to go back to"
-        )
-    modes = [mode.value for mode in AsyncMode]
-    if config.async_mode.lower() not in modes:
-        raise ValueError(
-            f"checkpoint.async_mode must be one of {', '.join(modes)}, got {config.async_mode!r}"
-        )
-    if config.initial_load_in_hf and not config.initial_load_model_only:
-        raise ValueError(
-            "checkpoint.initial_load_in_hf loads weights only; set initial_load_model_only = true"
-        )
-    if config.initial_load_in_hf_quantized and not config.initial_load_in_hf:
-        raise ValueError("checkpoint.initial_load_in_hf_quantized needs initial_load_in_hf = true")
-    if config.last_save_in_hf and not config.last_save_model_only:
-        raise ValueError("checkpoint.last_save_in_hf needs last_save_model_only = true")
-    if config.last_save_in_hf and sd_adapter is None:
-        raise ValueError(
-            "checkpoint.last_save_in_hf needs a model whose TrainSpec has a state_dict_adapter"
-        )
 
 
 def _warn_of_replacing(folder: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
+from torchtitan.config.pipeline_layout import V_SCHEDULES
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
@@ -26,19 +27,9 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 
-# Pipeline schedules shaped like a V: the rank with the first stage also has the last one.
-_V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-
 DeviceMemStats = namedtuple(
     "DeviceMemStats",
-    [
-        "max_active_gib",
-        "max_active_pct",
-        "max_reserved_gib",
-        "max_reserved_pct",
-        "num_alloc_retries",
-        "num_ooms",
-    ],
+    "max_active_gib max_active_pct max_reserved_gib max_reserved_pct num_alloc_retries num_ooms",
 )
 
 
@@ -52,16 +43,15 @@ class DeviceMemoryMonitor:
 
     def __init__(self, device: str | None = None) -> None:
         self.device = torch.device(device or utils.get_device_type())
+        self.device_index = 0
         if self.device.type == "cpu":
             self.device_name = platform.processor() or platform.machine()
-            self.device_index = 0
             self.device_capacity = total_ram_bytes()
         else:
-            module = self._module()
+            module = torch.get_device_module(self.device)
+            index = self.device.index
+            self.device_index = module.current_device() if index is None else index
             self.device_name = module.get_device_name(self.device)
-            self.device_index = (
-                module.current_device() if self.device.index is None else self.device.index
-            )
             self.device_capacity = module.get_device_properties(self.device).total_memory
             module.empty_cache()
         self.device_capacity_gib = self.device_capacity / _GIB
@@ -70,11 +60,12 @@ class DeviceMemoryMonitor:
     def get_peak_stats(self) -> DeviceMemStats:
         """Peaks since the last `reset_peak_stats`, in GiB (2**30 bytes) and % of the capacity."""
         if self.device.type == "cpu":
-            active, reserved = _resident_bytes()
-            return self._stats(active, reserved, 0, 0)
-        stats = self._module().memory_stats(self.device)
-        num_retries = stats.get("num_alloc_retries", -1)
-        num_ooms = stats.get("num_ooms", -1)
+            (active, reserved), num_retries, num_ooms = _resident_bytes(), 0, 0
+        else:
+            stats = torch.get_device_module(self.device).memory_stats(self.device)
+            active = stats.get("active_bytes.all.peak", -1)
+            reserved = stats.get("reserved_bytes.all.peak", -1)
+            num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
             logger.warning(
                 "The allocator had to free its cache and try again %d times: memory is tight",
@@ -82,27 +73,16 @@ class DeviceMemoryMonitor:
             )
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
-        return self._stats(
-            stats.get("active_bytes.all.peak", -1),
-            stats.get("reserved_bytes.all.peak", -1),
-            num_retries,
-            num_ooms,
+        active_pct, reserved_pct = (
+            100 * size / self.device_capacity if self.device_capacity else 0.0
+            for size in (active, reserved)
         )
+        gibs = active / _GIB, reserved / _GIB
+        return DeviceMemStats(gibs[0], active_pct, gibs[1], reserved_pct, num_retries, num_ooms)
 
     def reset_peak_stats(self) -> None:
         if self.device.type != "cpu":
-            self._module().reset_peak_memory_stats(self.device)
-
-    def _module(self) -> Any:
-        return torch.get_device_module(self.device)
-
-    def _stats(self, active: int, reserved: int, retries: int, ooms: int) -> DeviceMemStats:
-        def percent(size: int) -> float:
-            return 100 * size / self.device_capacity if self.device_capacity else 0.0
-
-        return DeviceMemStats(
-            active / _GIB, percent(active), reserved / _GIB, percent(reserved), retries, ooms
-        )
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
 
 def build_device_memory_monitor() -> DeviceMemoryMonitor:
@@ -159,20 +139,23 @@ class WandBLogger(BaseLogger):
         self.wandb = wandb
         self.tag = tag
         os.makedirs(log_dir, exist_ok=True)
+        options = {
+            "entity": "TEAM",
+            "name": "RUN_NAME",
+            "id": "RUN_ID",
+            "notes": "RUN_NOTES",
+            "group": "RUN_GROUP",
+            "job_type": "RUN_JOB_TYPE",
+            "resume_from": "RESUME_FROM",
+            "fork_from": "FORK_FROM",
+        }
         run_tags = os.environ.get("WANDB_RUN_TAGS")
         wandb.init(
-            entity=os.environ.get("WANDB_TEAM"),
             project=os.environ.get("WANDB_PROJECT", "torchtitan"),
-            name=os.environ.get("WANDB_RUN_NAME"),
-            id=os.environ.get("WANDB_RUN_ID"),
-            notes=os.environ.get("WANDB_RUN_NOTES"),
             tags=run_tags.split(",") if run_tags else None,
-            group=os.environ.get("WANDB_RUN_GROUP"),
-            job_type=os.environ.get("WANDB_RUN_JOB_TYPE"),
-            resume_from=os.environ.get("WANDB_RESUME_FROM"),
-            fork_from=os.environ.get("WANDB_FORK_FROM"),
             dir=log_dir,
             config=job_config.to_dict(),
+            **{key: os.environ.get(f"WANDB_{name}") for key, name in options.items()},
         )
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -194,7 +177,9 @@ class JsonlLogger(BaseLogger):
     def __init__(self, path: str, tag: str | None = None) -> None:
         self.tag = tag
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        _drop_unfinished_line(path)
+        if os.path.exists(path):  # drop what a killed run left behind the last newline
+            with open(path, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self.file = open(path, "a", encoding="utf-8")
         logger.info("Metrics are appended to %s", path)
 
@@ -235,10 +220,12 @@ def ensure_pp_loss_visible(
     parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
 ) -> None:
     """Warn if LOG_RANK hides the console lines of the rank that knows the pipeline's loss."""
-    shown_ranks = os.environ.get("LOG_RANK")
-    loss_rank = _get_metrics_rank(parallel_dims, job_config)
+    shown_ranks, loss_rank = (
+        os.environ.get("LOG_RANK"),
+        _get_metrics_rank(parallel_dims, job_config),
+    )
     # Without LOG_RANK, and with V-shaped schedules as long as rank 0 is shown, nothing hides.
-    if not shown_ranks or job_config.parallelism.pipeline_parallel_schedule in _V_SCHEDULES:
+    if not shown_ranks or job_config.parallelism.pipeline_parallel_schedule in V_SCHEDULES:
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
@@ -254,21 +241,10 @@ def ensure_pp_loss_visible(
 class MetricsProcessor:
     """Turns a step's numbers into metrics and hands them to the console and the loggers.
 
-    Whoever trains adds to `ntokens_since_last_log` (labels seen on this rank) and
+    The trainer adds to `ntokens_since_last_log` (labels seen on this rank) and
     `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `optimizers`,
     `lr_schedulers` and `model_parts`, and calls `start(step)` when the loop begins.
     """
-
-    logger: BaseLogger
-    device_memory_monitor: DeviceMemoryMonitor
-    gpu_peak_flops: float | None
-    ntokens_since_last_log: int
-    data_loading_times: list[float]
-    time_last_log: float
-    num_flops_per_token: int
-    optimizers: OptimizersContainer | None
-    lr_schedulers: LRSchedulersContainer | None
-    model_parts: list[torch.nn.Module] | None
 
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
@@ -281,15 +257,15 @@ class MetricsProcessor:
         # None where the peak is unknown: then there is no MFU either.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
-        self.optimizers = None
-        self.lr_schedulers = None
-        self.model_parts = None
+        self.optimizers: OptimizersContainer | None = None
+        self.lr_schedulers: LRSchedulersContainer | None = None
+        self.model_parts: list[torch.nn.Module] | None = None
         self.start(step=0)
 
     def start(self, step: int) -> None:
         """Begin measuring here, `step` steps being done: building and loading don't count."""
         self.step_last_log = step
-        self.data_loading_times = []
+        self.data_loading_times: list[float] = []
         self._restart()
 
     def should_log(self, step: int) -> bool:
@@ -308,15 +284,14 @@ class MetricsProcessor:
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log what was measured since the last call, and measure anew.
+        """Log what was measured since the last call, and start measuring again.
 
         Throughput is per device: this rank's tokens, shared by the ranks that work on them.
         """
         assert self.num_flops_per_token > 0, "num_flops_per_token must be set before logging"
-        seconds = self._seconds_since_last_log()
+        seconds, tokens_per_second = self._throughput()
         seconds_per_step = seconds / max(1, step - self.step_last_log)
         loading_seconds = sum(self.data_loading_times)
-        tokens_per_second = self._tokens_per_second(seconds)
         flops_per_second = self.num_flops_per_token * tokens_per_second
         memory = self.device_memory_monitor.get_peak_stats()
 
@@ -337,16 +312,13 @@ class MetricsProcessor:
             metrics["mfu(%)"] = 100 * flops_per_second / self.gpu_peak_flops
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
         logger.info(self._console_line(step, metrics, seconds_per_step))
-
-        self.step_last_log = step
-        self.data_loading_times.clear()
-        self._restart()
+        self.start(step)
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
-        """Log a validation loss and its throughput, and measure anew."""
-        tokens_per_second = self._tokens_per_second(self._seconds_since_last_log())
+        """Log a validation loss and its throughput, and start measuring again."""
+        _, tokens_per_second = self._throughput()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
             "validation_metrics/loss": loss,
@@ -374,12 +346,11 @@ class MetricsProcessor:
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
 
-    def _seconds_since_last_log(self) -> float:
-        # A clock may not have moved between two calls.
-        return max(1e-9, time.perf_counter() - self.time_last_log)
-
-    def _tokens_per_second(self, seconds: float) -> float:
-        return self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
+    def _throughput(self) -> tuple[float, float]:
+        """(seconds since the last log, tokens per second and device)"""
+        seconds = max(1e-9, time.perf_counter() - self.time_last_log)  # a clock may stand still
+        devices = self.parallel_dims.non_data_parallel_size
+        return seconds, self.ntokens_since_last_log / (seconds * devices)
 
     def _console_line(self, step: int, metrics: dict[str, Any], seconds_per_step: float) -> str:
         # scripts and users read this line: the fields up to mfu keep their order and format.
@@ -416,9 +387,9 @@ def build_metrics_processor(
 
 def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     """The rank that writes metrics: the first of those that hold the pipeline's last stage."""
-    if not parallel_dims.pp_enabled:
-        return 0
-    if job_config.parallelism.pipeline_parallel_schedule in _V_SCHEDULES:
+    # In schedules shaped like a V, the rank with the first stage also has the last one.
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    if not parallel_dims.pp_enabled or schedule in V_SCHEDULES:
         return 0
     return parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
 
@@ -435,7 +406,15 @@ def _build_metric_logger(
         return BaseLogger()
 
     container = LoggerContainer()
-    log_dir = _log_dir(job_config, rank)
+    folder = job_config.job.dump_folder
+    # Several writers of one job: whose files these are.
+    owner = []
+    if job_config.fault_tolerance.enable:
+        owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
+    if config.save_for_all_ranks:
+        owner.append(f"rank_{rank}")
+    now = datetime.now().strftime("%Y%m%d-%H%M")
+    log_dir = os.path.join(folder, config.save_tb_folder, now, *owner)
     if config.enable_wandb:
         # A run is worth more than its curves: without W&B it goes on.
         try:
@@ -445,31 +424,9 @@ def _build_metric_logger(
     if config.enable_tensorboard:
         container.add_logger(TensorBoardLogger(log_dir, tag))
     if config.enable_jsonl:
-        container.add_logger(JsonlLogger(_jsonl_path(job_config, rank), tag))
+        stem, suffix = os.path.splitext(os.path.join(folder, config.save_jsonl_file))
+        container.add_logger(JsonlLogger(".".join([stem, *owner]) + suffix, tag))
     return container
-
-
-def _log_dir(job_config: JobConfig, rank: int) -> str:
-    parts = [
-        job_config.job.dump_folder,
-        job_config.metrics.save_tb_folder,
-        datetime.now().strftime("%Y%m%d-%H%M"),
-    ]
-    if job_config.fault_tolerance.enable:
-        parts.append(f"replica_{job_config.fault_tolerance.replica_id}")
-    if job_config.metrics.save_for_all_ranks:
-        parts.append(f"rank_{rank}")
-    return os.path.join(*parts)
-
-
-def _jsonl_path(job_config: JobConfig, rank: int) -> str:
-    path = os.path.join(job_config.job.dump_folder, job_config.metrics.save_jsonl_file)
-    stem, suffix = os.path.splitext(path)
-    if job_config.fault_tolerance.enable:
-        stem += f".replica_{job_config.fault_tolerance.replica_id}"
-    if job_config.metrics.save_for_all_ranks:
-        stem += f".rank_{rank}"
-    return stem + suffix
 
 
 def _tagged(tag: str | None, key: str) -> str:
@@ -479,20 +436,9 @@ def _tagged(tag: str | None, key: str) -> str:
 def _json_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.item()
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def _drop_unfinished_line(path: str) -> None:
-    """Cut off what a killed run left behind the last newline."""
-    if not os.path.exists(path):
-        return
-    with open(path, "rb+") as file:
-        kept = file.read().rfind(b"\n") + 1
-        file.truncate(kept)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    return value
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:

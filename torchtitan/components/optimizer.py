@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
@@ -195,15 +196,12 @@ def build_optimizers(
     optimizer_kwargs = _optimizer_kwargs(optimizer_config)
     if not optimizer_config.early_step_in_backward:
         return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs)
-    for key, enabled in (
-        ("pipeline_parallel_degree", parallel_dims.pp_enabled),
-        ("expert_parallel_degree", parallel_dims.ep_enabled),
-    ):
-        if enabled:
-            raise NotImplementedError(
-                "optimizer.early_step_in_backward does not work together with "
-                f"parallelism.{key} > 1; turn one of them off"
-            )
+    degrees = {
+        "pipeline_parallel_degree": parallel_dims.pp,
+        "expert_parallel_degree": parallel_dims.ep,
+    }
+    for problem in early_step_with(degrees):
+        raise NotImplementedError(problem)
     logger.warning(
         "optimizer.early_step_in_backward frees every gradient at once: training.max_norm and "
         "training.nonfinite_grad_norm have no effect, and the gradient norm is logged as 0"

@@ -4,7 +4,7 @@ Of the three ways a model folder can hold a tokenizer, the first that is there i
 
 1. `tokenizer.json`: everything in one file.
 2. `vocab.json` or `vocab.txt`, with `merges.txt`: byte-level BPE.
-3. `vocab.json` or `vocab.txt` alone: one id per whitespace-separated word.
+3. `vocab.json` or `vocab.txt` without it: one id per whitespace-separated word.
 
 Special tokens come from `tokenizer_config.json` where that file exists.
 """
@@ -70,7 +70,15 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.bos_token: str | None = None
         self.eos_token: str | None = None
         self.bos_id: int | None = None
-        folder = _existing_folder(tokenizer_path)
+        folder = Path(tokenizer_path)
+        if not folder.is_dir():
+            hint = "set model.hf_assets_path to a folder that holds tokenizer.json"
+            if "assets/tokenizer" in tokenizer_path:
+                hint += (
+                    "; this path is from before a model's files moved to assets/hf/<model name>, "
+                    "where scripts/download_hf_assets.py puts them"
+                )
+            raise FileNotFoundError(f"tokenizer folder {tokenizer_path!r} does not exist: {hint}")
         try:
             self._read(folder)
         except Exception as error:  # of whatever type the library raises for bad content
@@ -82,16 +90,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def _read(self, folder: Path) -> None:
         self.tokenizer: Tokenizer = _load_backend(folder)
-        self.config: dict | None = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-        self._add_special_tokens(self.config or {})
-        self._detect_defaults(self.config or {})
-
-    def _add_special_tokens(self, config: dict) -> None:
-        config_path = Path(self.tokenizer_path) / "tokenizer_config.json"
-        tokens = _declared_tokens(config, config_path)
+        config_path = folder / "tokenizer_config.json"
+        self.config: dict | None = _read_json(config_path)
+        config = self.config or {}
         # Runs keep the order, which decides new ids. `add_special_tokens` would mark every token
         # special, also one that the file says is not.
-        for is_special, run in groupby(tokens, key=lambda token: token.special):
+        for is_special, run in groupby(_declared_tokens(config, config_path), lambda t: t.special):
             add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
             add(list(run))
         # One string may serve as both, so each is looked up by itself.
@@ -101,8 +105,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
             self.bos_id = self.tokenizer.token_to_id(self.bos_token)
         if self.eos_token is not None:
             self.eos_id = self.tokenizer.token_to_id(self.eos_token)
-
-    def _detect_defaults(self, config: dict) -> None:
         ids_of_nothing = self.tokenizer.encode("").ids
         self.hf_adds_bos = self.bos_id is not None and self.bos_id in ids_of_nothing
         self.hf_adds_eos = self.eos_id is not None and self.eos_id in ids_of_nothing
@@ -150,22 +152,9 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
     return HuggingFaceTokenizer(job_config.model.hf_assets_path)
 
 
-def _existing_folder(tokenizer_path: str) -> Path:
-    folder = Path(tokenizer_path)
-    if folder.is_dir():
-        return folder
-    hint = "set model.hf_assets_path to a folder that holds tokenizer.json"
-    if "assets/tokenizer" in tokenizer_path:
-        hint += (
-            "; this path is from before a model's files moved to assets/hf/<model name>, "
-            "where scripts/download_hf_assets.py puts them"
-        )
-    raise FileNotFoundError(f"tokenizer folder {tokenizer_path!r} does not exist: {hint}")
-
-
 def _load_backend(folder: Path) -> "Tokenizer":
     """The tokenizer in `folder`, before the config's special tokens are added."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     whole = folder / "tokenizer.json"
     if whole.is_file():
@@ -180,45 +169,29 @@ def _load_backend(folder: Path) -> "Tokenizer":
         backend.no_padding()
         return backend
 
-    vocab = _read_vocab(folder)
-    merges = folder / "merges.txt"
-    if vocab is None:
-        found = sorted(entry.name for entry in folder.iterdir())
-        raise FileNotFoundError(
-            f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json or vocab.txt "
-            f"(with merges.txt for BPE); files there: {', '.join(found) or 'none'}"
-        )
-    return _byte_level_bpe(vocab, merges) if merges.is_file() else _word_level(vocab)
-
-
-def _read_vocab(folder: Path) -> dict[str, int] | None:
-    vocab = _read_json(folder / "vocab.json", missing_ok=True)
+    listing, merges_path = folder / "vocab.txt", folder / "merges.txt"
+    vocab = _read_json(folder / "vocab.json")
     if vocab is not None:
         if wrong := [entry for entry in vocab.items() if type(entry[1]) is not int]:
             raise ValueError(
                 f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}"
             )
-        return vocab
-    listing = folder / "vocab.txt"
-    if not listing.is_file():
-        return None
-    lines = _read_lines(listing)
-    # A blank line keeps its number: ids after it must not move.
-    return {line.strip(): number for number, line in enumerate(lines) if line.strip()}
+    elif listing.is_file():
+        # A blank line keeps its number: ids after it must not move.
+        lines = enumerate(_read_lines(listing))
+        vocab = {line.strip(): number for number, line in lines if line.strip()}
+    else:
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(
+            f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json or vocab.txt "
+            f"(with merges.txt for BPE); files there: {', '.join(found) or 'none'}"
+        )
+    if not merges_path.is_file():
+        backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        return backend
 
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
-
-
-def _byte_level_bpe(vocab: dict[str, int], merges_path: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    lines = _read_lines(merges_path)
-    pairs = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    pairs = [line.split() for line in _read_lines(merges_path) if not line.startswith("#")]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
     try:
         backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -230,17 +203,16 @@ def _byte_level_bpe(vocab: dict[str, int], merges_path: Path) -> "Tokenizer":
     return backend
 
 
-def _word_level(vocab: dict[str, int]) -> "Tokenizer":
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
 
-    backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return backend
 
-
-def _read_json(path: Path, missing_ok: bool = False) -> dict | None:
-    """The JSON object in `path`; None if the file may be missing and is."""
-    if missing_ok and not path.is_file():
+def _read_json(path: Path) -> dict | None:
+    """The JSON object in `path`; None if there is no such file."""
+    if not path.is_file():
         return None
     try:
         return read_json_object(path)
@@ -250,40 +222,39 @@ def _read_json(path: Path, missing_ok: bool = False) -> dict | None:
 
 def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
     """Every token that tokenizer_config.json declares, named ones first."""
-    named = [(key, config.get(key)) for key in SPECIAL_TOKEN_KEYS]
+    from tokenizers import AddedToken
+
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(
             f"{config_path}: added_tokens_decoder must be an object, got a {type(by_id).__name__}"
         )
-    numbered = [
+    entries = [(key, config.get(key)) for key in SPECIAL_TOKEN_KEYS]
+    entries += [
         (f"added_tokens_decoder[{token_id}]", entry)
         for token_id, entry in by_id.items()
         if isinstance(entry, dict) and "content" in entry
     ]
-    try:
-        return [
-            _added_token(entry, _token_text(entry, key, config_path))
-            for key, entry in named + numbered
-            if entry is not None
-        ]
-    except TypeError as error:  # a flag that is none
-        raise ValueError(f"{config_path}: a token cannot be used: {error}") from error
-
-
-def _added_token(entry: Any, text: str) -> "AddedToken":
-    from tokenizers import AddedToken
-
-    if isinstance(entry, str):
-        return AddedToken(text, special=True)
-    return AddedToken(
-        text,
-        single_word=entry.get("single_word", False),
-        lstrip=entry.get("lstrip", False),
-        rstrip=entry.get("rstrip", False),
-        normalized=entry.get("normalized", True),
-        special=entry.get("special", True),
-    )
+    defaults = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": True,
+        "special": True,
+    }
+    tokens = []
+    for key, entry in entries:
+        text = _token_text(entry, key, config_path)
+        if entry is None:
+            continue
+        flags = {"special": True}
+        if isinstance(entry, dict):
+            flags = {name: entry.get(name, default) for name, default in defaults.items()}
+        try:
+            tokens.append(AddedToken(text, **flags))
+        except TypeError as error:  # a flag that is none
+            raise ValueError(f"{config_path}: a token cannot be used: {error}") from error
+    return tokens
 
 
 def _token_text(entry: Any, key: str, config_path: Path) -> str | None:

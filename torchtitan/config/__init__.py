@@ -1,6 +1,6 @@
-from typing import TYPE_CHECKING, Any
-
 import torch
+
+from torchtitan.tools.lazy_names import load_on_access
 
 # Stands before the imports below: other modules import it while this package is loading.
 TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
@@ -28,9 +28,6 @@ from torchtitan.config.job_config import (  # noqa: E402
     Validation,
 )
 
-if TYPE_CHECKING:
-    from torchtitan.config.manager import ConfigManager
-
 __all__ = [
     "JobConfig",
     "ConfigManager",
@@ -52,11 +49,5 @@ __all__ = [
     "Debug",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # The command line's parser is of no use to programs that make a JobConfig themselves.
-    if name == "ConfigManager":
-        from torchtitan.config.manager import ConfigManager
-
-        return ConfigManager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The command line's parser is of no use to programs that make a JobConfig themselves.
+__getattr__ = load_on_access(__name__, {"ConfigManager": ".manager"})

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import os
 import re
@@ -12,10 +13,10 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from torchtitan.config.check_helpers import import_named
-from torchtitan.config.checks import ConfigError
+from torchtitan.config.checks.common import import_named
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
@@ -78,13 +79,34 @@ class ConfigManager:
                 f"job.config_file names a TOML file that has to be readable, got {path!r}: "
                 f"{error.strerror}"
             ) from error
-        return _parse_toml(path, content)
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            at_line = re.search(r"at line (\d+)", str(error))
+            line = int(at_line[1]) if at_line else text.count("\n") + 1
+            raise TomlSyntaxError(path, line, str(error)) from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
     ) -> type[JobConfig]:
-        module_name = _custom_config_module(args, toml_values or {})
-        if not module_name:
+        # The deprecated key counts last.
+        for section, key in (
+            ("job", "custom_config_module"),
+            ("experimental", "custom_args_module"),
+        ):
+            module_name = _flag_value(args, section, key)
+            table = (toml_values or {}).get(section)
+            if module_name is None and isinstance(table, dict):
+                module_name = table.get(key)
+            # Anything but text is reported when the whole table is checked.
+            if module_name and isinstance(module_name, str):
+                break
+        else:
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
@@ -103,27 +125,34 @@ class ConfigManager:
         """
         base_types = get_type_hints(base, include_extras=True)
         custom_types = get_type_hints(custom, include_extras=True)
+        base_fields = {f.name: f for f in dataclasses.fields(base)}
         custom_fields = {f.name: f for f in dataclasses.fields(custom)}
 
         merged: list[tuple[str, Any, Any]] = []
-        for field in dataclasses.fields(base):
-            name = field.name
-            both = [base_types[name], custom_types.get(name)]
-            if all(dataclasses.is_dataclass(kind) for kind in both):
-                section = ConfigManager._merge_configs(*both)
-                merged.append((name, section, dataclasses.field(default_factory=section)))
-            elif name in custom_fields:
-                merged.append(_field_copy(custom_fields[name], custom_types[name]))
-            else:
-                merged.append(_field_copy(field, base_types[name]))
-
-        base_names = {f.name for f in dataclasses.fields(base)}
-        merged += [
-            _field_copy(field, custom_types[name])
-            for name, field in custom_fields.items()
-            if name not in base_names
-        ]
-        return dataclasses.make_dataclass(f"Merged{base.__name__}", merged, bases=(base,))
+        for name, field in (base_fields | custom_fields).items():
+            both = base_types.get(name), custom_types.get(name)
+            kind = both[0] if both[1] is None else both[1]
+            default, factory = field.default, field.default_factory
+            if both[0] is not both[1] and all(map(dataclasses.is_dataclass, both)):
+                kind = factory = ConfigManager._merge_configs(*both)
+                default = dataclasses.MISSING
+            elif default is dataclasses.MISSING and factory is dataclasses.MISSING:
+                if not dataclasses.is_dataclass(kind):
+                    raise ConfigError(
+                        f"every key of a custom config needs a default value, got {name!r} "
+                        f"without; give it one"
+                    )
+                factory = kind
+            copy = dataclasses.field(
+                default=default, default_factory=factory, metadata=field.metadata
+            )
+            merged.append((name, kind, copy))
+        # The parser finds no source of a class that is made here: it reads the help texts of a
+        # docstring then.
+        help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
+        return dataclasses.make_dataclass(
+            f"Merged{base.__name__}", merged, bases=(base,), namespace={"__doc__": help_texts}
+        )
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
         if not dataclasses.is_dataclass(cls):
@@ -198,12 +227,12 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
         message = error.message
     else:
         return
-    (tell or _tell)(message)
+    if tell is not None:
+        tell(message)
+    else:
+        whose = f"rank {os.environ['RANK']}: " if has_peers() else ""
+        print(whose + message, file=sys.stderr)
     raise SystemExit(2)
-
-
-def _tell(message: str) -> None:
-    print(f"rank {os.environ['RANK']}: {message}" if has_peers() else message, file=sys.stderr)
 
 
 def _program() -> str:
@@ -245,33 +274,6 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
         raise
 
 
-def _parse_toml(path: str, content: bytes) -> dict[str, Any]:
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at_line = re.search(r"at line (\d+)", str(error))
-        line = int(at_line[1]) if at_line else text.count("\n") + 1
-        raise TomlSyntaxError(path, line, str(error)) from error
-
-
-def _custom_config_module(args: list[str], toml_values: dict[str, Any]) -> str | None:
-    """Name of the module that extends the config; the deprecated key counts last."""
-    for section, key in (("job", "custom_config_module"), ("experimental", "custom_args_module")):
-        name = _flag_value(args, section, key)
-        table = toml_values.get(section)
-        if name is None and isinstance(table, dict):
-            name = table.get(key)
-        # Anything but text is reported when the whole table is checked.
-        if name and isinstance(name, str):
-            return name
-    return None
-
-
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
     """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
@@ -286,17 +288,20 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
     return None
 
 
-def _field_copy(field: dataclasses.Field, kind: Any) -> tuple[str, Any, Any]:
-    default, factory = field.default, field.default_factory
-    if default is dataclasses.MISSING and factory is dataclasses.MISSING:
-        if not dataclasses.is_dataclass(kind):
-            raise ConfigError(
-                f"every key of a custom config needs a default value, got {field.name!r} without; "
-                f"give it one"
-            )
-        factory = kind
-    copy = dataclasses.field(default=default, default_factory=factory, metadata=field.metadata)
-    return field.name, kind, copy
+def _help_texts(section: type) -> dict[str, str]:
+    """Key -> the comment behind it or above it; nothing for a class without source."""
+    texts, above, source = {}, [], ""
+    with contextlib.suppress(OSError, TypeError):
+        source = inspect.getsource(section)
+    for line in source.splitlines():
+        code, _, comment = line.strip().partition("# ")
+        if comment and not code:
+            above.append(comment)
+            continue
+        if key := re.match(r"(\w+): ", code):
+            texts[key[1]] = comment or " ".join(above)
+        above = []
+    return texts
 
 
 if __name__ == "__main__":

@@ -43,57 +43,33 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
-    if parallelism.module_fqns_per_model_part is not None:
-        modules = parallelism.module_fqns_per_model_part
-        _check_complete(modules, n_layers)
-        _check_num_stages(parallelism, len(modules), "the lists in module_fqns_per_model_part")
-        return modules
-    num_stages = _num_stages(parallelism, n_layers)
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    modules, per_stage = (
+        parallelism.module_fqns_per_model_part,
+        parallelism.pipeline_parallel_layers_per_stage,
+    )
     weights = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
     )
-    try:
-        return generate_llm_fqn_per_model_part(num_stages, n_layers, *weights)
-    except ValueError as error:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
-            f"schedule {parallelism.pipeline_parallel_schedule!r} makes {num_stages} stages, which "
-            f"{n_layers} layers don't fill: {error}; lower the degree, choose a schedule with one "
-            "stage per rank, or lower pipeline_parallel_{first,last}_stage_less_layers"
-        ) from None
-
-
-def _num_stages(parallelism: Parallelism, n_layers: int) -> int:
-    pp, per_stage = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_layers_per_stage,
-    )
-    if per_stage is None:
-        is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
-        return pp if is_single else 2 * pp
-    if per_stage < 1:
-        raise ValueError(
-            "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got "
-            f"{per_stage}; leave it out to have it chosen"
+    if modules is not None:
+        _check_complete(modules, n_layers)
+        num_stages, what = len(modules), "the lists in module_fqns_per_model_part"
+    elif per_stage is not None:
+        if per_stage < 1:
+            raise ValueError(
+                "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got "
+                f"{per_stage}; leave it out to have it chosen"
+            )
+        effective = n_layers + sum(weights)
+        num_stages = math.ceil(effective / per_stage)
+        what = (
+            f"{n_layers} layers (counted as {effective} with embedding and output) by "
+            f"pipeline_parallel_layers_per_stage = {per_stage}"
         )
-    effective = (
-        n_layers
-        + parallelism.pipeline_parallel_first_stage_less_layers
-        + parallelism.pipeline_parallel_last_stage_less_layers
-    )
-    num_stages = math.ceil(effective / per_stage)
-    what = (
-        f"{n_layers} layers (counted as {effective} with embedding and output) by "
-        f"pipeline_parallel_layers_per_stage = {per_stage}"
-    )
-    _check_num_stages(parallelism, num_stages, what)
-    return num_stages
+    else:
+        num_stages, what = pp if is_one_of(schedule, SINGLE_STAGE_SCHEDULES) else 2 * pp, ""
 
-
-def _check_num_stages(parallelism: Parallelism, num_stages: int, what: str) -> None:
-    """`what` gives these stages; raise ValueError unless ranks and schedule take as many."""
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     got = f"{what} give {num_stages} stages for {pp} ranks"
     if num_stages % pp:
         raise ValueError(
@@ -112,24 +88,36 @@ def _check_num_stages(parallelism: Parallelism, num_stages: int, what: str) -> N
             f"parallelism.pipeline_parallel_schedule = {schedule!r} needs {needed} per rank, but "
             f"{got}; change the number of stages or the schedule"
         )
+    if modules is not None:
+        return modules
+    try:
+        return generate_llm_fqn_per_model_part(num_stages, n_layers, *weights)
+    except ValueError as error:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {pp} with "
+            f"schedule {schedule!r} makes {num_stages} stages, which "
+            f"{n_layers} layers don't fill: {error}; lower the degree, choose a schedule with one "
+            "stage per rank, or lower pipeline_parallel_{first,last}_stage_less_layers"
+        ) from None
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
     """A module in no list would be left out of the model, silently."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
-    missing = [name for name in expected if name not in listed]
-    twice = sorted({name for name in listed if listed.count(name) > 1})
-    in_order = [name for name in listed if name in expected]
-    if missing or twice or in_order != expected:
-        wrong = (
-            f"lacks {missing}" if missing else f"repeats {twice}" if twice else "is out of order"
-        )
-        raise ValueError(
-            "parallelism.module_fqns_per_model_part must list tok_embeddings, layers.0 to "
-            f"layers.{n_layers - 1}, norm and output once each and in this order, got a list that "
-            f"{wrong}; correct it"
-        )
+    if missing := [name for name in expected if name not in listed]:
+        wrong = f"lacks {missing}"
+    elif twice := sorted({name for name in listed if listed.count(name) > 1}):
+        wrong = f"repeats {twice}"
+    elif [name for name in listed if name in expected] != expected:
+        wrong = "is out of order"
+    else:
+        return
+    raise ValueError(
+        "parallelism.module_fqns_per_model_part must list tok_embeddings, layers.0 to "
+        f"layers.{n_layers - 1}, norm and output once each and in this order, got a list that "
+        f"{wrong}; correct it"
+    )
 
 
 def generate_llm_fqn_per_model_part(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.tools import host
@@ -242,11 +243,8 @@ def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
     """
     if not job_config.parallelism.enable_async_tensor_parallel:
         return
-    if not (job_config.compile.enable and "model" in job_config.compile.components):
-        raise RuntimeError(
-            "parallelism.enable_async_tensor_parallel is carried out by the compiler; set "
-            "compile.enable = true with 'model' among compile.components, or turn it off"
-        )
+    for problem in async_tensor_parallel(job_config):
+        raise RuntimeError(problem)
     import torch._inductor.config
 
     host.change_attribute(torch._inductor.config, "_micro_pipeline_tp", True)

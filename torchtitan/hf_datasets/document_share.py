@@ -1,4 +1,4 @@
-"""Which documents each reader takes, and how the work is dealt anew to another number of readers.
+"""Which documents each reader takes, and how the rest is dealt to another number of readers.
 
 Documents are numbered without end: number n is document n % N of pass n // N over N documents.
 A reader is one data worker of one data-parallel rank. Reader s of S takes `base + s`,
@@ -47,7 +47,7 @@ class DocumentShare:
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
     """Shares of `num_readers` new readers that together hold what all old readers have left.
 
-    No document is lost and none comes twice. The strides begin anew where the old reader that
+    No document is lost and none comes twice. The new strides begin where the old reader that
     got furthest would have gone on; what the slower ones left below is dealt out one by one.
     """
     base = max(share.next_in_stride for share in shares)

@@ -1,4 +1,4 @@
-"""Samples of a dataset in a resumable order, each given to one reader alone.
+"""Samples of a dataset in a resumable order, each given to only one reader.
 
 Two kinds of dataset, one interface: iterate for samples, `state_dict` at any time, `restart`.
 `start(reader, num_readers)` comes first, in the process that will iterate.
@@ -36,11 +36,10 @@ class IndexedDocuments:
     def start(self, reader: int, num_readers: int) -> None:
         if self._share is not None:
             return
+        self._share = DocumentShare(reader, num_readers)
         if self._inherited:
             shares = [self._share_from(state) for state in self._inherited]
             self._share = deal_again(shares, num_readers)[reader]
-        else:
-            self._share = DocumentShare(reader, num_readers)
 
     @property
     def next_number(self) -> int:

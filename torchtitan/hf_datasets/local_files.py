@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +21,40 @@ from typing import Any, BinaryIO
 TEXT_DOCUMENT_BYTES = 64 * 1024
 
 
-class JsonLinesDocuments:
+class _FilesOfDocuments:
+    """Documents of several files by number. A subclass counts those of a file, and reads one."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._sizes = [path.stat().st_size for path in paths]
+        self._ends = list(accumulate(map(self._count, paths)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """(file, document within it) of a document's number."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file_index = bisect_right(self._ends, index)
+        return file_index, index - (self._ends[file_index - 1] if file_index else 0)
+
+    def _open(self, file_index: int) -> BinaryIO:
+        """Raises ValueError if the file has fewer bytes than at the start."""
+        path, size_at_start = self._paths[file_index], self._sizes[file_index]
+        file, size = None, 0
+        with suppress(FileNotFoundError):
+            file = open(path, "rb")
+            size = os.fstat(file.fileno()).st_size
+        if file is None or size < size_at_start:
+            raise ValueError(
+                f"{path} had {size_at_start:,} bytes when the job started, and has "
+                f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
+            )
+        return file
+
+
+class JsonLinesDocuments(_FilesOfDocuments):
     """Documents of JSON-lines files: one object with a string under "text" per line.
 
     Blank lines are skipped. A line that is anything else raises ValueError with file and line
@@ -28,48 +62,58 @@ class JsonLinesDocuments:
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._line_starts = [_starts_of_lines(path) for path in paths]
-        self._sizes = [path.stat().st_size for path in paths]
-        self._ends = list(accumulate(len(starts) for starts in self._line_starts))
+        self._line_starts: list[array[int]] = []
+        super().__init__(paths)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
+    def _count(self, path: Path) -> int:
+        starts = array("Q")  # byte offsets of the lines that are not blank
+        position = 0
+        with open(path, "rb") as file:
+            for line in file:
+                if not line.isspace():
+                    starts.append(position)
+                position += len(line)
+        self._line_starts.append(starts)
+        return len(starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        file_index, line_index = _locate(index, self._ends)
-        path, start = self._paths[file_index], self._line_starts[file_index][line_index]
-        with _open_unchanged(path, self._sizes[file_index]) as file:
-            file.seek(start)
+        file_index, line_index = self._locate(index)
+        with self._open(file_index) as file:
+            file.seek(self._line_starts[file_index][line_index])
             line = file.readline()
-        return _parse_line(line, path, start)
+        try:
+            sample = json.loads(line)
+        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
+            raise ValueError(
+                f"{self.where(index)}: not valid JSON ({error}); every line "
+                f'must be one object like {{"text": "..."}}'
+            ) from None
+        return _checked_sample(sample, lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """How a message names a document."""
-        file_index, line_index = _locate(index, self._ends)
-        path, start = self._paths[file_index], self._line_starts[file_index][line_index]
-        return f"{path}, line {_line_number(path, start)}"
+        """How a message names a document; reads the file up to there."""
+        file_index, line_index = self._locate(index)
+        start, number = self._line_starts[file_index][line_index], 1
+        with open(self._paths[file_index], "rb") as file:
+            while file.tell() < start:
+                file.readline()
+                number += 1
+        return f"{self._paths[file_index]}, line {number}"
 
 
-class TextDocuments:
+class TextDocuments(_FilesOfDocuments):
     """Documents of plain text files in UTF-8: a short file is one document.
 
     A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
     size. The places are found when asked for, so the size of a file does not matter.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = [path for path in paths if path.stat().st_size > 0]
-        self._sizes = [path.stat().st_size for path in self._paths]
-        self._ends = list(accumulate(_num_text_documents(path) for path in self._paths))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    def _count(self, path: Path) -> int:
+        return -(-path.stat().st_size // TEXT_DOCUMENT_BYTES)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        file_index, part = _locate(index, self._ends)
-        path = self._paths[file_index]
-        with _open_unchanged(path, self._sizes[file_index]) as file:
+        file_index, part = self._locate(index)
+        with self._open(file_index) as file:
             start, end = _cut(file, part), _cut(file, part + 1)
             file.seek(start)
             content = file.read(end - start)
@@ -77,13 +121,13 @@ class TextDocuments:
             return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
-                f"convert the file to UTF-8"
+                f"{self.where(index)} is not UTF-8 text: {error.reason} at byte "
+                f"{start + error.start}; convert the file to UTF-8"
             ) from error
 
     def where(self, index: int) -> str:
         """How a message names a document."""
-        return str(self._paths[_locate(index, self._ends)[0]])
+        return str(self._paths[self._locate(index)[0]])
 
 
 class JsonArrayDocuments:
@@ -100,7 +144,7 @@ class JsonArrayDocuments:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _checked_sample(self._samples[index], self.where(index))
+        return _checked_sample(self._samples[index], lambda: self.where(index))
 
     def where(self, index: int) -> str:
         """How a message names a document."""
@@ -140,35 +184,34 @@ def missing_path_message(path: str) -> str:
 
 
 def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
-    if len(paths) == 1 and _first_character(paths[0]) == b"[":
-        return JsonArrayDocuments(paths[0])
+    if len(paths) == 1:
+        with open(paths[0], "rb") as file:
+            if file.read(1024).lstrip()[:1] == b"[":
+                return JsonArrayDocuments(paths[0])
     return JsonLinesDocuments(paths)
 
 
-def _open_with_datasets(builder: str) -> Callable[[list[Path]], Any]:
-    def open_paths(paths: list[Path]) -> Any:
-        from datasets import load_dataset
+def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
+    from datasets import load_dataset
 
-        try:
-            return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
-        except Exception as error:
-            while error.__cause__ is not None:  # the library's own says that it failed
-                error = error.__cause__
-            others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
-            raise ValueError(
-                f"{paths[0]}{others} cannot be read as {'Parquet' if builder == 'parquet' else 'compressed JSON lines'}: "
-                f"{' '.join(str(error).split())[:300]}; fetch or write the file again"
-            ) from None
-
-    return open_paths
+    try:
+        return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+    except Exception as error:
+        while error.__cause__ is not None:  # the library's own says that it failed
+            error = error.__cause__
+        others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
+        raise ValueError(
+            f"{paths[0]}{others} cannot be read as {kind}: "
+            f"{' '.join(str(error).split())[:300]}; fetch or write the file again"
+        ) from None
 
 
 # Kind of file -> how to open all files of that kind.
 _OPENERS: dict[str, Callable[[list[Path]], Any]] = {
     "JSON lines": _open_json,
     "text": TextDocuments,
-    "parquet": _open_with_datasets("parquet"),
-    "compressed JSON lines": _open_with_datasets("json"),
+    "parquet": partial(_open_with_datasets, "parquet", "Parquet"),
+    "compressed JSON lines": partial(_open_with_datasets, "json", "compressed JSON lines"),
 }
 _KINDS = {
     ".jsonl": "JSON lines",
@@ -187,54 +230,7 @@ def _kind_of(path: Path) -> str | None:
     return _KINDS.get(path.suffix)
 
 
-def _locate(index: int, ends: list[int]) -> tuple[int, int]:
-    """(file, document within it) of a document's number; ends: running totals per file."""
-    if not 0 <= index < (ends[-1] if ends else 0):
-        raise IndexError(index)
-    file_index = bisect_right(ends, index)
-    return file_index, index - (ends[file_index - 1] if file_index else 0)
-
-
-def _starts_of_lines(path: Path) -> "array[int]":
-    """Byte offsets of the lines that are not blank."""
-    starts = array("Q")
-    position = 0
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.isspace():
-                starts.append(position)
-            position += len(line)
-    return starts
-
-
-def _open_unchanged(path: Path, size_at_start: int) -> BinaryIO:
-    """Raises ValueError if the file has fewer bytes than at the start."""
-    file, size = None, 0
-    with suppress(FileNotFoundError):
-        file = open(path, "rb")
-        size = os.fstat(file.fileno()).st_size
-    if file is None or size < size_at_start:
-        raise ValueError(
-            f"{path} had {size_at_start:,} bytes when the job started, and has "
-            f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
-        )
-    return file
-
-
-def _parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
-    try:
-        sample = json.loads(line)
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
-        raise ValueError(
-            f"{path}, line {_line_number(path, start)}: not valid JSON ({error}); every line "
-            f'must be one object like {{"text": "..."}}'
-        ) from None
-    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
-        return sample
-    return _checked_sample(sample, f"{path}, line {_line_number(path, start)}")
-
-
-def _checked_sample(sample: Any, where: str) -> dict[str, Any]:
+def _checked_sample(sample: Any, where: Callable[[], str]) -> dict[str, Any]:
     if isinstance(sample, dict) and isinstance(sample.get("text"), str):
         return sample
     if not isinstance(sample, dict):
@@ -243,26 +239,7 @@ def _checked_sample(sample: Any, where: str) -> dict[str, Any]:
         got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
     else:
         got = f"the keys {sorted(sample)}"
-    raise ValueError(f"{where}: need an object with a string under 'text', got {got}")
-
-
-def _line_number(path: Path, start: int) -> int:
-    """1-based number of the line that begins at byte `start`; reads the file up to there."""
-    number = 1
-    with open(path, "rb") as file:
-        while file.tell() < start:
-            file.readline()
-            number += 1
-    return number
-
-
-def _first_character(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(1024).lstrip()[:1]
-
-
-def _num_text_documents(path: Path) -> int:
-    return -(-path.stat().st_size // TEXT_DOCUMENT_BYTES)
+    raise ValueError(f"{where()}: need an object with a string under 'text', got {got}")
 
 
 def _cut(file: Any, part: int) -> int:

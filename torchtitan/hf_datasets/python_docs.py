@@ -8,6 +8,7 @@ tests/assets/tokenizer.
 """
 
 import ast
+import os
 import sysconfig
 import warnings
 import zlib
@@ -46,7 +47,10 @@ class PythonDocs:
     """
 
     def __init__(self, split: str = "train") -> None:
-        documents = _in_fixed_random_order({**_topics(), **_modules()})
+        by_name = {**_topics(), **_modules()}
+        # Topics and modules mixed, the same way on every machine and in every process.
+        names = sorted(by_name, key=lambda name: (zlib.crc32(name.encode()), name))
+        documents = [by_name[name] for name in names]
         if not documents:
             raise ValueError(
                 "this Python ships neither pydoc_data nor the sources of its standard library, so "
@@ -73,7 +77,7 @@ def module_text(source: bytes, module_name: str) -> str:
     """The docstrings in a module's source, each under the name of what it documents.
 
     The module's own comes first, then those of its classes and functions, in source order.
-    A source that this Python cannot parse gives the heading alone.
+    A source that this Python cannot parse gives only the heading.
     """
     parts = [f"The {module_name} module"]
     try:
@@ -97,12 +101,6 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _docstrings(child, f"{name}.{child.name}")
 
 
-def _in_fixed_random_order(documents: dict[str, Callable[[], str]]) -> list[Callable[[], str]]:
-    """Topics and modules mixed, the same way on every machine and in every process."""
-    names = sorted(documents, key=lambda name: (zlib.crc32(name.encode()), name))
-    return [documents[name] for name in names]
-
-
 def _topics() -> dict[str, Callable[[], str]]:
     try:
         from pydoc_data.topics import topics
@@ -113,30 +111,22 @@ def _topics() -> dict[str, Callable[[], str]]:
 
 def _modules() -> dict[str, Callable[[], str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return {
-        f"module {_module_name(path, root)}": partial(_read_module, path, root)
-        for path in _source_files(root)
-    }
+    modules = {}
+    for folder, subfolders, files in os.walk(
+        root, followlinks=True
+    ):  # nothing where it is inside a zip file
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in SKIPPED_FOLDERS and not name.startswith("config-")
+        ]
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            is_package = parts[-1] == "__init__" and len(parts) > 1
+            name = ".".join(parts[:-1] if is_package else parts)
+            modules[f"module {name}"] = partial(_read_module, path, name)
+    return modules
 
 
-def _source_files(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():  # the library may be inside a zip file
-        return
-    for entry in sorted(folder.iterdir()):
-        if entry.suffix == ".py":
-            yield entry
-        elif entry.is_dir() and not _is_skipped(entry.name):
-            yield from _source_files(entry)
-
-
-def _is_skipped(folder_name: str) -> bool:
-    return folder_name in SKIPPED_FOLDERS or folder_name.startswith("config-")
-
-
-def _module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-def _read_module(path: Path, root: Path) -> str:
-    return module_text(path.read_bytes(), _module_name(path, root))
+def _read_module(path: Path, name: str) -> str:
+    return module_text(path.read_bytes(), name)

@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torchtitan.hf_datasets.open_document import OpenDocument
 from torchtitan.hf_datasets.python_docs import PythonDocs
 from torchtitan.tools.logging import logger
 
-# After so many documents in a row without a single token, nothing will come.
+# After this many documents in a row without a single token, the data count as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 
 
@@ -57,16 +58,12 @@ def _load_c4_test(path: str) -> Any:
     try:
         return load_dataset(path, split="train")
     except Exception as error:
-        _raise_for_broken_line(path)
+        # Our own reader of JSON lines names the file and the line.
+        documents = load_local_documents(path)
+        if isinstance(documents, JsonLinesDocuments):
+            for index in range(len(documents)):
+                documents[index]
         raise ValueError(f"{path} cannot be read as a dataset: {error}") from None
-
-
-def _raise_for_broken_line(folder: str) -> None:
-    """Read the folder's JSON-lines files ourselves, whose error names the file and the line."""
-    documents = load_local_documents(folder)
-    if isinstance(documents, JsonLinesDocuments):
-        for index in range(len(documents)):
-            documents[index]
 
 
 def _load_python_docs(path: str, split: str) -> Any:
@@ -93,16 +90,15 @@ def _text_of(sample: Any) -> str:
 
 # Read when a dataset is built, so entries may be added and removed at any time before.
 DATASETS: dict[str, DatasetConfig] = {
-    "c4": DatasetConfig("allenai/c4", lambda path: _load_c4(path, "train"), _text_of),
-    "c4_test": DatasetConfig("tests/assets/c4_test", _load_c4_test, _text_of),
-    "c4_validation": DatasetConfig(
-        "allenai/c4", lambda path: _load_c4(path, "validation"), _text_of
-    ),
-    "local": DatasetConfig("", _load_local, _text_of),
-    "python_docs": DatasetConfig("", lambda path: _load_python_docs(path, "train"), _text_of),
-    "python_docs_validation": DatasetConfig(
-        "", lambda path: _load_python_docs(path, "validation"), _text_of
-    ),
+    name: DatasetConfig(path, loader, _text_of)
+    for name, path, loader in [
+        ("c4", "allenai/c4", partial(_load_c4, split="train")),
+        ("c4_test", "tests/assets/c4_test", _load_c4_test),
+        ("c4_validation", "allenai/c4", partial(_load_c4, split="validation")),
+        ("local", "", _load_local),
+        ("python_docs", "", partial(_load_python_docs, split="train")),
+        ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
+    ]
 }
 
 
@@ -181,14 +177,23 @@ class HuggingFaceTextDataset(IterableDataset):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         self._start()
         if self._ran_out:
-            self._restart()
+            self._source.restart()
+            self._open.clear()
+            self._left_over = []
+            self._is_resumed = self._ran_out = False
         num_sequences = 0
         for sequence, numbers in self._sequences():
             num_sequences += 1
             sample_ids = torch.tensor([numbers[0], numbers[-1]])
             yield {"input": sequence[:-1], SAMPLE_IDS: sample_ids}, sequence[1:]
         if num_sequences == 0 and not self._is_resumed:
-            raise ValueError(self._too_small_message())
+            reader, num_readers = self._reader()
+            raise ValueError(
+                f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
+                f"(ranks times data workers) got {len(self._left_over)} tokens, and one "
+                f"sequence takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller "
+                "seq_len, or fewer ranks or data workers"
+            )
         logger.warning(f"Dataset {self.dataset_name} has run out of data")
         self._ran_out = True
 
@@ -268,21 +273,6 @@ class HuggingFaceTextDataset(IterableDataset):
         self._inherited_places = []
         self._is_started = True
 
-    def _restart(self) -> None:
-        self._source.restart()
-        self._open.clear()
-        self._left_over = []
-        self._is_resumed = self._ran_out = False
-
-    def _too_small_message(self) -> str:
-        reader, num_readers = self._reader()
-        return (
-            f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
-            f"(ranks times data workers) got {len(self._left_over)} tokens, and one "
-            f"sequence takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller seq_len, "
-            "or fewer ranks or data workers"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """The position of this reader; a copy, independent of what is read next.
 
@@ -333,8 +323,7 @@ def build_text_dataloader(
     infinite: bool = True,
 ) -> ParallelAwareDataloader:
     """Batches of the dataset in `[training]`."""
-    _check_boundaries(job_config)
-    return _build(job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
+    return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
 def build_text_validation_dataloader(
@@ -345,31 +334,32 @@ def build_text_validation_dataloader(
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
     """Batches of the dataset in `[validation]`."""
-    _check_boundaries(job_config)
-    return _build(job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
+    return _build(job_config, job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
 
 
-def _check_boundaries(job_config: JobConfig) -> None:
+def _build(
+    job_config: JobConfig,
+    section: Any,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    infinite: bool,
+) -> ParallelAwareDataloader:
+    """section: `job_config.training` or `job_config.validation`, whose keys are the same here."""
     if job_config.model.attn_mask_type == "position_block_causal":
         raise ValueError(
             "model.attn_mask_type 'position_block_causal' reads document boundaries from "
             "'positions', which text datasets don't have: set it to 'block_causal', which reads "
             "the end-of-text tokens, or bring a dataloader whose batches have 'positions' [B, T]"
         )
-
-
-def _build(
-    section: Any, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, infinite: bool
-) -> ParallelAwareDataloader:
-    """section: `job_config.training` or `job_config.validation`, whose keys are the same here."""
     dataset = HuggingFaceTextDataset(
-        dataset_name=section.dataset,
-        dataset_path=section.dataset_path,
-        tokenizer=tokenizer,
-        seq_len=section.seq_len,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        infinite=infinite,
+        section.dataset,
+        section.dataset_path,
+        tokenizer,
+        section.seq_len,
+        dp_rank,
+        dp_world_size,
+        infinite,
     )
     loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchtitan.config.checks.device import device_limits
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
@@ -31,59 +32,18 @@ def parallelize_decoder(
     model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
 ) -> nn.Module:
     """Apply the job's parallelism, checkpointing and compilation in place; return the model."""
-    _refuse_what_kernels_lack(model, parallel_dims, job_config)
+    for problem in device_limits(job_config, parallel_dims, model):
+        raise ValueError(problem)
     if parallel_dims.ep_enabled:
         _apply_expert_parallel(model, parallel_dims)
     if parallel_dims.tp_enabled:
         _apply_tensor_parallel(model, parallel_dims, job_config)
-    compile_blocks = job_config.compile.enable and "model" in job_config.compile.components
+    compile_blocks = job_config.compile.applies_to("model")
     _maybe_checkpoint_activations(model, job_config, compile_blocks, parallel_dims.ep_enabled)
     if compile_blocks:
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
-
-
-# ---- attention kernels ----
-
-
-def _refuse_what_kernels_lack(
-    model: nn.Module, parallel_dims: "ParallelDims", job_config: "JobConfig"
-) -> None:
-    """The limits of "varlen", whose kernel meets gathered keys whatever model.attn_type is.
-
-    They are an accelerator's: the kernel for the CPU is our own.
-    """
-    method = job_config.parallelism.context_parallel_rotate_method
-    if get_device_type() == "cpu":
-        return
-    if parallel_dims.cp_enabled and method == "allgather":
-        setting = "parallelism.context_parallel_rotate_method = 'allgather'"
-        remedy = "the method to 'alltoall', and model.attn_type to 'flex' if it is 'varlen'"
-    elif getattr(getattr(model, "model_args", None), "attn_type", None) == "varlen":
-        setting, remedy = "model.attn_type = 'varlen'", "the type to 'flex'"
-    else:
-        return
-    if any(getattr(module, "needs_log_sum_exp", False) for module in model.modules()):
-        raise ValueError(
-            f"{setting} gives no gradient through the log-sum-exp of the scores on an "
-            f"accelerator, and model {job_config.model.name!r} needs it; set {remedy}"
-        )
-    key, dtype = _compute_dtype(parallel_dims, job_config)
-    if dtype == "float32":
-        raise ValueError(
-            f"{setting} needs 16-bit numbers on an accelerator, as its attention kernel knows no "
-            f"others, got {key} = {dtype!r}; set that to 'bfloat16', or {remedy}"
-        )
-
-
-def _compute_dtype(parallel_dims: "ParallelDims", job_config: "JobConfig") -> tuple[str, str]:
-    """(key, value) of what decides; see `maybe_enable_amp` for where autocast is off."""
-    training = job_config.training
-    is_split = parallel_dims.tp_enabled or parallel_dims.pp_enabled
-    if not parallel_dims.uses_fsdp and (is_split or training.dtype == "bfloat16"):
-        return "training.dtype", training.dtype
-    return "training.mixed_precision_param", training.mixed_precision_param
 
 
 # ---- tensor parallelism ----
@@ -169,7 +129,6 @@ def _apply_tensor_parallel(
 ) -> None:
     from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
-    _refuse_recomputed_sdpa(model, job_config)
     mesh = parallel_dims.get_mesh("tp")
     maybe_enable_async_tp(job_config, mesh)
     recipe = job_config.quantize.linear.float8.recipe_name
@@ -181,24 +140,6 @@ def _apply_tensor_parallel(
         and recipe in (None, "tensorwise"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
     )
-
-
-def _refuse_recomputed_sdpa(model: nn.Module, job_config: "JobConfig") -> None:
-    """torch's compiler loses count of what backward needs, on the CPU: 2.13 saves the generator's
-    state for sdpa, which may draw numbers, where it expects the mesh of a split parameter."""
-    ac = job_config.activation_checkpoint
-    recomputes_all = ac.mode == "full" or (
-        ac.mode == "selective" and ac.selective_ac_option != "op"
-    )
-    compiles = job_config.compile.enable and "model" in job_config.compile.components
-    attn_type = getattr(model.model_args, "attn_type", "sdpa")
-    if compiles and recomputes_all and attn_type == "sdpa" and get_device_type() == "cpu":
-        raise ValueError(
-            f"compile.enable with activation_checkpoint.mode = {ac.mode!r} and "
-            f"selective_ac_option = {ac.selective_ac_option!r} does not work on the CPU with "
-            f"parallelism.tensor_parallel_degree above 1 and attn_type 'sdpa'; set "
-            f"activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'"
-        )
 
 
 # ---- expert parallelism ----
@@ -398,20 +339,9 @@ def _apply_data_parallel(
             register_buffers=job_config.parallelism.fsdp_register_buffers,
         )
         return
-    _refuse_offload_without_fsdp(job_config)
     if parallel_dims.dp_replicate_enabled and not parallel_dims.pp_enabled:
         # A pipeline's schedule sums over replicas itself.
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compile_blocks)
-
-
-def _refuse_offload_without_fsdp(job_config: "JobConfig") -> None:
-    """Parameters would be made on the host and nothing would bring them to the device."""
-    if job_config.training.enable_cpu_offload and get_device_type() != "cpu":
-        raise ValueError(
-            "training.enable_cpu_offload is carried out by FSDP, which this layout has not, as "
-            "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise the "
-            "former, or turn enable_cpu_offload off"
-        )
 
 
 def _expert_data_parallel_mesh(parallel_dims: "ParallelDims") -> "DeviceMesh | None":

@@ -27,21 +27,20 @@ class ModelConverter(Protocol):
 
 
 class UnknownConverterError(KeyError, ValueError):
-    """`model.converters` holds a name that nobody registered."""
+    """`model.converters` holds a name that is not registered."""
 
     def __str__(self) -> str:
         # A KeyError shows its argument's repr, quotes and all.
         return self.args[0]
 
 
-# Our own, as "module:class". Found by name when asked for, so that nothing registers on import.
+# Our own: module of torchtitan.components.quantization, class. Found by name when asked for, so
+# that nothing registers on import.
 _BUILT_IN_CONVERTERS = {
-    "quantize.linear.float8": "torchtitan.components.quantization.float8:Float8LinearConverter",
-    "quantize.grouped_mm.float8": (
-        "torchtitan.components.quantization.float8:Float8GroupedMMConverter"
-    ),
-    "quantize.linear.mx": "torchtitan.components.quantization.mx:MXLinearConverter",
-    "quantize.grouped_mm.mx": "torchtitan.components.quantization.mx:MXGroupedMMConverter",
+    "quantize.linear.float8": ("float8", "Float8LinearConverter"),
+    "quantize.grouped_mm.float8": ("float8", "Float8GroupedMMConverter"),
+    "quantize.linear.mx": ("mx", "MXLinearConverter"),
+    "quantize.grouped_mm.mx": ("mx", "MXGroupedMMConverter"),
 }
 
 _registry_model_converter_cls: dict[str, type[ModelConverter]] = {}
@@ -68,8 +67,10 @@ def find_model_converter(name: str) -> type[ModelConverter]:
             "A converter of your own is registered in the module that experimental.custom_import "
             "names"
         )
-    module_name, class_name = _BUILT_IN_CONVERTERS[name].split(":")
-    return getattr(importlib.import_module(module_name), class_name)
+    module, class_name = _BUILT_IN_CONVERTERS[name]
+    return getattr(
+        importlib.import_module(f"torchtitan.components.quantization.{module}"), class_name
+    )
 
 
 class ModelConvertersContainer(ModelConverter):

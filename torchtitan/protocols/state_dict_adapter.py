@@ -146,11 +146,10 @@ def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
     except FileNotFoundError:
         logger.info(f"There is no {path}: a Hugging Face export is divided by size")
         return None
-    return {name: _first_number(shard, path) for name, shard in weight_map.items()}
-
-
-def _first_number(file_name: str, index_path: str) -> int:
-    match = re.search(r"\d+", file_name)
-    if match is None or len(match.group()) > _MOST_DIGITS:
-        raise ValueError(f"{index_path}: expected a number in the shard's name, got {file_name!r}")
-    return int(match.group())
+    numbers = {}
+    for name, shard in weight_map.items():
+        match = re.search(r"\d+", shard)
+        if match is None or len(match.group()) > _MOST_DIGITS:
+            raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
+        numbers[name] = int(match.group())
+    return numbers

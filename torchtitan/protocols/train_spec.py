@@ -4,50 +4,29 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torchtitan.tools.lazy_names import load_on_access
 
-if TYPE_CHECKING:
-    import torch
-
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.loss import LossFunction
-    from torchtitan.components.lr_scheduler import LRSchedulersContainer
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.optimizer import OptimizersContainer
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.components.validate import BaseValidator
-    from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
-    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-
-ParallelizeFunction: TypeAlias = Callable[..., "torch.nn.Module"]
-"""(model, parallel_dims, job_config) -> model"""
-
-PipeliningFunction: TypeAlias = Callable[..., "tuple[Any, list[torch.nn.Module], bool, bool]"]
-"""(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
--> (schedule, model parts, has first stage, has last stage)"""
-
-DataLoaderBuilder: TypeAlias = Callable[..., "BaseDataLoader"]
-"""(*, dp_world_size, dp_rank, tokenizer, job_config) -> dataloader"""
-
-TokenizerBuilder: TypeAlias = Callable[..., "BaseTokenizer"]
-"""(job_config) -> tokenizer"""
-
-MetricsProcessorBuilder: TypeAlias = Callable[..., "MetricsProcessor"]
-"""(job_config, parallel_dims, model_args) -> metrics processor"""
-
-OptimizersBuilder: TypeAlias = Callable[..., "OptimizersContainer"]
-"""(model_parts, optimizer config, parallel_dims) -> optimizers"""
-
-LRSchedulersBuilder: TypeAlias = Callable[..., "LRSchedulersContainer"]
-"""(optimizers, lr_scheduler config, training steps) -> schedulers"""
-
-LossFunctionBuilder: TypeAlias = Callable[..., "LossFunction"]
-"""(job_config, *, parallel_dims) -> loss function that returns a sum over tokens"""
-
-ValidatorBuilder: TypeAlias = Callable[..., "BaseValidator"]
-"""(*, job_config, dp_world_size, dp_rank, tokenizer, ...) -> validator"""
+# (model, parallel_dims, job_config) -> model
+ParallelizeFunction: TypeAlias = Callable[..., Any]
+# (model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
+# -> (schedule, model parts, has first stage, has last stage)
+PipeliningFunction: TypeAlias = Callable[..., tuple[Any, list[Any], bool, bool]]
+# (*, dp_world_size, dp_rank, tokenizer, job_config) -> dataloader
+DataLoaderBuilder: TypeAlias = Callable[..., Any]
+# (job_config) -> tokenizer
+TokenizerBuilder: TypeAlias = Callable[..., Any]
+# (job_config, parallel_dims, model_args) -> metrics processor
+MetricsProcessorBuilder: TypeAlias = Callable[..., Any]
+# (model_parts, optimizer config, parallel_dims) -> optimizers
+OptimizersBuilder: TypeAlias = Callable[..., Any]
+# (optimizers, lr_scheduler config, training steps) -> schedulers
+LRSchedulersBuilder: TypeAlias = Callable[..., Any]
+# (job_config, *, parallel_dims) -> loss function that returns a sum over tokens
+LossFunctionBuilder: TypeAlias = Callable[..., Any]
+# (*, job_config, dp_world_size, dp_rank, tokenizer, ...) -> validator
+ValidatorBuilder: TypeAlias = Callable[..., Any]
 
 
 @dataclass
@@ -58,8 +37,8 @@ class TrainSpec:
     that is None means that the trainer goes without that part.
     """
 
-    model_cls: "type[ModelProtocol]"
-    model_args: "Mapping[str, BaseModelArgs]"
+    model_cls: type  # a ModelProtocol
+    model_args: Mapping[str, Any]  # flavor -> BaseModelArgs
     parallelize_fn: ParallelizeFunction
     pipelining_fn: PipeliningFunction | None
     build_optimizers_fn: OptimizersBuilder
@@ -69,7 +48,7 @@ class TrainSpec:
     build_loss_fn: LossFunctionBuilder
     build_validator_fn: ValidatorBuilder | None = None
     build_metrics_processor_fn: MetricsProcessorBuilder | None = None
-    state_dict_adapter: "type[BaseStateDictAdapter] | None" = None
+    state_dict_adapter: type | None = None  # a BaseStateDictAdapter
 
 
 _extra_train_specs: dict[str, TrainSpec] = {}

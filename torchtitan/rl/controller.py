@@ -31,8 +31,9 @@ from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.engine import closed_on_error
 from torchtitan.rl.advantages import AdvantageEstimator, advantage_metrics
 from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.generator import build_generator
-from torchtitan.rl.job_config import JobConfig, batch_seq_len, check_rl_config
+from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.rollout import EpisodeLog, make_episodes, with_advantages
 from torchtitan.rl.tasks import Prompt, Task, build_task

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.checks import ConfigError
+from torchtitan.config.checks.common import refuse
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
+from torchtitan.rl.checks import rescoring, weight_sharing
 from torchtitan.rl.decoding import EngineDecoder, LocalDecoder, continue_prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
@@ -327,35 +328,13 @@ def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Genera
     rl = job_config.rl
     options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
-    if rl.generator.rescore and dtype not in (None, _compute_dtype(engine)):
-        raise ConfigError(
-            f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
-            f"samples from the trainer's policy in {_compute_dtype(engine)}, and every ratio would "
-            "be 1; turn rescore off, or leave the dtype out"
-        )
+    trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
+    refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator
 
-        _refuse_reference(job_config, "rl.generator.backend = 'vllm' has weights of its own")
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
-    if rl.async_steps > 0:
-        _refuse_reference(
-            job_config,
-            f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights",
-        )
-    elif dtype is None or dtype == _compute_dtype(engine):
-        if rl.weight_sync.mode != "broadcast":
-            return LocalGenerator(engine, **options)
-    else:
-        _refuse_reference(
-            job_config, f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's"
-        )
+    is_trainers = rl.async_steps == 0 and rl.generator.dtype in (None, trainer_dtype)
+    if is_trainers and rl.weight_sync.mode != "broadcast":
+        return LocalGenerator(engine, **options)
     return CopyGenerator.of_engine(engine, dtype=dtype, **options)
-
-
-def _refuse_reference(job_config: "JobConfig", reason: str) -> None:
-    if job_config.rl.weight_sync.mode == "reference":
-        raise ConfigError(
-            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
-            "to 'auto' or 'broadcast'"
-        )

@@ -11,7 +11,8 @@ mistakes and --help answer before anything heavy is imported; exit codes are tho
 from typing import TYPE_CHECKING
 
 from torchtitan import train
-from torchtitan.rl.job_config import JobConfig, check_rl_config
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.job_config import JobConfig
 
 if TYPE_CHECKING:
     from torchtitan.rl.controller import Controller

@@ -19,8 +19,9 @@ from torch import Tensor
 from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.engine import Batch, TrainingEngine
+from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
-from torchtitan.rl.job_config import JobConfig, check_gradients_add_up, check_trainer_config
+from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
 from torchtitan.rl.rescore import rescore
 from torchtitan.rl.types import (

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
 
+class ConfigError(ValueError):
+    """The config cannot work as it stands; the message says what to change."""
+
+
 class RunError(RuntimeError):
     """Something outside this program failed: a full disk, a lost rank, a damaged file.
 
@@ -49,8 +53,23 @@ def _explain(error: BaseException, config: "JobConfig") -> BaseException | None:
             f"{where.filename}, line {where.lineno}; have that code raise an error, or return"
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in text:
-        return RunError(_out_of_memory(text, config))
-    if "DataLoader worker (pid" in text or _is_about_pipe_to_process(error):
+        wanted = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", text)
+        size = ""
+        if wanted:
+            size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were wanted"
+        return RunError(
+            f"out of memory{size}, with training.local_batch_size = "
+            f"{config.training.local_batch_size}, training.seq_len = {config.training.seq_len}, "
+            f"activation_checkpoint.mode = {config.activation_checkpoint.mode!r}; lower "
+            "local_batch_size (gradients accumulate to training.global_batch_size), recompute with "
+            "activation_checkpoint.mode = 'full', or shard over more ranks"
+        )
+    # The end of a pipe to a process that this one has started, and that is gone.
+    frames = traceback.extract_tb(error.__traceback__)
+    is_about_pipe = isinstance(error, (EOFError, OSError)) and any(
+        frame.filename.endswith("multiprocessing/connection.py") for frame in frames
+    )
+    if "DataLoader worker (pid" in text or is_about_pipe:
         return RunError(
             "a data worker was killed, most often for lack of host memory; lower "
             f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
@@ -68,25 +87,3 @@ def _explain(error: BaseException, config: "JobConfig") -> BaseException | None:
         text = text.strip().partition("\n")[0]
         return LostConnectionError(f"the connection to another rank is lost: {text}")
     return None
-
-
-def _is_about_pipe_to_process(error: BaseException) -> bool:
-    """Whether a process that this one has started, and talks to, is gone."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, (EOFError, OSError)) and any(
-        frame.filename.endswith("multiprocessing/connection.py") for frame in frames
-    )
-
-
-def _out_of_memory(text: str, config: "JobConfig") -> str:
-    wanted = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", text)
-    size = ""
-    if wanted:
-        size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were wanted"
-    return (
-        f"out of memory{size}, with training.local_batch_size = {config.training.local_batch_size}, "
-        f"training.seq_len = {config.training.seq_len}, activation_checkpoint.mode = "
-        f"{config.activation_checkpoint.mode!r}; lower local_batch_size (gradients accumulate to "
-        "training.global_batch_size), recompute with activation_checkpoint.mode = 'full', or shard "
-        "over more ranks"
-    )

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torchtitan
-from torchtitan.config.checks import ConfigError
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:

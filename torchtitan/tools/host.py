@@ -1,7 +1,7 @@
 """Settings of the process that engines live in: changed on loan, and given back.
 
 A process may hold several engines, closed in any order. What any of them changed comes back when
-the last one is closed, unless somebody has changed it again meanwhile. Where there is no engine,
+the last one is closed, unless it has been changed again meanwhile. Where there is no engine,
 as in our own functions called one by one, changes stay.
 """
 
@@ -28,7 +28,7 @@ class _Change:
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _changes: dict[Any, _Change] = {}
-_farewells: list[Callable[[], None]] = []
+_at_close_calls: list[Callable[[], None]] = []
 
 
 def move_in(engine: Any) -> None:
@@ -44,11 +44,11 @@ def move_out(engine: Any) -> None:
     if _engines:
         return
     changes = list(_changes.values())
-    farewells = list(_farewells)
+    at_close_calls = list(_at_close_calls)
     _changes.clear()
-    _farewells.clear()
-    for farewell in reversed(farewells):
-        farewell()
+    _at_close_calls.clear()
+    for at_close in reversed(at_close_calls):
+        at_close()
     for change in reversed(changes):
         change.take_back()
 
@@ -58,10 +58,10 @@ def engines() -> list[Any]:
     return list(_engines)
 
 
-def at_last_move_out(farewell: Callable[[], None]) -> None:
-    """Have `farewell` called when the last engine is closed; never, if there is none now."""
+def at_last_move_out(at_close: Callable[[], None]) -> None:
+    """Have `at_close` called when the last engine is closed; never, if there is none now."""
     if _engines:
-        _farewells.append(farewell)
+        _at_close_calls.append(at_close)
 
 
 def change(

@@ -1,4 +1,4 @@
-"""Names that a package offers, whose modules are loaded when somebody asks for one."""
+"""Names that a package offers, whose modules are loaded on first use."""
 
 import importlib
 from collections.abc import Callable, Mapping

@@ -14,7 +14,7 @@ _logged: set[str] = set()
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Where nobody reads stdout any more (`| head`), the run goes on without a word."""
+    """Where stdout is closed (`| head`), the run goes on silently."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):

@@ -1,4 +1,4 @@
-"""Profiler traces and memory snapshots, written every so many steps."""
+"""Profiler traces and memory snapshots, written every few steps."""
 
 import os
 import pickle
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from torchtitan.config import Profiling
+from torchtitan.config.checks.common import refuse
+from torchtitan.config.checks.values import profiling_cycle
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
@@ -35,6 +37,15 @@ def maybe_enable_profiling(
         yield None
         return
 
+    refuse(profiling_cycle(profiling_config))
+    wait = profiling_config.profile_freq - (
+        profiling_config.profiler_active + profiling_config.profiler_warmup
+    )
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    elif torch.xpu.is_available():
+        activities.append(torch.profiler.ProfilerActivity.XPU)
     traces_folder = os.path.join(base_folder, profiling_config.save_traces_folder)
 
     def export_trace(profiler: torch.profiler.profile) -> None:
@@ -45,8 +56,12 @@ def maybe_enable_profiling(
         logger.info("Wrote profiler trace %s in %.2f seconds", path, time.monotonic() - start)
 
     with torch.profiler.profile(
-        activities=_profiler_activities(),
-        schedule=_profiler_schedule(profiling_config),
+        activities=activities,
+        schedule=torch.profiler.schedule(
+            wait=wait,
+            warmup=profiling_config.profiler_warmup,
+            active=profiling_config.profiler_active,
+        ),
         on_trace_ready=export_trace,
         record_shapes=True,
     ) as profiler:
@@ -128,28 +143,6 @@ class MemorySnapshot:
         with open(path, "wb") as file:
             pickle.dump(self.memory._snapshot(), file)
         logger.info("Wrote memory snapshot %s", path)
-
-
-def _profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    elif torch.xpu.is_available():
-        activities.append(torch.profiler.ProfilerActivity.XPU)
-    return activities
-
-
-def _profiler_schedule(config: Profiling) -> Any:
-    wait = config.profile_freq - (config.profiler_active + config.profiler_warmup)
-    if wait < 0:
-        raise ValueError(
-            "profiling.profile_freq must be at least profiler_active + profiler_warmup, got "
-            f"{config.profile_freq} with {config.profiler_active} + {config.profiler_warmup}; "
-            f"set it to {config.profiler_active + config.profiler_warmup} or more"
-        )
-    return torch.profiler.schedule(
-        wait=wait, warmup=config.profiler_warmup, active=config.profiler_active
-    )
 
 
 def _iteration_folder(base: str, label: str, leaf: str) -> str:

@@ -167,21 +167,10 @@ class Color:
     turquoise = "\033[38;2;54;234;195m"
 
 
-@dataclass(frozen=True)
-class NoColor:
-    """The names of `Color`, all empty."""
-
-    black = ""
-    red = ""
-    green = ""
-    yellow = ""
-    blue = ""
-    magenta = ""
-    cyan = ""
-    white = ""
-    reset = ""
-    orange = ""
-    turquoise = ""
+NoColor = dataclass(frozen=True)(
+    type("NoColor", (), {name: "" for name in vars(Color) if not name.startswith("_")})
+)
+"""The names of `Color`, all empty."""
 
 
 def check_if_feature_in_pytorch(

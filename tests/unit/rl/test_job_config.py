@@ -4,7 +4,8 @@ import pytest
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
-from torchtitan.rl.job_config import JobConfig, check_rl_config
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.job_config import JobConfig
 
 
 def config_with(**values) -> JobConfig:
@@ -68,10 +69,10 @@ BAD_VALUES = [
     ),
     (
         {"rl__generator__backend": "vllm", "rl__weight_sync__mode": "reference"},
-        "does not go with rl.generator.backend = 'vllm'",
+        "rl.generator.backend = 'vllm' has weights of its own",
     ),
     ({"rl__async_steps": 2, "rl__generator__rescore": True}, "with rl.async_steps = 2"),
-    ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "with rl.async_steps = 1"),
+    ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "rl.async_steps = 1 draws"),
     ({"optimizer__early_step_in_backward": True}, "early_step_in_backward = true"),
     (
         {"rl__generator__backend": "vllm", "rl__generator__rescore": True},

@@ -7,7 +7,8 @@ import pytest
 from torchtitan.config import ConfigManager
 from torchtitan.experiments.rl_toy.examples import SolvedExamples
 from torchtitan.job import resolve_job
-from torchtitan.rl.job_config import JobConfig, check_rl_config
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.job_config import JobConfig
 
 CONFIGS = Path("torchtitan/rl/train_configs")
 

@@ -14,7 +14,6 @@ from torchtitan.components.quantization import (
 from torchtitan.components.quantization.utils import (
     import_torchao,
     keep_state_dicts_plain,
-    model_is_compiled,
     module_filter_fn,
     set_group_alignment,
 )
@@ -39,9 +38,9 @@ class Float8LinearConverter(QuantizationConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.float8
-        _check_hardware(options, compiled=model_is_compiled(job_config))
+        _check_hardware(options, compiled=job_config.compile.applies_to("model"))
         self._torchao_float8 = import_torchao("torchao.float8", "quantize.linear.float8")
-        if not model_is_compiled(job_config):
+        if not job_config.compile.applies_to("model"):
             logger.warning("float8 without torch.compile is slower than bf16: set compile.enable")
 
         self.config = self._build_config(options, parallel_dims)
@@ -131,7 +130,7 @@ class Float8GroupedMMConverter(QuantizationConverter):
                     "quantize.grouped_mm.float8 does not work with "
                     f"parallelism.{key}_parallel_degree = {degree}; set it to 1"
                 )
-        if not model_is_compiled(job_config):
+        if not job_config.compile.applies_to("model"):
             logger.warning("float8 grouped products are slow without compile.enable")
         module = import_torchao(
             "torchao.prototype.moe_training.config", "quantize.grouped_mm.float8"

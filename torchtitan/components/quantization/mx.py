@@ -16,7 +16,6 @@ from torchtitan.components.quantization import (
 from torchtitan.components.quantization.utils import (
     import_torchao,
     keep_state_dicts_plain,
-    model_is_compiled,
     module_filter_fn,
     set_group_alignment,
 )
@@ -87,7 +86,7 @@ class MXGroupedMMConverter(QuantizationConverter):
         torchao_config = import_torchao(_TORCHAO_CONFIG_MODULE, "quantize.grouped_mm.mx")
         self._quantize = import_torchao("torchao.quantization", "quantize.grouped_mm.mx").quantize_
         _check_hardware("quantize.grouped_mm.mx")
-        if not model_is_compiled(job_config):
+        if not job_config.compile.applies_to("model"):
             logger.warning("MXFP8 grouped products are slow without compile.enable")
         # One name may come as a plain string from TOML.
         self.moe_fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)

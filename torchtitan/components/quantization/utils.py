@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
 # Kernels for 8-bit matrix products work on blocks of this size.
@@ -81,10 +80,6 @@ def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:
             local = local_tensor(parameter)
             if hasattr(local, "_precomputed_scale"):
                 local._precomputed_scale = None
-
-
-def model_is_compiled(job_config: JobConfig) -> bool:
-    return job_config.compile.enable and "model" in job_config.compile.components
 
 
 def set_group_alignment(alignment: int) -> None:

@@ -32,16 +32,12 @@ def main() -> None:
         unfinished = output.with_name(f"{output.name}.{os.getpid()}")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(output)
-    except NoRunError as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{error.filename or output}: {error.strerror or error}")
+    except (NoRunError, OSError) as error:
+        is_run = isinstance(error, NoRunError)
+        message = error if is_run else f"{error.filename or output}: {error.strerror or error}"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB")
-
-
-def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import hashlib
 import json
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from torchtitan.tools.report.read import Curve, Run, number, spread, thin_out
+from torchtitan.tools.report.read import Run, number, spread, thin_out
 
 POINTS_PER_CURVE = 2_000
 POINTS_PER_PAGE = 50_000  # 24 bytes each
@@ -27,55 +27,52 @@ MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
 SECONDS_OF_SILENCE = 600  # after which a run without an end is taken for dead
 
-# title, {metric: label}; the names are those of torchtitan.components.metrics and torchtitan.rl.
-PANELS: list[tuple[str, dict[str, str]]] = [
-    (
-        "Loss",
-        {
-            "loss_metrics/global_avg_loss": "training",
-            "validation_metrics/loss": "validation",
-            "loss_metrics/global_max_loss": "highest rank",
-            "loss": "training",
-        },
-    ),
-    (
-        "Reward",
-        {
-            "rl/reward": "training",
-            "eval/greedy_reward": "held out, greedy",
-            "eval/sampled_reward": "held out, sampled",
-        },
-    ),
-    (
-        "Exact answers",
-        {
-            "rl/exact": "training",
-            "eval/greedy_exact": "held out, greedy",
-            "eval/sampled_exact": "held out, sampled",
-        },
-    ),
-    ("Staleness, weight updates", {"rl/lag": "oldest episode"}),
-    ("Gradient norm", {"grad_norm": ""}),
-    ("Learning rate", {"lr": ""}),
-    ("Tokens per second and device", {"throughput(tps)": ""}),
-    ("MFU, %", {"mfu(%)": ""}),
-    (
-        "Seconds per step",
-        {
-            "time_metrics/end_to_end(s)": "whole step",
-            "time/step(s)": "whole step",
-            "time/generate(s)": "generation",
-            "time/train(s)": "training",
-            "time/update_generator(s)": "weights to the generator",
-        },
-    ),
-    (
-        "Memory, GiB",
-        {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"},
-    ),
-    ("Tokens per completion", {"rl/completion_tokens": ""}),
-    ("Entropy of the policy", {"loss/entropy": ""}),
+# panel, metric, label; metrics are those of torchtitan.components.metrics and torchtitan.rl
+PANELS = [
+    ("Loss", "loss_metrics/global_avg_loss", "training"),
+    ("Loss", "validation_metrics/loss", "validation"),
+    ("Loss", "loss_metrics/global_max_loss", "highest rank"),
+    ("Loss", "loss", "training"),
+    ("Reward", "rl/reward", "training"),
+    ("Reward", "eval/greedy_reward", "held out, greedy"),
+    ("Reward", "eval/sampled_reward", "held out, sampled"),
+    ("Exact answers", "rl/exact", "training"),
+    ("Exact answers", "eval/greedy_exact", "held out, greedy"),
+    ("Exact answers", "eval/sampled_exact", "held out, sampled"),
+    ("Staleness, weight updates", "rl/lag", "oldest episode"),
+    ("Gradient norm", "grad_norm", ""),
+    ("Learning rate", "lr", ""),
+    ("Tokens per second and device", "throughput(tps)", ""),
+    ("MFU, %", "mfu(%)", ""),
+    ("Seconds per step", "time_metrics/end_to_end(s)", "whole step"),
+    ("Seconds per step", "time/step(s)", "whole step"),
+    ("Seconds per step", "time/generate(s)", "generation"),
+    ("Seconds per step", "time/train(s)", "training"),
+    ("Seconds per step", "time/update_generator(s)", "weights to the generator"),
+    ("Memory, GiB", "memory/max_active(GiB)", "active"),
+    ("Memory, GiB", "memory/max_reserved(GiB)", "reserved"),
+    ("Tokens per completion", "rl/completion_tokens", ""),
+    ("Entropy of the policy", "loss/entropy", ""),
 ]
+FACTS = {
+    "loss_metrics/global_avg_loss": "Loss",
+    "loss": "Loss",
+    "validation_metrics/loss": "Validation loss",
+    "rl/reward": "Reward",
+    "throughput(tps)": "Tokens/s and device",
+    "mfu(%)": "MFU, %",
+    "n_tokens_seen": "Tokens seen",
+}
+SAMPLE_COLUMNS = {
+    "step": "step",
+    "prompt": "prompt",
+    "text": "completion",
+    "expected_answer": "expected",
+    "reward": "reward",
+    "advantage": "advantage",
+    "policy_version": "policy version",
+    "finish_reason": "ended by",
+}
 
 
 def page_of(run: Run, now: float | None = None) -> str:
@@ -83,6 +80,8 @@ def page_of(run: Run, now: float | None = None) -> str:
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
+    # JSON that cannot end the element it stands in.
+    block = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     folder = Path(__file__).parent
     script = (folder / "page.js").read_text(encoding="utf-8")
     style = (folder / "page.css").read_text(encoding="utf-8")
@@ -92,47 +91,20 @@ def page_of(run: Run, now: float | None = None) -> str:
     title = starts[-1]["message"] if starts else ""
     title = title if title not in ("", "default job") else run.folder.resolve().name
     blocks = [
-        _header(title, run, events, data, config, now),
+        _header(title, run, events, data["t0"], config, now),
         _charts(run, data),
-        _event_table(events, data["t0"]),
+        _event_table(events),
         _sample_table(run.samples),
         _config_tables(starts, config),
     ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(title)}</title>",
-            f"<style>{style}</style>",
-            "<main>",
-            *filter(None, blocks),
-            "</main>",
-            f'<script type="application/json" id="data">{_json(data)}</script>',
-            f"<script>{script}</script>",
-            "</html>\n",
-        ]
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=policy,
+        title=_text(title),
+        style=style,
+        blocks="\n".join(filter(None, blocks)),
+        data=block,
+        script=script,
     )
-
-
-def _hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
-
-
-def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
-    text = str(value)
-    if len(text) > limit:
-        text = f"{text[:limit]}… ({len(text):,} characters)"
-    return escape(text.encode(errors="replace").decode())
-
-
-def _json(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
 
 
 # ---- data of the charts ----
@@ -140,28 +112,58 @@ def _json(value: Any) -> str:
 
 def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     """What the script draws; times are seconds after `t0`."""
-    curves = _chosen(run)
-    all_times = [event["wall_time"] for event in events]
-    for curve in run.curves.values():
-        all_times += [curve.times[0], curve.times[-1]]
-    t0 = min(all_times, default=0.0)
-    digits = 3 if max(all_times, default=0.0) - t0 < 3600 else 1
-    redone_from = _redone_from(run.first_steps())
-    limit = min(POINTS_PER_CURVE, POINTS_PER_PAGE // max(1, len(curves)))
+    times = [event["wall_time"] for event in events]
+    times += [t for curve in run.curves.values() for t in (curve.times[0], curve.times[-1])]
+    t0 = min(times, default=0.0)
+    digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
+
+    # start -> the step from which on later starts did its work again
+    redone_from, lowest = {}, math.inf
+    for start, first_step in sorted(run.first_steps().items(), reverse=True):
+        redone_from[start] = lowest
+        lowest = min(lowest, first_step)
+
+    chosen = [entry for entry in PANELS if entry[1] in run.curves]
+    drawn = {metric for _, metric, _ in chosen}
+    # On one rank, the highest loss of all ranks is the loss.
+    mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
+    if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
+        chosen = [entry for entry in chosen if entry[1] != highest]
+    chosen += [(metric[:100], metric, "") for metric in run.curves if metric not in drawn]
+    chosen = chosen[:MAX_CURVES]
+
+    limit = min(POINTS_PER_CURVE, POINTS_PER_PAGE // max(1, len(chosen)))
+    known = {title for title, _, _ in PANELS}
     panels: dict[str, dict[str, Any]] = {}
-    for title, label, metric in curves:
-        panel = panels.setdefault(title, {"title": title, "curves": []})
-        panel["curves"].append(
-            {
-                "label": label[:100],
-                "metric": metric[:100],
-                **_points(run.curves[metric], redone_from, limit, t0, digits),
+    for title, metric, label in chosen:
+        panel = {"title": title, "curves": [], "more": title not in known}
+        curve, columns = run.curves[metric], {"label": label[:100], "metric": metric[:100]}
+        # Points that count, and those that were done again later.
+        indices: dict[str, list[int]] = {"kept": [], "redone": []}
+        for i, (start, step) in enumerate(zip(curve.starts, curve.steps, strict=True)):
+            indices["kept" if step < redone_from[start] else "redone"].append(i)
+        num_redone = min(len(indices["redone"]), limit // 4)
+        for name, most in (("kept", limit - num_redone), ("redone", num_redone)):
+            thinned = thin_out((curve.values[i] for i in indices[name]), most)
+            shown = [indices[name][i] for i in thinned]
+            columns[name] = {
+                "start": [curve.starts[i] for i in shown],
+                "x": [curve.steps[i] for i in shown],
+                "t": [round(curve.times[i] - t0, digits) for i in shown],
+                "y": [_rounded(curve.values[i]) for i in shown],
             }
-        )
-    known = {title for title, _ in PANELS}
+        panels.setdefault(title, panel)["curves"].append(columns)
+
+    # Stretches of steps, and of time, whose work was lost.
+    stretches: dict[int, list[tuple[int, float]]] = {}
+    for curve in run.curves.values():
+        for start, *place in zip(curve.starts, curve.steps, curve.times, strict=True):
+            if place[0] >= redone_from[start]:
+                low, high = stretches.get(start, [place, place])
+                stretches[start] = [min(low, place), max(high, place)]
     return {
         "t0": t0,
-        "panels": [{**panel, "more": title not in known} for title, panel in panels.items()],
+        "panels": list(panels.values()),
         "events": [
             {
                 "kind": event["kind"][:40],
@@ -173,162 +175,71 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
             }
             for event in events
         ],
-        "redone": _redone_stretches(run, redone_from, t0, digits),
+        "redone": [
+            {
+                "x0": low[0],
+                "x1": high[0],
+                "t0": round(low[1] - t0, digits),
+                "t1": round(high[1] - t0, digits),
+            }
+            for low, high in spread(list(stretches.values()), 100)
+        ],
     }
-
-
-def _chosen(run: Run) -> list[tuple[str, str, str]]:
-    """(panel, label, metric) of what is drawn: the known ones first, then each its own panel."""
-    chosen = [
-        (title, label, metric)
-        for title, metrics in PANELS
-        for metric, label in metrics.items()
-        if metric in run.curves
-    ]
-    drawn = {metric for _, _, metric in chosen}
-    # On one rank, the highest loss of all ranks is the loss.
-    mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
-    if highest in drawn and mean in drawn and _equal(run.curves[mean], run.curves[highest]):
-        chosen = [entry for entry in chosen if entry[2] != highest]
-    chosen += [(metric[:100], "", metric) for metric in run.curves if metric not in drawn]
-    return chosen[:MAX_CURVES]
-
-
-def _equal(one: Curve, other: Curve) -> bool:
-    return one.values == other.values
-
-
-def _redone_from(first_steps: dict[int, int]) -> dict[int, float]:
-    """start -> the step from which on later starts did its work again."""
-    redone, lowest = {}, math.inf
-    for start in sorted(first_steps, reverse=True):
-        redone[start] = lowest
-        lowest = min(lowest, first_steps[start])
-    return redone
-
-
-def _points(
-    curve: Curve, redone_from: dict[int, float], limit: int, t0: float, digits: int
-) -> dict[str, Any]:
-    """Columns of the points that count, and of those that were done again later."""
-    kept, redone = [], []
-    for i, (start, step) in enumerate(zip(curve.starts, curve.steps, strict=True)):
-        (kept if step < redone_from[start] else redone).append(i)
-
-    def columns(indices: list[int], limit: int) -> dict[str, list[Any]]:
-        indices = [indices[i] for i in thin_out((curve.values[i] for i in indices), limit)]
-        return {
-            "start": [curve.starts[i] for i in indices],
-            "x": [curve.steps[i] for i in indices],
-            "t": [round(curve.times[i] - t0, digits) for i in indices],
-            "y": [_rounded(curve.values[i]) for i in indices],
-        }
-
-    num_redone = min(len(redone), limit // 4)
-    return {"kept": columns(kept, limit - num_redone), "redone": columns(redone, num_redone)}
 
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def _redone_stretches(
-    run: Run, redone_from: dict[int, float], t0: float, digits: int
-) -> list[dict[str, float]]:
-    """Stretches of steps, and of time, whose work was lost."""
-    if len(redone_from) < 2:
-        return []
-    stretches: dict[int, list[tuple[int, float]]] = {}
-    for curve in run.curves.values():
-        for start, step, seconds in zip(curve.starts, curve.steps, curve.times, strict=True):
-            if step >= redone_from[start]:
-                low, high = stretches.get(start, [(step, seconds), (step, seconds)])
-                stretches[start] = [min(low, (step, seconds)), max(high, (step, seconds))]
-    return [
-        {
-            "x0": low[0],
-            "x1": high[0],
-            "t0": round(low[1] - t0, digits),
-            "t1": round(high[1] - t0, digits),
-        }
-        for low, high in spread(list(stretches.values()), 100)
-    ]
-
-
 # ---- events ----
 
 
 def _group(kind: str) -> str:
-    if kind in ("start", "training", "end", "stop"):
-        return "run"
-    if kind in ("fault", "lost"):
-        return "fault"
-    if kind in ("save", "background save"):
-        return "save"
-    return "validation" if kind == "validation" else "warning"
+    groups = {"run": ("start", "training", "end", "stop"), "fault": ("fault", "lost")}
+    groups |= {"save": ("save", "background save"), "validation": ("validation",)}
+    return next((group for group, kinds in groups.items() if kind in kinds), "warning")
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
     """The events in the order of time, each with its `place` on the axis of steps; a start that
     ended without a word is one, too, and the same event of several ranks is one with a `count`."""
-    events = _told_once(_with_lost_starts(run))
     longest = run.longest_curve()
     trail = sorted(zip(longest.times, longest.steps, strict=True))
-    logged, i, place = [], 0, 0
-    for event in events:
-        while i < len(trail) and trail[i][0] <= event["wall_time"]:
-            place = trail[i][1]
-            i += 1
-        if event["step"] is not None:
-            place = event["step"]
-        logged.append({**event, "place": place})
-    if len(logged) > MAX_EVENTS:
-        important = [e for e in logged if _group(e["kind"]) in ("run", "fault")]
-        others = [e for e in logged if _group(e["kind"]) not in ("run", "fault")]
-        important = spread(important, MAX_EVENTS // 2)
-        logged = important + spread(others, MAX_EVENTS - len(important))
-        logged.sort(key=lambda event: event["wall_time"])
-    return logged
-
-
-def _with_lost_starts(run: Run) -> list[dict[str, Any]]:
-    events = sorted(run.events, key=lambda event: event["wall_time"])
-    times = sorted(run.longest_curve().times)
-    result: list[dict[str, Any]] = []
+    times = [time for time, _ in trail]
+    told: list[dict[str, Any]] = []
     is_running, last_sign = False, 0.0
-    for event in events:
+    for event in run.events:
         if event["kind"] == "start" and is_running:
-            num_before = bisect_left(times, event["wall_time"])
-            result.append(
-                {
-                    "kind": "lost",
-                    "wall_time": max([last_sign, *times[max(0, num_before - 1) : num_before]]),
-                    "step": None,
-                    "message": "ended without a word: killed, or the machine went away",
-                }
-            )
-        is_running = event["kind"] not in ("end", "fault") and (
-            is_running or event["kind"] == "start"
-        )
+            logged = times[: bisect_left(times, event["wall_time"])][-1:]
+            message = "ended without a word: killed, or the machine went away"
+            lost = {"kind": "lost", "step": None, "message": message}
+            told.append({**lost, "wall_time": max([last_sign, *logged])})
+        if event["kind"] in ("start", "end", "fault"):
+            is_running = event["kind"] == "start"
         last_sign = event["wall_time"]
-        result.append(event)
-    return result
+        told.append(event)
 
-
-def _told_once(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = []
-    for event in events:
-        event = {**event, "count": 1}
-        same = [e for e in result[-3:] if _identity(e) == _identity(event)]
+    events: list[dict[str, Any]] = []
+    num_logged, place = 0, 0
+    for event in told:
+        identity = event["kind"], event["message"], event["step"]
+        same = [e for e in events[-3:] if (e["kind"], e["message"], e["step"]) == identity]
         if same:
             same[0]["count"] += 1
-        else:
-            result.append(event)
-    return result
-
-
-def _identity(event: dict[str, Any]) -> tuple[Any, ...]:
-    return event["kind"], event["message"], event["step"]
+            continue
+        num_before, num_logged = num_logged, bisect_right(times, event["wall_time"])
+        if event["step"] is not None:
+            place = event["step"]
+        elif num_logged > num_before:
+            place = trail[num_logged - 1][1]
+        events.append({**event, "count": 1, "place": place})
+    if len(events) > MAX_EVENTS:
+        important = [e for e in events if _group(e["kind"]) in ("run", "fault")]
+        others = [e for e in events if _group(e["kind"]) not in ("run", "fault")]
+        important = spread(important, MAX_EVENTS // 2)
+        events = important + spread(others, MAX_EVENTS - len(important))
+        events.sort(key=lambda event: event["wall_time"])
+    return events
 
 
 # ---- blocks of HTML ----
@@ -338,34 +249,40 @@ def _header(
     title: str,
     run: Run,
     events: list[dict[str, Any]],
-    data: dict[str, Any],
+    t0: float,
     config: dict[str, Any],
     now: float,
 ) -> str:
-    state, word = _state(run, events, now)
-    num_starts = sum(event["kind"] == "start" for event in events)
-    last_step = max((curve.steps[-1] for curve in run.curves.values()), default=None)
+    signs = [event["wall_time"] for event in events]
+    last_sign = max(signs + [curve.times[-1] for curve in run.curves.values()], default=0.0)
+    kinds = [e["kind"] for e in events if e["kind"] in ("start", "stop", "end", "fault")]
+    if kinds[-1:] == ["fault"]:
+        state, word = "bad", "ended with a fault"
+    elif kinds[-1:] == ["end"]:
+        state, word = ("quiet", "stopped") if kinds[-2:-1] == ["stop"] else ("good", "ended")
+    elif now - last_sign < SECONDS_OF_SILENCE:
+        state, word = "good", "running"
+    else:
+        state, word = (
+            "bad" if kinds else "quiet",
+            f"no sign of life for {_duration(now - last_sign)}",
+        )
+
     facts = {}
+    last_step = max((curve.steps[-1] for curve in run.curves.values()), default=None)
     if last_step is not None:
         steps = config.get("training.steps")
         facts["Step"] = f"{last_step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
-    for metric, name in [
-        ("loss_metrics/global_avg_loss", "Loss"),
-        ("loss", "Loss"),
-        ("validation_metrics/loss", "Validation loss"),
-        ("rl/reward", "Reward"),
-        ("throughput(tps)", "Tokens/s and device"),
-        ("mfu(%)", "MFU, %"),
-        ("n_tokens_seen", "Tokens seen"),
-    ]:
+    for metric, name in FACTS.items():
         if metric in run.curves:
-            facts[name] = _brief(run.curves[metric].values[-1])
-    facts["Starts"] = str(num_starts or len(run.first_steps()))
-    faults = sum(event["kind"] in ("fault", "lost") for event in events)
-    if faults:
-        facts["Faults"] = str(faults)
-    facts["Began"] = _clock(data["t0"])
-    facts["Lasted"] = _duration(_last_sign(run, events) - data["t0"])
+            value = run.curves[metric].values[-1]
+            is_large = math.isfinite(value) and abs(value) >= 1000
+            facts[name] = f"{value:,.0f}" if is_large else f"{value:.4g}"
+    facts["Starts"] = kinds.count("start") or len(run.first_steps())
+    if num_faults := sum(event["kind"] in ("fault", "lost") for event in events):
+        facts["Faults"] = num_faults
+    facts["Began"] = _clock(t0)
+    facts["Lasted"] = _duration(last_sign - t0)
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts.items()
     )
@@ -374,24 +291,6 @@ def _header(
         f'<p class="quiet">{_text(run.folder)}, as of {_clock(now)}</p>'
         f'<dl class="facts">{cells}</dl></header>'
     )
-
-
-def _state(run: Run, events: list[dict[str, Any]], now: float) -> tuple[str, str]:
-    """(class, words) of how the run stands."""
-    kinds = [e["kind"] for e in events if e["kind"] in ("start", "stop", "end", "fault")]
-    silence = now - _last_sign(run, events)
-    if kinds and kinds[-1] == "fault":
-        return "bad", "ended with a fault"
-    if kinds and kinds[-1] == "end":
-        return ("quiet", "stopped") if kinds[-2:-1] == ["stop"] else ("good", "ended")
-    if silence < SECONDS_OF_SILENCE:
-        return "good", "running"
-    return "bad" if kinds else "quiet", f"no sign of life for {_duration(silence)}"
-
-
-def _last_sign(run: Run, events: list[dict[str, Any]]) -> float:
-    times = [event["wall_time"] for event in events]
-    return max(times + [curve.times[-1] for curve in run.curves.values()], default=0.0)
 
 
 def _charts(run: Run, data: dict[str, Any]) -> str:
@@ -413,13 +312,12 @@ def _charts(run: Run, data: dict[str, Any]) -> str:
     )
 
 
-def _event_table(events: list[dict[str, Any]], t0: float) -> str:
+def _event_table(events: list[dict[str, Any]]) -> str:
     rows = []
     for event in events:
         times = f" (×{event['count']})" if event["count"] > 1 else ""
-        rank = number(event.get("rank"))
+        rank, code = number(event.get("rank")), number(event.get("exit_code"))
         who = f"rank {int(rank)}: " if rank and math.isfinite(rank) else ""
-        code = number(event.get("exit_code"))
         code = f" (exit code {int(code)})" if code is not None and math.isfinite(code) else ""
         step = "" if event["step"] is None else f"{event['step']:,}"
         rows.append(
@@ -427,83 +325,89 @@ def _event_table(events: list[dict[str, Any]], t0: float) -> str:
             f'<td class="number">{step}</td><td><i></i>{_text(event["kind"], 40)}</td>'
             f"<td>{_text(who + event['message'] + code)}{times}</td></tr>"
         )
-    if not rows:
-        return ""
-    return (
-        f"<details open><summary>Events ({len(rows)})</summary><div class='wide'><table>"
-        "<thead><tr><th>time</th><th class='number'>step</th><th>event</th><th>what was said</th>"
-        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
+    head = "<th>time</th><th class='number'>step</th><th>event</th><th>what was said</th>"
+    return _table("Events", rows, head)
 
 
 def _sample_table(samples: list[dict[str, Any]]) -> str:
-    if not samples:
-        return ""
-    columns = {
-        "step": "step",
-        "prompt": "prompt",
-        "text": "completion",
-        "expected_answer": "expected",
-        "reward": "reward",
-        "advantage": "advantage",
-        "policy_version": "policy version",
-        "finish_reason": "ended by",
-    }
     numbers = ("step", "reward", "advantage", "policy_version")
     rows = []
     for sample in samples:
         cells = []
-        for key in columns:
+        for key in SAMPLE_COLUMNS:
             value = sample.get(key)
-            if isinstance(value, float):
-                value = f"{value:.3g}"
+            value = "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
             kind = "number" if key in numbers else "sample" if key in ("prompt", "text") else ""
-            cells.append(f'<td class="{kind}">{_text("" if value is None else value)}</td>')
+            cells.append(f'<td class="{kind}">{_text(value)}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    heads = "".join(
+    heads = [
         f'<th class="{"number" if key in numbers else ""}">{name}</th>'
-        for key, name in columns.items()
-    )
-    return (
-        f"<details open><summary>Samples ({len(rows)})</summary><div class='wide'><table>"
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
+        for key, name in SAMPLE_COLUMNS.items()
+    ]
+    return _table("Samples", rows, "".join(heads))
 
 
 def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
     if not starts:
         return ""
+    from torchtitan.config import JobConfig
+
     latest = starts[-1]
-    facts = dict(_settings(latest.get("versions")))
+    facts = _settings(latest.get("versions"))
     for key in ("host", "world_size", "program", "config_digest"):
         if key in latest:
             facts[key.replace("_", " ")] = latest[key]
-    defaults = _default_settings()
+    defaults = _settings(json.loads(json.dumps(JobConfig().to_dict(), default=str)))
     chosen = {k: v for k, v in config.items() if k not in defaults or defaults[k] != v}
-    others = {k: v for k, v in config.items() if k not in chosen}
-    tables = [("Versions and place of the last start", facts)]
-    if len(starts) > 1:
-        before = _settings(starts[-2].get("config"))
-        changed = {
+    before = _settings(starts[-2].get("config")) if len(starts) > 1 else config
+    tables = {
+        "Versions and place of the last start": facts,
+        "Changed at the last start": {
             key: f"{_value(before.get(key))} → {_value(config.get(key))}"
             for key in sorted(before.keys() | config.keys())
             if before.get(key) != config.get(key)
-        }
-        tables.append(("Changed at the last start", changed))
-    tables += [("Config, where it differs from the defaults", chosen), ("Defaults", others)]
-    return "".join(_key_table(title, rows) for title, rows in tables if rows)
-
-
-def _key_table(title: str, values: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td><code>{_text(key, 100)}</code></td><td><code>{_text(_value(value), 300)}</code></td></tr>"
-        for key, value in values.items()
+        },
+        "Config, where it differs from the defaults": chosen,
+        "Defaults": {k: v for k, v in config.items() if k not in chosen},
+    }
+    return "".join(
+        _table(
+            title,
+            [
+                f"<tr><td><code>{_text(key, 100)}</code></td>"
+                f"<td><code>{_text(_value(value), 300)}</code></td></tr>"
+                for key, value in values.items()
+            ],
+        )
+        for title, values in tables.items()
     )
+
+
+def _table(title: str, rows: list[str], head: str = "") -> str:
+    """head: its cells; a table without is one of keys and values. Nothing without rows."""
+    if not rows:
+        return ""
     state = "" if title == "Defaults" else " open"
+    start = f"<table><thead><tr>{head}</tr></thead>" if head else "<table class='keys'>"
     return (
-        f"<details{state}><summary>{title} ({len(values)})</summary>"
-        f"<div class='wide'><table class='keys'>{rows}</table></div></details>"
+        f"<details{state}><summary>{title} ({len(rows)})</summary><div class='wide'>{start}"
+        f"<tbody>{''.join(rows)}</tbody></table></div></details>"
     )
+
+
+# ---- text ----
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
+    text = str(value)
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text):,} characters)"
+    return escape(text.encode(errors="replace").decode())
 
 
 def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -518,20 +422,8 @@ def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return dict(list(settings.items())[:MAX_SETTINGS])
 
 
-def _default_settings() -> dict[str, Any]:
-    from torchtitan.config import JobConfig
-
-    return _settings(json.loads(json.dumps(JobConfig().to_dict(), default=str)))
-
-
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _brief(value: float) -> str:
-    if math.isfinite(value) and abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
 
 
 def _clock(seconds: float) -> str:

@@ -8,7 +8,6 @@ files that links lead out of the folder to are not read.
 import contextlib
 import json
 import math
-import os
 import re
 from array import array
 from bisect import bisect_right
@@ -44,18 +43,17 @@ class Curve:
     values: array = field(default_factory=lambda: array("d"))
 
     def append(self, start: int, step: int, time: float, value: float) -> None:
-        for column, entry in zip(self.columns(), (start, step, time, value), strict=True):
-            column.append(entry)
-
-    def columns(self) -> tuple[array, array, array, array]:
-        return self.starts, self.steps, self.times, self.values
+        self.starts.append(start)
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
 
 
 @dataclass
 class Run:
     folder: Path
     curves: dict[str, Curve]
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]]  # in the order of time
     samples: list[dict[str, Any]]
     source: str  # where the curves come from
 
@@ -76,10 +74,18 @@ def read_run(folder: Path) -> Run:
     """Raises NoRunError for a folder without a run."""
     if not folder.is_dir():
         raise NoRunError(f"{folder} is not a folder; name the job.dump_folder of a run")
-    events = [_event(record) for record in _records(_inside(folder, [folder / EVENTS_FILE]))]
-    events = [event for event in events if event is not None]
-    start_times = sorted(e["wall_time"] for e in events if e["kind"] == "start")
-    curves, source = _curves_of_jsonl(folder, start_times)
+    events = []
+    for path in _inside(folder, [folder / EVENTS_FILE]):
+        for _, record in _lines(path):
+            time, step = number(record.get("wall_time")), number(record.get("step"))
+            if _fits(time):
+                kind, message = str(record.get("kind", "?")), str(record.get("message", ""))
+                place = {"wall_time": time, "step": int(step) if _fits(step) else None}
+                events.append({**record, **place, "kind": kind, "message": message})
+    events.sort(key=lambda event: event["wall_time"])
+    curves, source = _curves_of_jsonl(
+        folder, [event["wall_time"] for event in events if event["kind"] == "start"]
+    )
     if not curves:
         curves, source = _curves_of_tensorboard(folder)
     samples = _samples(_inside(folder, [folder / EPISODES_FILE]))
@@ -89,38 +95,7 @@ def read_run(folder: Path) -> Run:
             f"`step` and `wall_time`), no TensorBoard file (events.out.tfevents.*) and no "
             f"{EPISODES_FILE} in it; name the job.dump_folder of a run"
         )
-    return Run(folder, curves, events, samples, source)
-
-
-# ---- lines ----
-
-
-def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    root = folder.resolve()
-    return [path for path in paths if path.is_file() and path.resolve().is_relative_to(root)]
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset, object) of each line that holds a JSON object."""
-    with open(path, "rb") as file:
-        offset = 0
-        while line := file.readline(_LONGEST_LINE):
-            record = _object(line)
-            if record is not None:
-                yield offset, record
-            offset += len(line)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    # Cut off, of other bytes, or nested deeper than Python follows.
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line)
-        return record if isinstance(record, dict) else None
-    return None
-
-
-def _records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    return (record for path in paths for _, record in _lines(path))
+    return Run(folder, dict(sorted(curves.items())), events, samples, source)
 
 
 def number(value: Any) -> float | None:
@@ -133,74 +108,75 @@ def number(value: Any) -> float | None:
     return None
 
 
-def _place(record: dict[str, Any]) -> tuple[int, float] | None:
-    """(step, wall time) of a line of metrics."""
-    step, time = number(record.get("step")), number(record.get("wall_time"))
-    if step is None or time is None or not (0 <= step < _LARGEST and 0 <= time < _LARGEST):
-        return None
-    return int(step), time
+def _fits(value: float | None) -> bool:
+    """Whether this can be a step, or a time."""
+    return value is not None and 0 <= value < _LARGEST
 
 
-def _event(record: dict[str, Any]) -> dict[str, Any] | None:
-    time, step = number(record.get("wall_time")), number(record.get("step"))
-    if time is None or not 0 <= time < _LARGEST:
-        return None
-    event = {**record, "wall_time": time, "step": None}
-    if step is not None and 0 <= step < _LARGEST:
-        event["step"] = int(step)
-    event["kind"] = str(record.get("kind", "?"))
-    event["message"] = str(record.get("message", ""))
-    return event
+def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
+    root = folder.resolve()
+    return [path for path in paths if path.is_file() and path.resolve().is_relative_to(root)]
+
+
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset, object) of each line, from `offset` on, that holds a JSON object."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while line := file.readline(_LONGEST_LINE):
+            # Cut off, of other bytes, or nested deeper than Python follows.
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield offset, record
+            offset += len(line)
 
 
 # ---- curves ----
 
 
-class _Starts:
-    """Tells which start of the run a line belongs to: each begins after its time, and with no
-    step that was logged before."""
-
-    def __init__(self, start_times: list[float]) -> None:
-        self.start_times = start_times
-        self._start, self._known_start = 0, None
-        self._step, self._keys = -1, set()
-
-    def start_of(self, step: int, time: float, keys: set[str]) -> int:
-        known_start = bisect_right(self.start_times, time)
-        is_repeated = step < self._step or (step == self._step and bool(keys & self._keys))
-        if self._known_start is not None and (known_start != self._known_start or is_repeated):
-            self._start += 1
-            self._keys = set()
-        self._keys = keys | self._keys if step == self._step else keys
-        self._step, self._known_start = step, known_start
-        return self._start
-
-
 def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
     """Of the files of several ranks, the first one's; `metrics.save_jsonl_file` may name it."""
-    paths = _inside(folder, sorted(folder.glob("*.jsonl"), key=_natural))
-    paths.sort(key=lambda path: path.name != "metrics.jsonl")
-    for path in paths:
+
+    def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10
+        parts = re.split(r"(\d+)", path.name)
+        return path.name != "metrics.jsonl", [p.zfill(20) if p.isdecimal() else p for p in parts]
+
+    for path in sorted(_inside(folder, folder.glob("*.jsonl")), key=order):
         if path.name in (EVENTS_FILE, EPISODES_FILE):
             continue
         curves: dict[str, Curve] = defaultdict(Curve)
-        starts = _Starts(start_times)
+        # A start of the run begins after its time, and with no step that was logged before.
+        start, known_start, last_step, seen = 0, None, -1, set()
         for _, record in _lines(path):
-            place = _place(record)
-            if place is None:
+            step, time = number(record.pop("step", None)), number(record.pop("wall_time", None))
+            if not (_fits(step) and _fits(time)):
                 continue
-            values = {key: number(record[key]) for key in record.keys() - {"step", "wall_time"}}
-            start = starts.start_of(*place, set(values))
-            for key, value in values.items():
+            step, known, keys = int(step), bisect_right(start_times, time), set(record)
+            is_repeated = step < last_step or (step == last_step and not seen.isdisjoint(keys))
+            if known_start is not None and (known != known_start or is_repeated):
+                start, seen = start + 1, set()
+            seen = keys | seen if step == last_step else keys
+            last_step, known_start = step, known
+            for key, entry in record.items():
+                value = number(entry)
                 if value is not None:
-                    curves[key].append(start, *place, value)
+                    curves[key].append(start, step, time, value)
         if curves:
-            return dict(sorted(curves.items())), path.name
+            return curves, path.name
     return {}, ""
 
 
 def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
     """Each start of a run writes a file of its own; one that grows is read as far as it goes."""
+
+    def ranks(path: Path) -> list[int]:
+        return [int(n) for n in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
+
+    def time(path: Path) -> tuple[int, str]:
+        # events.out.tfevents.<Unix seconds>.<host>.<pid>.<count>
+        seconds = path.name.split(".")[3]
+        return int(seconds) if seconds.isdecimal() and len(seconds) < 16 else 0, str(path)
+
     paths = _inside(folder, folder.rglob("events.out.tfevents.*"))
     if not paths:
         return {}, ""
@@ -209,37 +185,17 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    first = min(map(ranks, paths))
     curves: dict[str, Curve] = defaultdict(Curve)
-    for start, path in enumerate(sorted(_of_first_rank(paths), key=_time_of)):
+    for start, path in enumerate(sorted((p for p in paths if ranks(p) == first), key=time)):
         file = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False)
         with contextlib.suppress(Exception):  # damaged in any way that protobuf can tell
             file.Reload()
         for tag in file.Tags()["scalars"]:
             for point in file.Scalars(tag):
-                place = _place({"step": point.step, "wall_time": point.wall_time})
-                if place is not None:
-                    curves[tag].append(start, *place, point.value)
-    return dict(sorted(curves.items())), "TensorBoard files"
-
-
-def _of_first_rank(paths: list[Path]) -> list[Path]:
-    def rank(path: Path) -> list[int]:
-        return [int(number) for number in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
-
-    first = min(map(rank, paths))
-    return [path for path in paths if rank(path) == first]
-
-
-def _time_of(path: Path) -> tuple[int, str]:
-    """From the name: events.out.tfevents.<Unix seconds>.<host>.<pid>.<count>"""
-    seconds = path.name.split(".")[3]
-    return int(seconds) if seconds.isdecimal() and len(seconds) < 16 else 0, str(path)
-
-
-def _natural(path: Path) -> list[Any]:
-    """A sort key: rank_2 comes before rank_10."""
-    parts = re.split(r"(\d+)", path.name)
-    return [part.zfill(20) if part.isdecimal() else part for part in parts]
+                if _fits(point.step) and _fits(point.wall_time):
+                    curves[tag].append(start, point.step, point.wall_time, point.value)
+    return curves, "TensorBoard files"
 
 
 # ---- samples ----
@@ -250,26 +206,24 @@ def _samples(paths: list[Path]) -> list[dict[str, Any]]:
 
     Of a step that was done twice, those of the second time.
     """
-    if not paths:
-        return []
     offsets: dict[int, int] = {}  # step -> where its lines begin
-    last_step = None
-    for offset, record in _lines(paths[0]):
-        step = number(record.get("step"))
-        if step is not None and 0 <= step < _LARGEST:
-            if step != last_step:
-                offsets[int(step)] = offset
-            last_step = step
-    samples = []
-    with open(paths[0], "rb") as file:
+    samples, last_step = [], None
+    for path in paths:
+        for offset, record in _lines(path):
+            step = number(record.get("step"))
+            if _fits(step):
+                if step != last_step:
+                    offsets[int(step)] = offset
+                last_step = step
         for step in reversed(spread(sorted(offsets), SAMPLED_STEPS)):
-            file.seek(offsets[step], os.SEEK_SET)
-            for _ in range(SAMPLES_PER_STEP):
-                record = _object(file.readline(_LONGEST_LINE))
-                if record is None or number(record.get("step")) != step:
+            for count, (_, record) in enumerate(_lines(path, offsets[step])):
+                if count == SAMPLES_PER_STEP or number(record.get("step")) != step:
                     break
                 samples.append({**record, "step": step})
     return samples
+
+
+# ---- fewer points ----
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:
@@ -277,9 +231,6 @@ def spread(items: list[Any], limit: int) -> list[Any]:
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
-
-
-# ---- fewer points ----
 
 
 def thin_out(values: Iterable[float], limit: int) -> list[int]:

@@ -1,19 +1,16 @@
-"""What the rules of a config share: their error, and what several of them ask of a config."""
+"""What the rules share: how one refuses, and what several of them ask of a config."""
 
 import difflib
 import importlib
 import math
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-
-
-class ConfigError(ValueError):
-    """The config cannot work as it stands; the message says what to change."""
-
+from torchtitan.tools.errors import ConfigError
 
 DEGREES = (
     "data_parallel_replicate_degree",
@@ -24,18 +21,26 @@ DEGREES = (
 )
 
 
-def has_experts(model_args: Any) -> bool:
-    """Whether a model of these args has layers with a mixture of experts."""
-    return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
+def refuse(*problems: Iterable[str]) -> None:
+    """Raise ConfigError with the first message, if there is one; later rules are not asked then."""
+    for problem in chain(*problems):
+        raise ConfigError(problem)
 
 
-def divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def problem_in(rule: Any, *arguments: Any) -> list[str]:
+    """The message of the ValueError that `rule(*arguments)` raises; [] if it raises none."""
+    try:
+        rule(*arguments)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
-def data_sections(job_config: JobConfig) -> list[str]:
-    """The sections that name data which this job reads."""
-    return ["training", "validation"] if job_config.validation.enable else ["training"]
+def value_of(section: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        section = getattr(section, name)
+    return section
 
 
 def guess(name: Any, known: Collection[Any]) -> str:
@@ -48,8 +53,22 @@ def guess(name: Any, known: Collection[Any]) -> str:
     return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-def compiles_model(job_config: JobConfig) -> bool:
-    return job_config.compile.enable and "model" in job_config.compile.components
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def data_sections(job_config: JobConfig) -> list[str]:
+    """The sections that name data which this job reads."""
+    return ["training", "validation"] if job_config.validation.enable else ["training"]
+
+
+def has_experts(model_args: Any) -> bool:
+    """Whether a model of these args has layers with a mixture of experts."""
+    return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
+
+
+def attn_type_of(job_config: JobConfig, model_args: Any) -> str:
+    return job_config.model.attn_type or getattr(model_args, "attn_type", "sdpa")
 
 
 def compile_settings(job_config: JobConfig) -> str:

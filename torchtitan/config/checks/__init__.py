@@ -1,0 +1,100 @@
+"""Rules that a config has to obey.
+
+A rule only reads the config. It yields what is wrong: the rule, the key, the value it got and what
+to change. None of them touches a device, a process group or data. The first message is raised.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from torchtitan.config.checks import files, layout, model, values
+from torchtitan.config.checks.common import refuse
+from torchtitan.config.job_config import JobConfig
+from torchtitan.tools.errors import ConfigError
+
+__all__ = [
+    "ConfigError",
+    "check_against_spec",
+    "check_datasets",
+    "check_flavor",
+    "check_job_config",
+    "check_tokenizer_fits",
+]
+
+
+def check_job_config(
+    job_config: JobConfig,
+    world_size: int | None = None,
+    known_converters: Collection[str] | None = None,
+    builds_data: bool = True,
+) -> None:
+    """Raise ConfigError at the first rule the config breaks by itself, without its model.
+
+    world_size: number of processes in the job; None leaves out the rules that depend on it.
+    known_converters: the registered names; None leaves the names unchecked.
+    builds_data: False for a bare engine, which reads no data and writes less.
+    """
+    refuse(
+        values.choices(job_config),
+        values.numbers(job_config),
+        values.texts(job_config),
+        values.checkpoint_settings(job_config.checkpoint),
+        values.features(job_config),
+        values.validation(job_config),
+        layout.degrees(job_config),
+        layout.tensor_parallel(job_config),
+        layout.early_step(job_config),
+        files.checkpoint_folders(job_config),
+        files.places(job_config, builds_data),
+    )
+    if known_converters is not None:
+        refuse(model.converters(job_config, known_converters))
+    if world_size is not None:
+        refuse(
+            layout.world_size(job_config, world_size),
+            layout.ranks_for_experts(job_config, world_size),
+            layout.global_batch_size(job_config, world_size),
+            files.seed_checkpoint(job_config, world_size),
+            layout.early_step_with_ddp(job_config, world_size),
+        )
+
+
+def check_against_spec(
+    job_config: JobConfig,
+    train_spec: Any,
+    world_size: int | None = None,
+    builds_data: bool = True,
+) -> None:
+    """Raise ConfigError at the first rule the config breaks for the model it names.
+
+    train_spec: the `TrainSpec` that belongs to `job_config.model.name`.
+    world_size, builds_data: as in `check_job_config`.
+    """
+    check_flavor(job_config, train_spec)
+    model_args = train_spec.model_args[job_config.model.flavor]
+    refuse(
+        model.attention(job_config, model_args),
+        layout.tensor_parallel_sizes(job_config, model_args),
+        layout.experts(job_config, model_args),
+        model.converters_of_experts(job_config, model_args),
+        files.hf_assets(job_config, builds_data and train_spec.build_tokenizer_fn is not None),
+        model.builders(job_config, train_spec),
+        layout.context_parallel(job_config, model_args, builds_data),
+        layout.pipeline_schedule(job_config),
+        layout.pipeline_stages(job_config, train_spec, model_args),
+    )
+
+
+def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
+    """Raise ConfigError if the model has no such flavor."""
+    refuse(model.flavor(job_config, train_spec))
+
+
+def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
+    """Raise ConfigError for a dataset that is not registered, or a local one that is not there."""
+    refuse(files.datasets(job_config, known))
+
+
+def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
+    """Raise ConfigError if a token has no row in the embedding. A larger model is fine."""
+    refuse(model.tokenizer(tokenizer, model_args))

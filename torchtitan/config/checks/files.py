@@ -1,0 +1,159 @@
+"""Files and folders that a job reads and writes."""
+
+import glob
+import os
+import tempfile
+from collections.abc import Collection, Iterator
+
+from torchtitan.config.checks.common import data_sections, guess, value_of
+from torchtitan.config.job_config import JobConfig
+
+
+def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable:
+        return
+    folder, found = _checkpoint_folder(job_config), _own_steps(job_config)
+    path = checkpoint.initial_load_path
+    if path and not found and not os.path.isdir(path):
+        yield (
+            f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
+            f"give the step folder itself, such as .../checkpoint/step-1000"
+        )
+    starts_elsewhere = not found and (path or checkpoint.initial_load_in_hf)
+    if checkpoint.load_step == -1 or starts_elsewhere:
+        return
+    if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
+        yield (
+            f"checkpoint.load_step must be a step saved in {folder!r}, got "
+            f"{checkpoint.load_step}; there is {', '.join(found) or 'nothing'}, "
+            f"and -1 takes the newest or starts afresh"
+        )
+
+
+def seed_checkpoint(job_config: JobConfig, world_size: int) -> Iterator[str]:
+    if not job_config.checkpoint.create_seed_checkpoint:
+        return
+    if not job_config.checkpoint.enable:
+        yield "checkpoint.create_seed_checkpoint needs checkpoint.enable = True, got False; set it"
+    if world_size != 1:
+        yield (
+            f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; "
+            f"start it with --nproc-per-node 1 (NGPU=1)"
+        )
+
+
+def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    """builds_data: False for a bare engine, which reads no data and writes less."""
+    # What a job writes doesn't climb out of its dump folder, where another job's may be; a whole
+    # path is a choice.
+    for key in (
+        "checkpoint.folder",
+        "job.save_config_file",
+        "metrics.save_tb_folder",
+        "metrics.save_jsonl_file",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
+        "comm.save_traces_folder",
+    ):
+        place = value_of(job_config, key) or ""
+        if ".." in place.split(os.sep):
+            yield (
+                f"{key} is a path inside job.dump_folder, so it has no '..', got {place!r}; correct "
+                "it, change job.dump_folder, or give the whole path"
+            )
+    engine_writes = (
+        job_config.checkpoint.enable
+        or job_config.job.save_config_file is not None
+        or job_config.activation_checkpoint.visualize_memory_budget_pareto
+    )
+    if builds_data or engine_writes:
+        if not job_config.job.dump_folder:
+            yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
+        yield from _unwritable("job.dump_folder", job_config.job.dump_folder)
+        if job_config.checkpoint.enable and not job_config.checkpoint.load_only:
+            yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
+    for name in data_sections(job_config) if builds_data else []:
+        path = getattr(job_config, name).dataset_path
+        if path and _looks_local(path) and not glob.glob(path) and not os.path.exists(path):
+            yield (
+                f"{name}.dataset_path must be an existing file or folder, or the name of a dataset "
+                f"on the hub, got {path!r} (looked in {os.getcwd()}); correct the path"
+            )
+
+
+def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
+    for section in data_sections(job_config):
+        name = getattr(job_config, section).dataset
+        path = getattr(job_config, section).dataset_path
+        if name.lower() not in known:
+            yield (
+                f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
+                f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
+                f"experimental.custom_import names"
+            )
+        if name.lower() == "local" and not os.path.exists(path or ""):
+            yield (
+                f"{section}.dataset = 'local' reads the file or folder {section}.dataset_path, which "
+                f"must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
+            )
+
+
+def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
+    """The folder with the tokenizer, and with the weights to start from, has to be there."""
+    path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    starts_from_it = (
+        checkpoint.enable
+        and checkpoint.initial_load_in_hf
+        and not checkpoint.initial_load_path
+        and not _own_steps(job_config)
+    )
+    if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
+        yield (
+            f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
+            f"got {path!r} (looked in {os.getcwd()}); correct the path, or fetch them with "
+            f"scripts/download_hf_assets.py"
+        )
+
+
+def _unwritable(key: str, folder: str) -> Iterator[str]:
+    path = os.path.abspath(folder)
+    existing = path
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield (
+            f"{key} must be a folder, or a place for one, got {folder!r}, but "
+            f"{existing!r} is a file; choose another"
+        )
+    try:
+        # os.access believes that root may write everywhere.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
+            os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
+            with open(os.path.join(trial, "file"), "w") as file:
+                file.write("Is there room?")
+    except OSError as error:
+        yield (
+            f"{key} must be writable, got {folder!r}, but in {existing!r} it cannot be made "
+            f"({error.strerror}); choose another"
+        )
+
+
+def _checkpoint_folder(job_config: JobConfig) -> str:
+    return os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder)
+
+
+def _own_steps(job_config: JobConfig) -> list[str]:
+    """Names of the step folders of this run; a started run without any has a folder, too."""
+    return sorted(glob.glob("step-*", root_dir=_checkpoint_folder(job_config)))
+
+
+def _looks_local(path: str) -> bool:
+    """Whether `path` means a place on this machine, and not a hub dataset like owner/name."""
+    if "://" in path:
+        return False
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
+        # A hub name has at most one slash; a bare word may be an old hub name or a file.
+        return "/" in path or "." in path
+    owner, name = path.split("/")
+    return os.path.isdir(owner) or name.endswith((".json", ".jsonl", ".txt", ".parquet"))

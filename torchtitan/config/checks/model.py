@@ -1,0 +1,71 @@
+"""The config and the model it names."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torchtitan.config.checks.common import attn_type_of, guess, has_experts
+from torchtitan.config.checks.values import hf_conversion
+from torchtitan.config.job_config import JobConfig
+
+
+def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
+    name, known = job_config.model.flavor, list(train_spec.model_args)
+    if name not in known:
+        yield (
+            f"model.flavor must be a flavor of {job_config.model.name!r} ({', '.join(known)}), "
+            f"got {name!r}{guess(name, known)}"
+        )
+
+
+def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
+    mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
+    if attn_type_of(job_config, model_args) == "sdpa" and mask_type != "causal":
+        yield (
+            f"model.attn_type = 'sdpa' cannot keep documents apart, got model.attn_mask_type = "
+            f"{mask_type!r} with flavor {job_config.model.flavor!r}; set "
+            f"model.attn_type to 'flex' or 'varlen', or model.attn_mask_type to 'causal'"
+        )
+
+
+def converters(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
+    # Most models are dense: guess the converters that serve them first.
+    known = sorted(known, key=lambda name: ".grouped_mm." in name)
+    for name in job_config.model.converters:
+        if name not in known:
+            yield (
+                f"model.converters holds names of registered converters ({', '.join(known)}), got "
+                f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
+                f"experimental.custom_import names"
+            )
+
+
+def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
+    for name in job_config.model.converters:
+        if name.startswith("quantize.grouped_mm.") and not has_experts(model_args):
+            yield (
+                f"{name} in model.converters converts experts, and {job_config.model.name!r} flavor "
+                f"{job_config.model.flavor!r} has none; {name.replace('grouped_mm', 'linear')} "
+                f"converts the linear layers of dense models"
+            )
+
+
+def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
+    if train_spec.state_dict_adapter is None:
+        yield from hf_conversion(job_config.checkpoint, repr(job_config.model.name))
+    # A spec that brings its own builder decides by itself which names there are.
+    builder = getattr(train_spec.build_optimizers_fn, "__module__", "")
+    name, known = job_config.optimizer.name, ("Adam", "AdamW")
+    if builder == "torchtitan.components.optimizer" and name not in known:
+        yield f"optimizer.name must be one of {', '.join(known)}, got {name!r}{guess(name, known)}"
+
+
+def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
+    tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
+    if hasattr(tokenizer, "get_vocab"):  # ids may have gaps
+        tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if rows is not None and tokens > rows:
+        yield (
+            f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
+            f"{tokens} tokens and vocab_size {rows}; take the tokenizer that belongs to "
+            f"model.flavor, or a flavor with a larger vocabulary"
+        )

@@ -1,0 +1,238 @@
+"""Values by themselves, and features that need or exclude one another."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from torchtitan.config.checks.common import compile_settings, guess, value_of
+from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
+
+
+def choices(job_config: JobConfig) -> Iterator[str]:
+    """A config built in Python did not pass the type checks that TOML and flags do."""
+    for key, value, annotation in _settings(job_config):
+        allowed = _literals(annotation)
+        if allowed and value not in allowed:
+            names = ", ".join(map(repr, allowed))
+            yield f"{key} must be one of {names}, got {value!r}{guess(value, allowed)}"
+
+
+# What a number may be at least, and at most where that is not _MOST: beyond it lie typing errors,
+# and numbers that some library does not take. Some keys have a rule of their own for the least.
+_MOST = 10**9
+_RANGES: dict[str, tuple[float, float]] = {
+    "training.seq_len": (1, _MOST),
+    "training.steps": (1, 10**12),
+    "training.local_batch_size": (1, _MOST),
+    "training.global_batch_size": (-math.inf, _MOST),
+    "training.time_limit_minutes": (0, 10**8),
+    "training.gc_freq": (1, 10**12),
+    "training.dataloader.num_workers": (0, 1024),
+    "training.dataloader.prefetch_factor": (1, _MOST),
+    "validation.seq_len": (1, _MOST),
+    "validation.local_batch_size": (1, _MOST),
+    "validation.freq": (1, 10**12),
+    "validation.steps": (-math.inf, 10**12),
+    "validation.dataloader.num_workers": (0, 1024),
+    "validation.dataloader.prefetch_factor": (1, _MOST),
+    "metrics.log_freq": (1, 10**12),
+    "checkpoint.interval": (1, 10**12),
+    "checkpoint.load_step": (-1, 10**12),
+    "checkpoint.keep_latest_k": (-math.inf, _MOST),
+    "profiling.profile_freq": (1, 10**12),
+    "profiling.profiler_active": (1, _MOST),
+    "profiling.profiler_warmup": (0, _MOST),
+    "optimizer.lr": (0, math.inf),
+    "optimizer.eps": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "lr_scheduler.warmup_steps": (0, 10**12),
+    "lr_scheduler.total_steps": (1, 10**12),
+    "lr_scheduler.step_offset": (-(10**12), 10**12),
+    "parallelism.pipeline_parallel_microbatch_size": (1, _MOST),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (0, _MOST),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (0, _MOST),
+    "parallelism.pipeline_parallel_layers_per_stage": (-math.inf, _MOST),
+    "parallelism.expert_tensor_parallel_degree": (-math.inf, _MOST),
+    "comm.init_timeout_seconds": (1, 10**8),
+    "comm.train_timeout_seconds": (1, 10**8),
+    "comm.trace_buf_size": (0, _MOST),
+    "debug.seed": (-(2**63), 2**64 - 1),
+    "debug.check_document_isolation_freq": (0, 10**12),
+}
+_FRACTIONS = (
+    "lr_scheduler.decay_ratio",
+    "lr_scheduler.min_lr_factor",
+    "activation_checkpoint.memory_budget",
+)
+
+
+def numbers(job_config: JobConfig) -> Iterator[str]:
+    # Each rule is written so that nan, which compares false with everything, fails too.
+    for key, (smallest, largest) in _RANGES.items():
+        value = value_of(job_config, key)
+        if value is None or (smallest <= value <= largest and value < math.inf):
+            continue
+        least = f"a finite number of at least {smallest}"
+        wanted = least if largest == math.inf or value < smallest else f"at most {largest}"
+        yield f"{key} must be {wanted}, got {value}; the default is {value_of(JobConfig(), key)}"
+    for key in _FRACTIONS:
+        value = value_of(job_config, key)
+        if value is not None and not 0 <= value <= 1:
+            yield f"{key} is a fraction, from 0 to 1, got {value}; choose one in between"
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        value = value_of(job_config, key)
+        if not 0 <= value < 1:
+            yield (
+                f"{key} must be at least 0 and below 1, got {value}; "
+                f"the default is {value_of(JobConfig(), key)}"
+            )
+    max_norm = job_config.training.max_norm
+    if not max_norm > 0:
+        yield f"training.max_norm must be above 0, got {max_norm}; use inf to clip nothing"
+
+
+def texts(job_config: JobConfig) -> Iterator[str]:
+    """No path, name or log line can hold NUL, or half of a surrogate pair, which is what Python
+    makes of a bad byte on the command line."""
+    for key, value, _ in _settings(job_config):
+        for text in value if isinstance(value, list) else [value]:
+            try:
+                fits = not isinstance(text, str) or b"\0" not in text.encode()
+            except UnicodeEncodeError:
+                fits = False
+            if not fits:
+                yield (
+                    f"{key} must be text without NUL characters and in UTF-8, got {text!r}; "
+                    "correct it"
+                )
+
+
+def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
+    keep = checkpoint.keep_latest_k
+    if keep < 0 or keep == 1:
+        yield (
+            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, as the only checkpoint "
+            f"would be deleted while its successor is still being written, got {keep}; "
+            f"use 2 to keep as few as possible"
+        )
+    if not checkpoint.enable:
+        return
+    modes = get_args(get_type_hints(Checkpoint)["async_mode"])
+    if checkpoint.async_mode.lower() not in modes:
+        yield (
+            f"checkpoint.async_mode must be one of {', '.join(modes)}, got "
+            f"{checkpoint.async_mode!r}"
+        )
+    # Hugging Face files hold a model's weights and nothing else.
+    for key, needed in (
+        ("initial_load_in_hf", "initial_load_model_only"),
+        ("initial_load_in_hf_quantized", "initial_load_in_hf"),
+        ("last_save_in_hf", "last_save_model_only"),
+    ):
+        if getattr(checkpoint, key) and not getattr(checkpoint, needed):
+            yield (
+                f"checkpoint.{key} = True needs checkpoint.{needed} = True, got False; "
+                f"set it, or turn checkpoint.{key} off"
+            )
+
+
+def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
+    """For a model without a state_dict_adapter; model: how a message names it."""
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if checkpoint.enable and getattr(checkpoint, key):
+            yield (
+                f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
+                f"format, got {model}, which cannot; turn it off"
+            )
+
+
+def features(job_config: JobConfig) -> Iterator[str]:
+    checkpoint, ac = job_config.checkpoint, job_config.activation_checkpoint
+    if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
+        yield (
+            f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
+            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; have it saved, "
+            f"or leave the limit out"
+        )
+    option = ac.selective_ac_option
+    is_number = option.isascii() and option.isdigit() and len(option) <= 9 and int(option) > 0
+    if ac.mode == "selective" and option != "op" and not is_number:
+        yield (
+            f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n of at "
+            f"least 1 in quotes (every n-th layer), got {option!r}; the default is '2'"
+        )
+    if ac.determinism_check not in ("default", "none"):
+        yield (
+            f"activation_checkpoint.determinism_check must be 'default' or 'none', got "
+            f"{ac.determinism_check!r}"
+        )
+    if ac.mode == "memory_budget" and not job_config.compile.applies_to("model"):
+        yield (
+            f"activation_checkpoint.mode = 'memory_budget' is carried out by the compiler, got "
+            f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
+            f"components, or mode = 'selective'"
+        )
+    for name in job_config.compile.components:
+        if name not in ("model", "loss"):
+            yield f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"
+    backend = job_config.compile.backend
+    if job_config.compile.enable and backend != JobConfig().compile.backend:
+        import torch._dynamo  # heavy
+
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            yield (
+                f"compile.backend must be a registered backend of torch.compile "
+                f"({', '.join(known)}), got {backend!r}{guess(backend, known)}; correct it, or "
+                f"register it in the module that experimental.custom_import names"
+            )
+    yield from profiling_cycle(job_config.profiling)
+    if job_config.fault_tolerance.enable:
+        yield "fault_tolerance.enable = True is not available in this version; set it to false"
+
+
+def profiling_cycle(profiling: Profiling) -> Iterator[str]:
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            f"profiling.profile_freq must be at least profiler_warmup + profiler_active, got "
+            f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
+            f"{profiling.profiler_active}; set it to {needed} or more"
+        )
+
+
+def validation(job_config: JobConfig) -> Iterator[str]:
+    training, section = job_config.training, job_config.validation
+    if section.enable and section.seq_len > training.seq_len:
+        yield (
+            f"validation.seq_len must not be above training.seq_len, which sets how many positions "
+            f"the model knows, got {section.seq_len} with {training.seq_len}; set it to "
+            f"{training.seq_len} or less"
+        )
+    if section.steps < 1 and section.steps != -1:
+        yield (
+            f"validation.steps must be at least 1, or -1 for all of the data, got {section.steps}; "
+            f"the default is {JobConfig().validation.steps}"
+        )
+
+
+def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every (dotted key, value, annotation) of a config section and the sections inside it."""
+    hints = get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{key}.")
+        else:
+            yield key, value, hints[field.name]
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    """The values that `Literal[...]`, or `Literal[...] | None`, admits; () for other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    if len(members) == 1 and get_origin(members[0]) is Literal:
+        return (*get_args(members[0]), None)
+    return ()

@@ -1,0 +1,274 @@
+"""Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
+
+import math
+import os
+from collections.abc import Iterator
+from itertools import chain
+
+from torchtitan.config import JobConfig as BaseJobConfig
+from torchtitan.config.checks.common import problem_in, refuse, value_of
+from torchtitan.config.checks.values import choices
+from torchtitan.rl.advantages import AdvantageEstimator
+from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
+from torchtitan.rl.losses import loss_class, loss_from_config
+from torchtitan.rl.tasks import find_reward_fn, task_names
+
+
+def check_rl_config(job_config: JobConfig) -> None:
+    """Raise ConfigError at the first rule the `[rl]` sections break.
+
+    The other sections are checked when the engine is built.
+    """
+    check_trainer_config(job_config)
+    refuse(
+        _rewards(job_config),
+        _task(job_config),
+        _sampling(job_config),
+        weight_sharing(job_config.rl),
+        rescoring(job_config.rl),
+    )
+
+
+def check_trainer_config(job_config: JobConfig) -> None:
+    """The same for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
+    refuse(choices(job_config), _numbers(job_config), _loss(job_config), _rows(job_config))
+    check_gradients_add_up(job_config)
+
+
+def check_gradients_add_up(job_config: BaseJobConfig) -> None:
+    """A batch's weights are shares of the whole optimizer step."""
+    refuse(_gradients(job_config))
+
+
+_LARGEST_COUNT = 10**9
+_SMALLEST_COUNTS: dict[str, int] = {
+    "num_prompts_per_step": 1,
+    "num_samples_per_prompt": 1,
+    "async_steps": 0,
+    "eval_every": 0,
+    "eval_samples": 1,
+    "seed": 0,
+    "log_samples": -1,
+    "batch.seq_len": 2,
+    "batch.local_batch_size": 1,
+    "batch.max_tokens_per_microbatch": 1,
+    "batch.pad_multiple": 1,
+    "generator.max_batch_size": 1,
+    "sampling.max_tokens": 1,
+}
+_NOT_NEGATIVE = (
+    "loss.clip_eps",
+    "loss.ratio_clip_low",
+    "loss.ratio_clip_high",
+    "loss.max_log_ratio",
+    "loss.norm",
+    "loss.kl_coef",
+    "loss.entropy_coef",
+)
+
+
+def _numbers(job_config: JobConfig) -> Iterator[str]:
+    for key in chain(_SMALLEST_COUNTS, _NOT_NEGATIVE):
+        value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key)
+        wanted = None
+        if value is None:
+            pass
+        elif smallest is None:
+            # Written so that nan, which compares false with everything, fails too.
+            if not 0 <= value < math.inf:
+                wanted = "a finite number of at least 0"
+        elif value < smallest:
+            wanted = f"at least {smallest}"
+        elif key != "seed" and value > _LARGEST_COUNT:
+            wanted = f"at most {_LARGEST_COUNT}"
+        if wanted:
+            yield f"rl.{key} must be {wanted}, got {value}; the default is {value_of(RL(), key)}"
+
+
+def _loss(job_config: JobConfig) -> Iterator[str]:
+    loss = job_config.rl.loss
+    needs_norm = loss.agg_mode == "seq-mean-token-sum-norm"
+    if needs_norm and not loss.norm > 0:
+        yield (
+            f"rl.loss.agg_mode = 'seq-mean-token-sum-norm' divides by the constant rl.loss.norm, "
+            f"got {loss.norm}; set it, for instance to rl.sampling.max_tokens = "
+            f"{job_config.rl.sampling.max_tokens}"
+        )
+    if loss.norm and not needs_norm:
+        yield (
+            f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' alone, got "
+            f"{loss.agg_mode!r}; take one of them out"
+        )
+    if loss.max_log_ratio == 0:
+        yield (
+            "rl.loss.max_log_ratio must be above 0, got 0, which makes every ratio 1; "
+            "the default is 10"
+        )
+    yield from problem_in(loss_from_config, loss)
+    cp = job_config.parallelism.context_parallel_degree
+    if loss_class(loss.name).needs_whole_sequences and cp > 1:
+        yield (
+            f"rl.loss.name = {loss.name!r} takes a ratio over whole sequences, which context "
+            f"parallelism splits, got parallelism.context_parallel_degree = {cp}; set it to 1, or "
+            f"take 'grpo'"
+        )
+
+
+def _rows(job_config: JobConfig) -> Iterator[str]:
+    batch, training = job_config.rl.batch, job_config.training
+    seq_len, limit = batch_seq_len(job_config), batch.max_tokens_per_microbatch
+    if seq_len > training.seq_len:
+        yield (
+            f"rl.batch.seq_len must not be above training.seq_len, which sets how many positions "
+            f"the model knows, got {seq_len} with {training.seq_len}; raise training.seq_len"
+        )
+    if seq_len % batch.pad_multiple:
+        yield (
+            f"rl.batch.pad_multiple must divide the row length {seq_len}, got "
+            f"{batch.pad_multiple}; change it, or rl.batch.seq_len"
+        )
+    if limit is not None and batch.local_batch_size is not None:
+        yield (
+            f"rl.batch.local_batch_size and rl.batch.max_tokens_per_microbatch both set the rows "
+            f"of a microbatch, got {batch.local_batch_size} and {limit}; take one of them out"
+        )
+    if limit is not None and limit < seq_len:
+        yield (
+            f"rl.batch.max_tokens_per_microbatch must hold a row of {seq_len} tokens, got {limit}; "
+            f"raise it, or lower rl.batch.seq_len"
+        )
+    mask_type = job_config.model.attn_mask_type
+    if batch.packing and mask_type != "position_block_causal":
+        yield (
+            f"rl.batch.packing keeps the samples of a row apart by their positions, got "
+            f"model.attn_mask_type = {mask_type!r}; set it to 'position_block_causal' with "
+            f"model.attn_type = 'flex' or 'varlen', or turn packing off"
+        )
+
+
+def _gradients(job_config: BaseJobConfig) -> Iterator[str]:
+    reduction = job_config.training.gradient_reduction
+    if reduction != "sum":
+        yield (
+            f"in RL gradients of all ranks have to be added up, as tokens are weighted over all of "
+            f"them, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+        )
+    if job_config.optimizer.early_step_in_backward:
+        yield (
+            "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
+            "which updates weights in every backward pass; set it to false"
+        )
+
+
+def _rewards(job_config: JobConfig) -> Iterator[str]:
+    rl = job_config.rl
+    yield from problem_in(AdvantageEstimator.of, rl.advantage)
+    # One completion equals the mean of its group: nothing would ever be learned.
+    if rl.advantage.name != "none" and rl.num_samples_per_prompt < 2:
+        yield (
+            f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
+            f"rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, or "
+            f"rl.advantage.name to 'none'"
+        )
+    if not loss_class(rl.loss.name).has_generator:
+        yield (
+            f"rl.loss.name = {rl.loss.name!r} reads no rewards, so nothing would be reinforced; "
+            "take 'grpo', or give this loss to PolicyTrainer.forward_backward with batches of your "
+            "own"
+        )
+
+
+def _task(job_config: JobConfig) -> Iterator[str]:
+    task = job_config.rl.task
+    if task.name not in task_names():
+        yield (
+            f"rl.task.name must be one of {', '.join(task_names())}, got {task.name!r}; correct "
+            f"it, or register it in the module that experimental.custom_import names"
+        )
+    # key -> (its largest value, why)
+    limits = {
+        "sum_digits": {"num_min": (task.num_max, "rl.task.num_max"), "value_max": None},
+        "copy": {"length": None, "num_letters": (26, "the alphabet")},
+    }
+    limits["sort"] = limits["copy"]
+    for key, limit in limits.get(task.name, {}).items():
+        value = getattr(task, key)
+        if value < 1 or (limit and value > limit[0]):
+            upper = f" and at most {limit[0]} ({limit[1]})" if limit else ""
+            yield f"rl.task.{key} must be at least 1{upper}, got {value}; choose another number"
+    if task.name != "jsonl":
+        return
+    for key in ("path", "eval_path"):
+        path = getattr(task, key)
+        if not os.path.isfile(path) and (path or key == "path"):
+            yield (
+                f"rl.task.{key} must be a file with one JSON object per line for rl.task.name = "
+                f"'jsonl', got {path!r} (looked in {os.getcwd()}); correct the path"
+            )
+    yield from problem_in(find_reward_fn, task.reward_fn)
+
+
+def _sampling(job_config: JobConfig) -> Iterator[str]:
+    """The log-probs that the ratio divides by have to be of the distribution sampled from."""
+    sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
+    if not 0 < sampling.temperature < math.inf:
+        yield (
+            f"rl.sampling.temperature must be above 0, got {sampling.temperature}; greedy decoding "
+            f"has no log-probs to learn from, and evaluation is greedy anyway"
+        )
+    for key, keeps_all in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(sampling, key) != keeps_all:
+            yield (
+                f"rl.sampling.{key} must be {keeps_all} in training, because the trainer scores "
+                f"tokens over the whole vocabulary and not over those that were kept, got "
+                f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
+            )
+    if sampling.max_tokens >= seq_len:
+        yield (
+            f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
+            f"got {sampling.max_tokens}; lower it, or raise training.seq_len"
+        )
+
+
+def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
+    """Weights can be shared by a generator in this process that stops while they change.
+
+    trainer_dtype: what the trainer's matrix products are in; None as long as there is no trainer.
+    """
+    reasons = []
+    if rl.generator.backend != "local":
+        reasons.append(f"rl.generator.backend = {rl.generator.backend!r} has weights of its own")
+    if rl.async_steps:
+        reasons.append(
+            f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights"
+        )
+    if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
+        reasons.append(f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's")
+    for reason in reasons if rl.weight_sync.mode == "reference" else []:
+        yield (
+            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
+            "to 'auto' or 'broadcast'"
+        )
+
+
+def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
+    """trainer_dtype: as for `weight_sharing`."""
+    if not rl.generator.rescore:
+        return
+    if rl.async_steps:
+        yield (
+            f"rl.generator.rescore takes log-probs from today's weights, and with rl.async_steps = "
+            f"{rl.async_steps} episodes are drawn with earlier ones; turn one of them off"
+        )
+    if rl.generator.backend != "local":
+        yield (
+            f"rl.generator.rescore would hide how far rl.generator.backend = "
+            f"{rl.generator.backend!r} samples from the trainer's policy, and every ratio would be "
+            "1; turn rescore off"
+        )
+    if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
+        yield (
+            f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
+            f"samples from the trainer's policy in {trainer_dtype}, and every ratio would "
+            "be 1; turn rescore off, or leave the dtype out"
+        )
