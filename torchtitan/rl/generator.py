@@ -1,9 +1,10 @@
 """Generators: what turns prompts into completions with the weights of the policy."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +25,12 @@ from torchtitan.rl.weight_sync import (
 from torchtitan.tools.utils import set_default_dtype
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from torchtitan.engine import TrainingEngine
     from torchtitan.models.decoder import Decoder
     from torchtitan.rl.job_config import JobConfig
 
 
-class Generator(Protocol):
+class Generator(ABC):
     """Continues prompts with weights that it was given.
 
     policy_version: of these weights; -1 before there were any.
@@ -41,11 +40,12 @@ class Generator(Protocol):
     weight_dtype: what parameters have to be cast to; None for no cast.
     """
 
-    policy_version: int
-    is_collective: bool
+    policy_version: int = -1
+    is_collective: bool = False
     weight_names: Literal["shared", "ours", "hf"]
-    weight_dtype: torch.dtype | None
+    weight_dtype: torch.dtype | None = None
 
+    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -58,11 +58,18 @@ class Generator(Protocol):
 
         first_row: which of all completions the first one is, where ranks share them out: draws
             with `sampling.seed` belong to a completion's number, not to a rank.
-        Raises ValueError for a prompt that cannot be continued, and StaleWeightsError or
-        NoWeightsError rather than sample from weights that nobody means.
+        Raises ValueError for a prompt that cannot be continued, and as `check_weights` does.
         """
-        ...
 
+    def check_weights(self) -> None:
+        """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
+        if self.policy_version < 0:
+            raise NoWeightsError(
+                "the generator's model has no weights, or only a part of an update; call "
+                "update_weights before generate"
+            )
+
+    @abstractmethod
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
     ) -> None:
@@ -70,27 +77,23 @@ class Generator(Protocol):
 
         Raises WeightMismatchError if they are not those that were sent.
         """
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What the next draws depend on, besides weights and arguments."""
-        ...
 
+    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
 
+class _DecoderGenerator(Generator):
+    """Samples by a `LocalDecoder`; keys and values are freed after each call.
 
-class _DecoderGenerator:
-    """Samples by a `LocalDecoder`.
-
-    Numbers to draw with come from a generator of its own, seeded alike on every rank, one for each
+    Random numbers come from a separate CPU generator with the same seed on every rank, one for each
     token that a completion may get: neither the layout of ranks nor when others end changes them.
+    max_rows: how many completions a rank continues at once, which bounds its cache of keys and
+        values; 0 for all.
     """
-
-    policy_version: int
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
         if max_rows < 0:
@@ -116,30 +119,24 @@ class _DecoderGenerator:
         self.check_weights()
         version = self.policy_version
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        uniform = self._uniform(first_row + len(prompt_of_row), sampling)[first_row:]
-        if not prompt_of_row:
-            return []
-        drawn, lengths = continue_prompts(
-            self.decoder, prompts, prompt_of_row, uniform, sampling, self.max_rows
-        )
-        return _completions(drawn, lengths, sampling, version)
-
-    def check_weights(self) -> None:
-        """Raise if these are not the weights that the generator was given last."""
-        raise NotImplementedError
-
-    def _uniform(self, n_rows: int, sampling: SamplingConfig) -> Tensor:
-        """fp64 [n_rows, max_tokens]; on the CPU, whose numbers every device can have."""
         rng = self._rng
         if sampling.seed is not None:
             rng = torch.Generator().manual_seed(sampling.seed)
-        return torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
+        n_rows = first_row + len(prompt_of_row)
+        uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
+        if not prompt_of_row:
+            return []
+        drawn, lengths = continue_prompts(
+            self.decoder, prompts, prompt_of_row, uniform[first_row:], sampling, self.max_rows
+        )
+        return _completions(drawn, lengths, sampling, version)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, num_samples: int
     ) -> None:
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(
@@ -151,10 +148,10 @@ class _DecoderGenerator:
                     f"has {self.vocab_size} tokens; use the tokenizer that it was trained with"
                 )
             # The last token is drawn and not read.
-            if len(prompt) + sampling.max_tokens - 1 > self.decoder.max_length:
+            if len(prompt) + sampling.max_tokens - 1 > n_positions:
                 raise ValueError(
                     f"prompt {i} of {len(prompt)} tokens with max_tokens = {sampling.max_tokens} "
-                    f"does not fit the model's RoPE table of {self.decoder.max_length} positions; "
+                    f"does not fit the model's RoPE table of {n_positions} positions; "
                     "lower rl.sampling.max_tokens, or raise training.seq_len, which sets the "
                     "table's length"
                 )
@@ -164,9 +161,6 @@ class _DecoderGenerator:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng.set_state(state_dict["rng"])
-
-    def close(self) -> None:
-        """Nothing is held: caches are freed after each call."""
 
 
 def _completions(
@@ -196,17 +190,13 @@ def _completions(
 class LocalGenerator(_DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
 
-    max_rows: how many completions a rank continues at once, which bounds its cache of keys and
-        values; 0 for all.
-
     It has to be told of every change of the weights, so that their version is never a guess.
     All ranks call it together. Those that train on different data continue different prompts;
     each makes as many forwards as the one with the longest completion.
     """
 
-    is_collective: ClassVar[bool] = True
-    weight_names: ClassVar[Literal["shared"]] = "shared"
-    weight_dtype: ClassVar[None] = None
+    is_collective = True
+    weight_names = "shared"
 
     def __init__(self, engine: "TrainingEngine", *, seed: int = 0, max_rows: int = 0):
         super().__init__(EngineDecoder(engine), engine.model_args.vocab_size, seed, max_rows)
@@ -220,7 +210,6 @@ class LocalGenerator(_DecoderGenerator):
         self.policy_version = self.engine.weights_version
 
     def check_weights(self) -> None:
-        """See `Generator.generate`."""
         if self.engine.weights_version != self.policy_version:
             raise StaleWeightsError(
                 f"the trainer's weights are of version {self.engine.weights_version} and the "
@@ -233,14 +222,12 @@ class CopyGenerator(_DecoderGenerator):
     """Samples from a whole model of its own on this process, which is fed by `update_weights`.
 
     model: a decoder; its parameters have the dtype that weights are to be sent in.
-    group: ranks that all have such a model and continue a share of each call's prompts; None if
-        each rank calls for itself.
     autocast: a context for the model's forward.
 
-    Nothing here communicates without a group, so a thread may generate while another trains.
+    `generate` does not communicate, so a thread may call it while another trains.
     """
 
-    weight_names: ClassVar[Literal["ours"]] = "ours"
+    weight_names = "ours"
 
     def __init__(
         self,
@@ -248,17 +235,14 @@ class CopyGenerator(_DecoderGenerator):
         *,
         seed: int = 0,
         max_rows: int = 0,
-        group: "ProcessGroup | None" = None,
         autocast: AbstractContextManager | None = None,
     ):
-        decoder = LocalDecoder(model, group, autocast)
-        super().__init__(decoder, model.vocab_size, seed, max_rows)
+        super().__init__(LocalDecoder(model, autocast), model.vocab_size, seed, max_rows)
         self.model = model
-        self.is_collective = group is not None
         self.weight_dtype = model.tok_embeddings.weight.dtype
-        self.policy_version = -1
 
     @classmethod
+    @torch.no_grad()
     def of_engine(
         cls,
         engine: "TrainingEngine",
@@ -266,35 +250,35 @@ class CopyGenerator(_DecoderGenerator):
         dtype: torch.dtype | None = None,
         seed: int = 0,
         max_rows: int = 0,
-        group: "ProcessGroup | None" = None,
     ) -> "CopyGenerator":
         """A generator whose model is like the engine's, whole on every rank; without weights yet.
 
-        dtype: of its parameters but for routers, which keep the engine's; None for what the
+        dtype: of its parameters except routers, which keep the engine's; None for what the
             trainer computes in.
         """
-        model = _copy_of_model(engine, _compute_dtype(engine) if dtype is None else dtype)
+        training = engine.job_config.training
+        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+            model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
+        model.to_empty(device=engine.device)
+        with seeded_init(model, engine.seed):  # buffers, too
+            model.init_weights()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if not OurNames().keeps_dtype(name):
+                parameter.data = parameter.data.to(dtype or _compute_dtype(engine))
         # Not the engine's own context, which a thread that trains may be in.
         autocast = maybe_enable_amp(
-            engine.parallel_dims,
-            engine.job_config.training.mixed_precision_param,
-            engine.device.type,
+            engine.parallel_dims, training.mixed_precision_param, engine.device.type
         )
-        return cls(model, seed=seed, max_rows=max_rows, group=group, autocast=autocast)
+        return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
-    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+    def update_weights(
+        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
+    ) -> None:
         """See `Generator.update_weights`; weights have our names."""
         self.policy_version = -1  # a mixture until all have come
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
-
-    def check_weights(self) -> None:
-        """See `Generator.generate`."""
-        if self.policy_version < 0:
-            raise NoWeightsError(
-                "the generator's model has no weights, or only a part of an update; call "
-                "update_weights before generate"
-            )
 
 
 def _compute_dtype(engine: "TrainingEngine") -> torch.dtype:
@@ -303,59 +287,37 @@ def _compute_dtype(engine: "TrainingEngine") -> torch.dtype:
     return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
 
-@torch.no_grad()
-def _copy_of_model(engine: "TrainingEngine", dtype: torch.dtype) -> "Decoder":
-    """The engine's model with memory of its own and the initial weights, for inference."""
-    training_dtype = TORCH_DTYPE_MAP[engine.job_config.training.dtype]
-    with torch.device("meta"), set_default_dtype(training_dtype):
-        model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
-    model.to_empty(device=engine.device)
-    with seeded_init(model, engine.seed):
-        model.init_weights()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if not OurNames().keeps_dtype(name):
-            parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
 def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Generator:
     """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
 
     Raises ConfigError where they don't go together, ImportError if vLLM is not installed.
     """
     rl = job_config.rl
-    options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
-    if rl.generator.rescore and dtype not in (None, _compute_dtype(engine)):
+    is_trainers_dtype = dtype in (None, _compute_dtype(engine))
+    if rl.generator.rescore and not is_trainers_dtype:
         raise ConfigError(
             f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
             f"samples from the trainer's policy in {_compute_dtype(engine)}, and every ratio would "
             "be 1; turn rescore off, or leave the dtype out"
         )
+    reason = None  # for weights of its own
     if rl.generator.backend == "vllm":
-        from torchtitan.rl.vllm_generator import VLLMGenerator
-
-        _refuse_reference(job_config, "rl.generator.backend = 'vllm' has weights of its own")
-        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
-    if rl.async_steps > 0:
-        _refuse_reference(
-            job_config,
-            f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights",
-        )
-    elif dtype is None or dtype == _compute_dtype(engine):
-        if rl.weight_sync.mode != "broadcast":
-            return LocalGenerator(engine, **options)
-    else:
-        _refuse_reference(
-            job_config, f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's"
-        )
-    return CopyGenerator.of_engine(engine, dtype=dtype, **options)
-
-
-def _refuse_reference(job_config: "JobConfig", reason: str) -> None:
-    if job_config.rl.weight_sync.mode == "reference":
+        reason = "rl.generator.backend = 'vllm' has weights of its own"
+    elif rl.async_steps > 0:
+        reason = f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights"
+    elif not is_trainers_dtype:
+        reason = f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's"
+    if reason and rl.weight_sync.mode == "reference":
         raise ConfigError(
             f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
             "to 'auto' or 'broadcast'"
         )
+    if rl.generator.backend == "vllm":
+        from torchtitan.rl.vllm_generator import VLLMGenerator
+
+        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
+    max_rows = rl.generator.max_batch_size
+    if reason is None and rl.weight_sync.mode != "broadcast":
+        return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
+    return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)

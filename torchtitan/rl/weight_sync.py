@@ -18,7 +18,6 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 if TYPE_CHECKING:
     from torchtitan.engine import TrainingEngine
     from torchtitan.rl.generator import Generator
-    from torchtitan.rl.job_config import JobConfig
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -36,10 +35,9 @@ class WeightMismatchError(RuntimeError):
 
 
 class PolicyWeights(Protocol):
-    """All weights, one by one: (name, tensor), with what tells them from others.
+    """All weights, one by one: (name, tensor). A tensor may be memory that changes later: copy it.
 
     version: how many optimizer steps made them. digest: known when all have come.
-    A tensor may be memory that changes later: copy it.
     """
 
     version: int
@@ -51,8 +49,7 @@ class PolicyWeights(Protocol):
 class OurNames(BaseStateDictAdapter):
     """Leaves every name and tensor as it is."""
 
-    def __init__(self) -> None:
-        """Nothing has to be known of the model."""
+    def __init__(self) -> None: ...
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
@@ -144,12 +141,23 @@ class WeightSync:
         Raises WeightMismatchError on all ranks if any rank got others, StaleWeightsError if the
         generator has another version afterwards.
         """
-        failure = None
+        kind, dtype = self.generator.weight_names, self.generator.weight_dtype
+        weights: PolicyWeights | None = None
+        if kind == "hf":
+            weights = self.engine.iter_hf_weights(dtype=dtype)
+        elif kind == "ours":
+            weights = policy_weights(self.engine, dtype)
+        failures: list[str | None] = [None]
         try:
-            self.generator.update_weights(self._weights(), check_digest=self.check_digest)
+            self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
-            failure = str(error)
-        _raise_on_all_ranks(failure)
+            failures = [str(error)]
+        if dist.is_initialized():
+            (failure,), failures = failures, [None] * dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise WeightMismatchError(f"rank {rank}: {text}")
         version = self.engine.weights_version
         if self.generator.policy_version != version:
             raise StaleWeightsError(
@@ -157,31 +165,6 @@ class WeightSync:
                 f"update to {version}"
             )
         return version
-
-    def _weights(self) -> PolicyWeights | None:
-        kind, dtype = self.generator.weight_names, self.generator.weight_dtype
-        if kind == "shared":
-            return None
-        if kind == "hf":
-            return self.engine.iter_hf_weights(dtype=dtype)
-        return policy_weights(self.engine, dtype)
-
-
-def _raise_on_all_ranks(failure: str | None) -> None:
-    failures = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise WeightMismatchError(f"rank {rank}: {text}")
-
-
-def build_weight_sync(
-    job_config: "JobConfig", engine: "TrainingEngine", generator: "Generator"
-) -> WeightSync:
-    """How the generator gets the engine's weights, by `[rl.weight_sync]`."""
-    return WeightSync(engine, generator, check_digest=job_config.rl.weight_sync.digest)
 
 
 # ---- to a generator on other ranks ----
@@ -193,26 +176,22 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
     source: this rank's global rank.
     """
     bucket: list[tuple[str, Tensor]] = []
-    n_bytes = 0
+
+    def send_bucket() -> None:
+        header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
+        dist.broadcast_object_list([header], src=source, group=group)
+        for _, tensor in bucket:
+            dist.broadcast(tensor.contiguous(), src=source, group=group)
+        bucket.clear()
+
     for name, tensor in weights:
         # What comes is lent until the next one.
         bucket.append((name, tensor.detach().clone()))
-        n_bytes += tensor.nbytes
-        if n_bytes >= _BUCKET_BYTES:
-            _broadcast_bucket(bucket, group, source)
-            bucket, n_bytes = [], 0
-    _broadcast_bucket(bucket, group, source)
+        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
+            send_bucket()
+    send_bucket()
     end = {"version": weights.version, "digest": weights.digest}
     dist.broadcast_object_list([end], src=source, group=group)
-
-
-def _broadcast_bucket(
-    bucket: list[tuple[str, Tensor]], group: dist.ProcessGroup | None, source: int
-) -> None:
-    header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
-    dist.broadcast_object_list([header], src=source, group=group)
-    for _, tensor in bucket:
-        dist.broadcast(tensor.contiguous(), src=source, group=group)
 
 
 class ReceivedWeights:

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.rollout import EpisodeLog, make_episodes, with_advantages
+from torchtitan.rl.report import EpisodeLog
+from torchtitan.rl.rollout import make_episodes, with_advantages
 from torchtitan.rl.tasks import SumDigitsTask
 from torchtitan.rl.types import Completion, Episode, samples_of
 
