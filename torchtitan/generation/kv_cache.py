@@ -179,10 +179,9 @@ def kv_cache(
 ) -> Iterator[CachedForward]:
     """Yield a forward that remembers: new tokens [B, T] -> their logits [B, T, V].
 
-    Each call takes only the tokens that follow those of the calls before. All tokens of a row are
-    one document, whatever mask the model is trained with, and each layer looks as far back as
-    the model's `build_causal_masks` has it; so every family and every attn_type works. Inside
-    the context the model cannot be used in another way.
+    Each call takes only the tokens that follow those of the calls before. A row is one document,
+    and each layer looks as far back as the model's `build_causal_masks` has it, so every family and
+    every attn_type works. Inside the context the model cannot be used in another way.
 
     model: or a rank's parts of one that is cut into pipeline stages.
     max_length: at most this many tokens a row.

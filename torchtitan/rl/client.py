@@ -11,12 +11,13 @@ sums over tokens: how they are averaged is up to the weights or advantages that 
 Under torchrun every rank runs the same program with the same data.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -141,6 +142,19 @@ CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, dict[str, float
 
 # ---- the clients ----
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
+    """The same method in turn with all others on the client's thread; calls return futures."""
+
+    @functools.wraps(method)
+    def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
+        return self._thread.submit(method, self, *args, **kwargs)
+
+    return submit
+
 
 class LocalTrainingClient:
     """A policy in this process.
@@ -186,16 +200,8 @@ class LocalTrainingClient:
         loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo.
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
         """
-        data, loss = list(data), _loss(loss_fn, loss_fn_config or {})
-
-        def run() -> ForwardBackwardOutput:
-            if loss.has_generator:
-                _check_policy_inputs(data)
-            batch = self._batch([_sample(datum) for datum in data])
-            found = self._trainer.forward_backward(batch, loss, return_logprobs=True)
-            return _output(found.logprobs, {"loss:sum": found.loss, **found.metrics})
-
-        return self._submit_to_step(run)
+        loss = _loss(loss_fn, loss_fn_config or {})
+        return self._add_gradients(self._forward_backward, list(data), loss)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
@@ -204,81 +210,58 @@ class LocalTrainingClient:
 
         Costs one more forward. Under torchrun `loss_fn` runs on every rank and must not differ.
         """
-        data = list(data)
+        return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
-        def run() -> ForwardBackwardOutput:
-            logprobs = [values.requires_grad_() for values in self._logprobs(data)]
-            loss, metrics = loss_fn(data, logprobs)
-            # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
-            gradients = torch.autograd.grad(
-                loss, logprobs, allow_unused=True, materialize_grads=True
-            )
-            surrogate = [
-                _sample(_targets_of(datum, weights=-gradient))
-                for datum, gradient in zip(data, gradients, strict=True)
-            ]
-            self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
-            return _output(
-                [values.detach() for values in logprobs], {"loss:sum": loss.item(), **metrics}
-            )
-
-        return self._submit_to_step(run)
-
-    def optim_step(self, adam_params: AdamParams) -> Future[OptimStepResponse]:
+    @_on_thread
+    def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         """Update the weights with the gradients that were added up, and zero them."""
-
-        def run() -> OptimStepResponse:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                self._trainer.zero_grad()
-                raise RuntimeError(
-                    f"a forward_backward of this step failed ({failure}), so its gradients are not "
-                    "whole; they were zeroed and the weights left alone: mend the call and make "
-                    "all those of the step again"
-                ) from failure
-            done = self._trainer.optim_step(
-                OptimParams(
-                    lr=adam_params.learning_rate,
-                    betas=(adam_params.beta1, adam_params.beta2),
-                    eps=adam_params.eps,
-                    weight_decay=adam_params.weight_decay,
-                    max_norm=adam_params.grad_clip_norm or math.inf,
-                )
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._trainer.zero_grad()
+            raise RuntimeError(
+                f"a forward_backward of this step failed ({failure}), so its gradients are not "
+                "whole; they were zeroed and the weights left alone: mend the call and make all "
+                "those of the step again"
+            ) from failure
+        done = self._trainer.optim_step(
+            OptimParams(
+                lr=adam_params.learning_rate,
+                betas=(adam_params.beta1, adam_params.beta2),
+                eps=adam_params.eps,
+                weight_decay=adam_params.weight_decay,
+                max_norm=adam_params.grad_clip_norm or math.inf,
             )
-            self._weights = object()
-            return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
+        )
+        self._weights = object()
+        return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
 
-        return self._thread.submit(run)
-
-    def save_state(self, name: str) -> Future[SaveWeightsResponse]:
+    @_on_thread
+    def save_state(self, name: str) -> SaveWeightsResponse:
         """Save weights and optimizer below the job's dump folder."""
+        path = os.path.join(self._folder, name)
+        self._trainer.save_checkpoint(path)
+        return SaveWeightsResponse(path)
 
-        def run() -> SaveWeightsResponse:
-            path = os.path.join(self._folder, name)
-            self._trainer.save_checkpoint(path)
-            return SaveWeightsResponse(path)
-
-        return self._thread.submit(run)
-
-    def load_state(self, path: str) -> Future[None]:
+    @_on_thread
+    def load_state(self, path: str) -> None:
         """Load the weights of a saved state; the optimizer starts from nothing."""
-        return self._thread.submit(self._load, path, model_only=True)
+        self._weights, self._failure = object(), None
+        self._trainer.load_checkpoint(path, model_only=True)
 
-    def load_state_with_optimizer(self, path: str) -> Future[None]:
+    @_on_thread
+    def load_state_with_optimizer(self, path: str) -> None:
         """Load what `save_state` saved, to go on as if nothing had happened."""
-        return self._thread.submit(self._load, path, model_only=False)
+        self._weights, self._failure = object(), None
+        self._trainer.load_checkpoint(path)
 
-    def save_weights_and_get_sampling_client(self, name: str = "") -> Future["LocalSamplingClient"]:
+    @_on_thread
+    def save_weights_and_get_sampling_client(self, name: str = "") -> "LocalSamplingClient":
         """A client that samples from the weights as they are now; good until the next update.
 
         name: nothing is written, so it has no meaning here.
         """
-
-        def run() -> LocalSamplingClient:
-            self._trainer.push_model_state_dict(self._generator)
-            return LocalSamplingClient(self)
-
-        return self._thread.submit(run)
+        self._trainer.push_model_state_dict(self._generator)
+        return LocalSamplingClient(self)
 
     def close(self) -> None:
         """Finish what was asked for. Safe to call twice."""
@@ -291,23 +274,45 @@ class LocalTrainingClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit_to_step(
-        self, call: Callable[[], ForwardBackwardOutput]
-    ) -> Future[ForwardBackwardOutput]:
-        def run() -> ForwardBackwardOutput:
-            try:
-                return call()
-            except Exception as error:
-                self._failure = self._failure or error
-                raise
-
-        return self._thread.submit(run)
-
     # ---- on the thread ----
 
-    def _load(self, path: str, model_only: bool) -> None:
-        self._weights, self._failure = object(), None
-        self._trainer.load_checkpoint(path, model_only=model_only)
+    @_on_thread
+    def _add_gradients(
+        self, call: Callable[..., ForwardBackwardOutput], *args: Any
+    ) -> ForwardBackwardOutput:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+
+    def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
+        for number, datum in enumerate(data):
+            for name in ("logprobs", "advantages"):
+                if loss.has_generator and name not in datum.loss_fn_inputs:
+                    raise ValueError(
+                        f"a policy loss needs {name} in loss_fn_inputs, got "
+                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
+                        "target"
+                    )
+        batch = self._batch([_sample(datum) for datum in data])
+        found = self._trainer.forward_backward(batch, loss, return_logprobs=True)
+        return _output(found.logprobs, {"loss:sum": found.loss, **found.metrics})
+
+    def _forward_backward_custom(
+        self, data: list[Datum], loss_fn: CustomLoss
+    ) -> ForwardBackwardOutput:
+        logprobs = [values.requires_grad_() for values in self._logprobs(data)]
+        loss, metrics = loss_fn(data, logprobs)
+        # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
+        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+        surrogate = [
+            _sample(_targets_of(datum, weights=-gradient))
+            for datum, gradient in zip(data, gradients, strict=True)
+        ]
+        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        metrics = {"loss:sum": loss.item(), **metrics}
+        return _output([values.detach() for values in logprobs], metrics)
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """Of all targets [n], whether they count or not."""
@@ -332,39 +337,33 @@ class LocalSamplingClient:
     """
 
     def __init__(self, client: LocalTrainingClient):
-        self._client = client
-        self._weights = client._weights
+        self._client, self._weights = client, client._weights
+        self._thread = client._thread
 
+    @_on_thread
     def sample(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
-    ) -> Future[SampleResponse]:
+    ) -> SampleResponse:
         """Continue a prompt; log-probs are of the distribution that was really sampled from."""
+        self._check_weights()
+        completions = self._client._generator.generate(
+            [prompt.to_ints()], sampling_params.to_config(), num_samples
+        )
+        return SampleResponse(
+            [
+                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+                for c in completions
+            ]
+        )
 
-        def run() -> SampleResponse:
-            self._check_weights()
-            completions = self._client._generator.generate(
-                [prompt.to_ints()], sampling_params.to_config(), num_samples
-            )
-            return SampleResponse(
-                [
-                    SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-                    for c in completions
-                ]
-            )
-
-        return self._client._thread.submit(run)
-
-    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
+    @_on_thread
+    def compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
         """Log-prob of each token after those before it; None for the first."""
-
-        def run() -> list[float | None]:
-            self._check_weights()
-            tokens = prompt.to_ints()
-            datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-            (logprobs,) = self._client._logprobs([datum])
-            return [None, *logprobs.tolist()]
-
-        return self._client._thread.submit(run)
+        self._check_weights()
+        tokens = prompt.to_ints()
+        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+        (logprobs,) = self._client._logprobs([datum])
+        return [None, *logprobs.tolist()]
 
     def _check_weights(self) -> None:
         if self._weights is not self._client._weights:
@@ -409,16 +408,6 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
 
 
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
-
-
-def _check_policy_inputs(data: Sequence[Datum]) -> None:
-    for number, datum in enumerate(data):
-        for name in ("logprobs", "advantages"):
-            if name not in datum.loss_fn_inputs:
-                raise ValueError(
-                    f"a policy loss needs {name} in loss_fn_inputs, got "
-                    f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per target"
-                )
 
 
 def _targets_of(datum: Datum, **others: Tensor) -> Datum:

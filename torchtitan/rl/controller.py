@@ -22,7 +22,7 @@ from torchtitan.rl.report import Reporter, describe, mean_scores
 from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import Episode, samples_of
+from torchtitan.rl.types import Episode, TrainingBatch, TrainingSample
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import GarbageCollection
@@ -147,7 +147,7 @@ class Controller:
 
         if self.reference is not None:
             episodes = self._with_reference(episodes)
-        batch = self.batcher.batch(samples_of(episodes))
+        batch = self._batch(episodes)
         if self.config.generator.rescore:
             batch, measured["rl/rescore_diff_max"] = self.trainer.rescore(batch)
         found = self.trainer.forward_backward(batch)
@@ -192,9 +192,12 @@ class Controller:
             )
         return lag
 
+    def _batch(self, episodes: list[Episode]) -> TrainingBatch:
+        return self.batcher.batch([TrainingSample.of_episode(episode) for episode in episodes])
+
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with log-probs under the policy that training began with."""
-        scored = self.reference.logprobs(self.batcher.batch(samples_of(episodes)))
+        scored = self.reference.logprobs(self._batch(episodes))
         return [
             replace(
                 episode,

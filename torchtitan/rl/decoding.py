@@ -7,20 +7,18 @@ L new tokens at most, V vocabulary.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.engine import TrainingEngine
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import Drawn, draw
+from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
-
-if TYPE_CHECKING:  # a model on this process needs no engine
-    from torchtitan.engine import TrainingEngine
-    from torchtitan.models.decoder import Decoder
 
 N_FIELDS = len(Drawn._fields)
 
@@ -28,7 +26,7 @@ N_FIELDS = len(Drawn._fields)
 class LocalDecoder:
     """A whole model on this process. autocast: a context for the forward."""
 
-    def __init__(self, model: "Decoder", autocast: AbstractContextManager | None = None):
+    def __init__(self, model: Decoder, autocast: AbstractContextManager | None = None):
         self.parts: list[Decoder] = [model]
         self.group: dist.ProcessGroup | None = None  # ranks that share out the rows of a call
         self.schedule: Any = None  # of a model that is cut into pipeline stages
@@ -69,7 +67,7 @@ class EngineDecoder(LocalDecoder):
     data generate different rows, those of one model (tensor, pipeline parallelism) the same.
     """
 
-    def __init__(self, engine: "TrainingEngine"):
+    def __init__(self, engine: TrainingEngine):
         self.parts = engine.model_parts  # type: ignore[assignment]
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         self.group = None if mesh is None else mesh.get_group()
@@ -192,7 +190,13 @@ def _continue_rows(
                     if is_open[i] and token in sampling.stop_token_ids:
                         is_open[i] = False
                         n_drawn[in_cache[i]] = step + 1
-                if not _is_any(is_open, decoder.group, device):
+                # All ranks of the group go on while any has a row open.
+                n_open = sum(is_open)
+                if decoder.group is not None:
+                    of_ranks = torch.tensor(n_open, device=device)
+                    dist.all_reduce(of_ranks, group=decoder.group)
+                    n_open = int(of_ranks)
+                if n_open == 0:
                     break
                 # Rows that are done cost as much as others. Dropping them copies the cache: do it
                 # when half are, and keep one, as other ranks may be waiting for this one.
@@ -205,12 +209,3 @@ def _continue_rows(
             logits = forward(tokens[:, None], last_only=True)
     counts = torch.tensor(n_drawn, dtype=drawn.dtype, device=device)
     return torch.cat((counts[:, None], drawn.flatten(1)), dim=1)
-
-
-def _is_any(here: list[bool], group: "dist.ProcessGroup | None", device: torch.device) -> bool:
-    """Whether a row is open on any rank of the group. All of them have to ask."""
-    if group is None:
-        return any(here)
-    flag = torch.tensor(float(any(here)), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return bool(flag)

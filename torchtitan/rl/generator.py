@@ -4,16 +4,18 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.decoder import Decoder
 from torchtitan.rl.decoding import EngineDecoder, LocalDecoder, continue_prompts
+from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
@@ -24,10 +26,7 @@ from torchtitan.rl.weight_sync import (
 )
 from torchtitan.tools.utils import set_default_dtype
 
-if TYPE_CHECKING:
-    from torchtitan.engine import TrainingEngine
-    from torchtitan.models.decoder import Decoder
-    from torchtitan.rl.job_config import JobConfig
+Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
@@ -45,10 +44,9 @@ class Generator(ABC):
     weight_names: Literal["shared", "ours", "hf"]
     weight_dtype: torch.dtype | None = None
 
-    @abstractmethod
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingConfig,
         num_samples: int = 1,
         *,
@@ -58,8 +56,24 @@ class Generator(ABC):
 
         first_row: which of all completions the first one is, where ranks share them out: draws
             with `sampling.seed` belong to a completion's number, not to a rank.
-        Raises ValueError for a prompt that cannot be continued, and as `check_weights` does.
+        Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
+        for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        self._check(prompts, sampling)
+        self.check_weights()
+        return self._draw(prompts, sampling, num_samples, first_row)
+
+    @abstractmethod
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
+        """Raise ValueError for what cannot be continued."""
+
+    @abstractmethod
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        """As `generate`, whose checks are done."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
@@ -89,53 +103,16 @@ class Generator(ABC):
 class _DecoderGenerator(Generator):
     """Samples by a `LocalDecoder`; keys and values are freed after each call.
 
-    Random numbers come from a separate CPU generator with the same seed on every rank, one for each
-    token that a completion may get: neither the layout of ranks nor when others end changes them.
-    max_rows: how many completions a rank continues at once, which bounds its cache of keys and
-        values; 0 for all.
+    max_rows: how many completions a rank continues at once, which bounds its cache; 0 for all.
     """
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
         if max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
-        self.decoder = decoder
-        self.vocab_size = vocab_size
-        self.max_rows = max_rows
+        self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         self._rng = torch.Generator().manual_seed(seed)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        num_samples: int = 1,
-        *,
-        first_row: int = 0,
-    ) -> list[Completion]:
-        """See `Generator.generate`.
-
-        Raises FloatingPointError if a log-prob is not finite: the weights are garbage.
-        """
-        self._check(prompts, sampling, num_samples)
-        self.check_weights()
-        version = self.policy_version
-        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        rng = self._rng
-        if sampling.seed is not None:
-            rng = torch.Generator().manual_seed(sampling.seed)
-        n_rows = first_row + len(prompt_of_row)
-        uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
-        if not prompt_of_row:
-            return []
-        drawn, lengths = continue_prompts(
-            self.decoder, prompts, prompt_of_row, uniform[first_row:], sampling, self.max_rows
-        )
-        return _completions(drawn, lengths, sampling, version)
-
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, num_samples: int
-    ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
         n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
             if not prompt:
@@ -156,35 +133,45 @@ class _DecoderGenerator(Generator):
                     "table's length"
                 )
 
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        version = self.policy_version
+        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
+        # The same numbers on every rank, one for each token that a completion may get: neither the
+        # layout of ranks nor when others end changes them.
+        rng = self._rng
+        if sampling.seed is not None:
+            rng = torch.Generator().manual_seed(sampling.seed)
+        n_rows = first_row + len(prompt_of_row)
+        uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
+        if not prompt_of_row:
+            return []
+        drawn, lengths = continue_prompts(
+            self.decoder, prompts, prompt_of_row, uniform[first_row:], sampling, self.max_rows
+        )
+        if not torch.isfinite(drawn).all():
+            raise FloatingPointError(
+                f"the policy of version {version} gives log-probs that are not finite; look at the "
+                "last optimizer steps, or at how its weights were copied"
+            )
+        fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
+        return [
+            Completion(
+                token_ids=tuple(tokens[:n]),
+                token_logprobs=tuple(logprobs[:n]),
+                finish_reason="stop" if tokens[n - 1] in sampling.stop_token_ids else "length",
+                policy_version=version,
+                token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
+            )
+            for tokens, logprobs, masses, n in zip(*fields, lengths, strict=True)
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng.set_state(state_dict["rng"])
-
-
-def _completions(
-    drawn: Tensor, lengths: list[int], sampling: SamplingConfig, version: int
-) -> list[Completion]:
-    """drawn: [N, L, N_FIELDS], of which each row has `lengths` tokens."""
-    if not torch.isfinite(drawn).all():
-        raise FloatingPointError(
-            f"the policy of version {version} gives log-probs that are not finite; look at the "
-            "last optimizer steps, or at how its weights were copied"
-        )
-    tokens, logprobs, masses = drawn[..., 0].long(), drawn[..., 1], drawn[..., 2]
-    return [
-        Completion(
-            token_ids=tuple(row[:length]),
-            token_logprobs=tuple(row_logprobs[:length]),
-            finish_reason="stop" if row[length - 1] in sampling.stop_token_ids else "length",
-            policy_version=version,
-            token_kept_mass=tuple(row_masses[:length]) if sampling.truncates else None,
-        )
-        for row, row_logprobs, row_masses, length in zip(
-            tokens.tolist(), logprobs.tolist(), masses.tolist(), lengths, strict=True
-        )
-    ]
 
 
 class LocalGenerator(_DecoderGenerator):
@@ -198,7 +185,7 @@ class LocalGenerator(_DecoderGenerator):
     is_collective = True
     weight_names = "shared"
 
-    def __init__(self, engine: "TrainingEngine", *, seed: int = 0, max_rows: int = 0):
+    def __init__(self, engine: TrainingEngine, *, seed: int = 0, max_rows: int = 0):
         super().__init__(EngineDecoder(engine), engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
         self.policy_version = engine.weights_version
@@ -231,7 +218,7 @@ class CopyGenerator(_DecoderGenerator):
 
     def __init__(
         self,
-        model: "Decoder",
+        model: Decoder,
         *,
         seed: int = 0,
         max_rows: int = 0,
@@ -245,7 +232,7 @@ class CopyGenerator(_DecoderGenerator):
     @torch.no_grad()
     def of_engine(
         cls,
-        engine: "TrainingEngine",
+        engine: TrainingEngine,
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -272,22 +259,19 @@ class CopyGenerator(_DecoderGenerator):
         )
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
-    def update_weights(
-        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
-    ) -> None:
-        """See `Generator.update_weights`; weights have our names."""
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         self.policy_version = -1  # a mixture until all have come
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 
 
-def _compute_dtype(engine: "TrainingEngine") -> torch.dtype:
+def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
     """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
     training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
     return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
 
-def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Generator:
+def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
 
     Raises ConfigError where they don't go together, ImportError if vLLM is not installed.

@@ -16,7 +16,7 @@ B rows, T slots per row; what belongs to a token is pre-shifted, see `torchtitan
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,11 +61,10 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
-        """Return the policy loss of each token, and what to report of each, all [B, T].
+        """Return the policy loss of each token, and what to report of each, all [B, T] and finite.
 
         logprobs: [B, T] of the labels under the policy that learns. batch: the entries of
-            `TrainingMicrobatch.engine_batch()`. Values where loss_mask is 0 are ignored, but have
-            to be finite.
+            `TrainingMicrobatch.engine_batch()`.
         """
 
     @property
@@ -87,10 +86,9 @@ class PolicyLoss(ABC):
         return tuple(names)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
-        """Return the loss of one microbatch and its metrics.
+        """Return the loss of one microbatch and its metrics; arguments are those of `per_token`.
 
-        logprobs, entropy: [B, T]; entropy may be None unless `needs_entropy`. batch: see
-            `per_token`.
+        entropy: [B, T]; may be None unless `needs_entropy`.
         Raises ValueError if the batch lacks what the loss needs.
         """
         if self.needs_entropy and entropy is None:
@@ -305,16 +303,15 @@ _LOSSES: dict[str, type[PolicyLoss]] = {
     "importance_sampling": ImportanceSamplingLoss,
     "cross_entropy": CrossEntropyLoss,
 }
-_LossClass = TypeVar("_LossClass", bound=type[PolicyLoss])
 
 
-def register_loss(name: str) -> Callable[[_LossClass], _LossClass]:
+def register_loss(name: str) -> Callable[[type[PolicyLoss]], type[PolicyLoss]]:
     """Decorator that makes a `PolicyLoss` dataclass known as `rl.loss.name`.
 
     Raises ValueError if the name is taken.
     """
 
-    def register(loss_cls: _LossClass) -> _LossClass:
+    def register(loss_cls: type[PolicyLoss]) -> type[PolicyLoss]:
         if _LOSSES.setdefault(name, loss_cls) is not loss_cls:
             raise ValueError(f"the loss {name!r} is registered already; choose another name")
         return loss_cls

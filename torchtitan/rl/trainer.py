@@ -1,9 +1,8 @@
 """The trainer's half of RL: gradients of a policy loss and optimizer steps, on a `TrainingEngine`.
 
 The engine brings the layouts (FSDP, TP, PP, CP and products), the checkpoints and the schedule;
-what is added here is losses on log-probs, numbers reduced over all ranks, and a policy version.
-Every method is collective: all ranks call it with the same `TrainingBatch`, and all get the same
-back.
+added here are losses on log-probs, numbers reduced over all ranks, and a policy version. Every
+method is collective: all ranks call it with the same `TrainingBatch` and get the same back.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
@@ -43,7 +42,7 @@ class PolicyTrainer:
 
     def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
         if not logger.handlers:
-            init_logger()  # in a process that an actor library started, nobody else does
+            init_logger()  # in a process that an actor library started
         self.job_config = job_config
         self.loss = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)

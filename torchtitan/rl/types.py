@@ -7,7 +7,7 @@ fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
 B rows, T slots per row, n slots of one sequence.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -210,11 +210,6 @@ class TrainingSample:
             group_id=episode.group_id,
             policy_version=episode.policy_version,
         )
-
-
-def samples_of(episodes: Iterable[Episode]) -> list[TrainingSample]:
-    """The training samples of episodes with advantages, in order."""
-    return [TrainingSample.of_episode(episode) for episode in episodes]
 
 
 class Slot(NamedTuple):

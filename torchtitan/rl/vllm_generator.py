@@ -2,12 +2,11 @@
 
 import os
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchtitan.rl.generator import Generator
+from torchtitan.rl.generator import Generator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
 
@@ -62,24 +61,17 @@ class VLLMGenerator(Generator):
             **options,
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        num_samples: int = 1,
-        *,
-        first_row: int = 0,
-    ) -> list[Completion]:
-        """See `Generator.generate`; every completion has a seed of its own."""
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
                 f"rl.generator.backend = 'vllm' gives no log-probs of a truncated distribution, "
                 f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
                 "or the backend to 'local'"
             )
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        self.check_weights()
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
         seed = sampling.seed
         if seed is None:
             self._n_calls += 1
@@ -95,7 +87,7 @@ class VLLMGenerator(Generator):
                     ignore_eos=True,
                     detokenize=False,
                     logprobs=0,
-                    seed=(seed + first_row + i) % 2**63,
+                    seed=(seed + first_row + i) % 2**63,  # one for each completion
                 )
                 for i in range(len(requests))
             ],
@@ -120,10 +112,7 @@ class VLLMGenerator(Generator):
             token_kept_mass=kept_mass,
         )
 
-    def update_weights(
-        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
-    ) -> None:
-        """See `Generator.update_weights`; weights have Hugging Face names."""
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         self.policy_version = -1  # a mixture until all have come
         self._llm.apply_model(lambda model: model.load_weights(iter(weights)))
         if weights.digest is None:

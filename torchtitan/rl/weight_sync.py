@@ -5,7 +5,8 @@ to match. Weights for our models go under our names, since files of other origin
 some buffers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.weight_stream import WeightStream, digest_of
+from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-if TYPE_CHECKING:
-    from torchtitan.engine import TrainingEngine
+if TYPE_CHECKING:  # it imports this module
     from torchtitan.rl.generator import Generator
 
 _BUCKET_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ class PolicyWeights(Protocol):
 
 
 class OurNames(BaseStateDictAdapter):
-    """Leaves every name and tensor as it is."""
+    """Leaves every name and tensor as it is; needs to know nothing of the model."""
 
     def __init__(self) -> None: ...
 
@@ -62,23 +63,6 @@ class OurNames(BaseStateDictAdapter):
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         raise NotImplementedError("weights under our own names are not read from files")
-
-
-def policy_weights(engine: "TrainingEngine", dtype: torch.dtype | None = None) -> WeightStream:
-    """The engine's weights under our names, whole on every rank; see `WeightStream`.
-
-    dtype: what parameters are cast to; buffers and routers keep theirs. None for no cast.
-    """
-    schedule = engine.pp_schedule
-    return WeightStream(
-        engine.model_parts,
-        OurNames(),
-        engine.device,
-        dtype=dtype,
-        current_version=lambda: engine.weights_version,
-        stage_indices=[stage.stage_index for stage in schedule.stages] if schedule else None,
-        pp_group=schedule.group if schedule else None,
-    )
 
 
 @torch.no_grad()
@@ -122,18 +106,16 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
 # ---- to a generator in the same job ----
 
 
+@dataclass(frozen=True)
 class WeightSync:
     """Gives a generator the engine's weights.
 
     check_digest: see `copy_weights`; it reads all weights once more.
     """
 
-    def __init__(
-        self, engine: "TrainingEngine", generator: "Generator", *, check_digest: bool = True
-    ):
-        self.engine = engine
-        self.generator = generator
-        self.check_digest = check_digest
+    engine: TrainingEngine
+    generator: "Generator"
+    check_digest: bool = True
 
     def update(self) -> int:
         """Give the generator the weights as they are now; return their version. Collective.
@@ -141,12 +123,23 @@ class WeightSync:
         Raises WeightMismatchError on all ranks if any rank got others, StaleWeightsError if the
         generator has another version afterwards.
         """
-        kind, dtype = self.generator.weight_names, self.generator.weight_dtype
+        engine, dtype = self.engine, self.generator.weight_dtype
         weights: PolicyWeights | None = None
-        if kind == "hf":
-            weights = self.engine.iter_hf_weights(dtype=dtype)
-        elif kind == "ours":
-            weights = policy_weights(self.engine, dtype)
+        if self.generator.weight_names == "hf":
+            weights = engine.iter_hf_weights(dtype=dtype)
+        elif self.generator.weight_names == "ours":
+            schedule = engine.pp_schedule
+            weights = WeightStream(
+                engine.model_parts,
+                OurNames(),
+                engine.device,
+                dtype=dtype,
+                current_version=lambda: engine.weights_version,
+                stage_indices=[stage.stage_index for stage in schedule.stages]
+                if schedule
+                else None,
+                pp_group=schedule.group if schedule else None,
+            )
         failures: list[str | None] = [None]
         try:
             self.generator.update_weights(weights, check_digest=self.check_digest)
@@ -158,7 +151,7 @@ class WeightSync:
         for rank, text in enumerate(failures):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
-        version = self.engine.weights_version
+        version = engine.weights_version
         if self.generator.policy_version != version:
             raise StaleWeightsError(
                 f"the generator says that it has version {self.generator.policy_version} after an "
@@ -209,8 +202,8 @@ class ReceivedWeights:
         while True:
             received: list[Any] = [None]
             dist.broadcast_object_list(received, src=self._source, group=self._group)
-            header = received[0]
-            if isinstance(header, Mapping):
+            (header,) = received
+            if isinstance(header, dict):
                 self.version, self.digest = header["version"], header["digest"]
                 return
             for name, shape, dtype in header:
