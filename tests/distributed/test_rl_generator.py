@@ -15,7 +15,8 @@ from tests.distributed.layout_matrix import (
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
-from torchtitan.rl.rescore import rescore
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
 from torchtitan.testing.gloo import run_ranks
@@ -65,8 +66,11 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
         for prompt, c in zip(PROMPTS, free, strict=True)
     ]
     batch = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2).batch(samples)
-    rescored, off = rescore(engine, batch, SAMPLING.temperature)
-    _, still_off = rescore(engine, rescored, SAMPLING.temperature)
+    config = JobConfig()
+    config.rl.sampling.temperature = SAMPLING.temperature
+    trainer = PolicyTrainer(config, engine=engine)
+    rescored, off = trainer.rescore(batch)
+    _, still_off = trainer.rescore(rescored)
 
     now = [item for part in engine.model_parts for item in part.named_parameters()]
     stayed = all(a is b for (_, a), (_, b) in zip(named, now, strict=True))

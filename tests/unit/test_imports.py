@@ -102,7 +102,7 @@ FORBIDDEN = {
     "build.py": ["step", "engine", "trainer", "train", "hf_datasets", "models", "rl"],
     "engine.py": ["trainer", "train", "hf_datasets", "models", "rl"],
     "trainer.py": ["train", "models", "rl"],
-    "rl/losses": ["engine", "trainer", "models", "distributed"],
+    "rl/losses.py": ["engine", "trainer", "models", "distributed"],
     "rl/batcher.py": ["engine", "trainer", "models", "distributed"],
     "rl/tasks.py": ["engine", "trainer", "models", "distributed"],
 }

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.decoder import Decoder
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing it loads the compiler
     from torch.nn.attention.flex_attention import BlockMask
 
 
@@ -49,27 +49,8 @@ class CachedAttention(FlexAttentionWrapper):
         """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, H, T, Dv], and the log-sum-exp of the
         scores [B, H, T] if asked.
 
-        block_mask: one on which `_look_from` was called for these T tokens.
+        block_mask: its `allowed`, bool [1 or B, 1, T, S], says which slots each token may look at.
         """
-        keys, values = self._append(k, v)
-        if return_lse:
-            return _attention_with_lse(q, keys, values, block_mask.allowed, scale)
-        return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=block_mask.allowed, scale=scale, enable_gqa=enable_gqa
-        )
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Go on with these rows of the cache, in this order; one may come several times."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (self._rows_of(x, rows) for x in (self.keys, self.values))
-
-    def _rows_of(self, x: Tensor, rows: Tensor) -> Tensor:
-        kept = x.new_zeros(len(rows), *x.shape[1:])
-        kept[:, :, : self.end] = x[:, :, : self.end][rows]
-        return kept
-
-    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v; return those of all slots in use, [B, K, S, D]."""
         if self.keys is None or self.values is None:
             # Only now are batch size, heads, dtype and device known.
             self.keys, self.values = (
@@ -80,31 +61,32 @@ class CachedAttention(FlexAttentionWrapper):
             if len(self.slots) == 1:  # all rows alike
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
-                index = self.slots[:, None, :, None].expand_as(new)
-                stored.scatter_(2, index, new)
-        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+                stored.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
+        k, v, allowed = (
+            self.keys[:, :, : self.end],
+            self.values[:, :, : self.end],
+            block_mask.allowed,
+        )
+        if not return_lse:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa
+            )
+        # Step by step in fp32: the kernel does not tell its log-sum-exp.
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
-
-def _attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """[B, H, T, Dv] and [B, H, T], step by step in fp32."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
-
-
-def _look_from(block_mask: "BlockMask", slots: Tensor, end: int) -> None:
-    """Set `block_mask.allowed`, bool [1 or B, 1, T, S]: which slots each token may look at.
-
-    slots: [1 or B, T], where the tokens stand. The mask is that of all places in a row, which no
-    row's own tokens change; only these queries of it are evaluated.
-    """
-    keys = torch.arange(end, device=slots.device)
-    zero = torch.zeros((), dtype=torch.int64, device=slots.device)
-    block_mask.allowed = block_mask.mask_mod(zero, zero, slots[:, None, :, None], keys)
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with these rows of the cache, in this order; one may come several times."""
+        if self.keys is None or self.values is None:
+            return
+        kept = []
+        for x in (self.keys, self.values):
+            kept.append(x.new_zeros(len(rows), *x.shape[1:]))
+            kept[-1][:, :, : self.end] = x[:, :, : self.end][rows]
+        self.keys, self.values = kept
 
 
 class CachedForward:
@@ -118,8 +100,8 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
+        self.kernels = [CachedAttention(max_length) for part in parts for _ in part.layers]
         self._run = run
-        self._kernels = [CachedAttention(max_length) for part in parts for _ in part.layers]
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         tokens = torch.zeros(1, max_length, dtype=torch.int64, device=self._device)
         self._masks = parts[0].build_causal_masks(tokens)
@@ -132,7 +114,7 @@ class CachedForward:
 
         n_tokens: how many of each row's T are new tokens; what follows them is padding, whose
             logits mean nothing. None: all.
-        last_only: [B, 1, V], the logits of each row's last new token alone.
+        last_only: only the logits of each row's last new token, [B, 1, V].
 
         The same rows each time, unless `keep_rows` was called. What a pipeline's ranks get is
         up to `run`.
@@ -151,24 +133,27 @@ class CachedForward:
         if first != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
-        masks = self._masks
+        # The mask is that of all places in a row, which no row's own tokens change; evaluate it
+        # for these tokens only.
+        masks, keys = self._masks, torch.arange(end, device=self._device)
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            _look_from(mask, slots, end)
-        for kernel in self._kernels:
+            mask.allowed = mask.mask_mod(zero, zero, slots[:, None, :, None], keys)
+        for kernel in self.kernels:
             kernel.slots, kernel.end = slots, end
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        with self._only_last(counts, width) if last_only else nullcontext():
+        with self._only_last(counts) if last_only and width > 1 else nullcontext():
             return self._run(tokens, attention_masks=masks, positions=slots)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order; a row may come several times, or not at all."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
-        for kernel in self._kernels:
+        for kernel in self.kernels:
             kernel.keep_rows(index)
 
     @contextmanager
-    def _only_last(self, counts: Sequence[int], width: int) -> Iterator[None]:
+    def _only_last(self, counts: Sequence[int]) -> Iterator[None]:
         """Have the output projection see one hidden state per row: logits of all are large."""
         if self._output is None:
             yield
@@ -176,8 +161,6 @@ class CachedForward:
 
         def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             h, *others = args
-            if width == 1:
-                return (h, *others)
             last = torch.tensor(counts, device=h.device) - 1
             return h[torch.arange(len(h), device=h.device), last][:, None], *others
 
@@ -196,10 +179,9 @@ def kv_cache(
 ) -> Iterator[CachedForward]:
     """Yield a forward that remembers: new tokens [B, T] -> their logits [B, T, V].
 
-    Each call takes only the tokens that follow those of the calls before. All tokens of a row are
-    one document, whatever mask the model is trained with, and each layer looks as far back as
-    the model's `build_causal_masks` has it; so every family and every attn_type works. Inside
-    the context the model cannot be used in another way.
+    Each call takes only the tokens that follow those of the calls before. A row is one document,
+    and each layer looks as far back as the model's `build_causal_masks` has it, so every family and
+    every attn_type works. Inside the context the model cannot be used in another way.
 
     model: or a rank's parts of one that is cut into pipeline stages.
     max_length: at most this many tokens a row.
@@ -209,34 +191,28 @@ def kv_cache(
     max_length beyond the RoPE table.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    layers = [layer for part in parts for layer in _attention_layers(part)]
-    _check_positions(parts[0], max_length)
-    cached_forward = CachedForward(parts, max_length, parts[0] if run is None else run)
-    kernels = [layer.inner_attention for layer in layers]
-    for layer, kernel in zip(layers, cached_forward._kernels, strict=True):
-        layer.inner_attention = kernel
-    try:
-        yield cached_forward
-    finally:
-        for layer, kernel in zip(layers, kernels, strict=True):
-            layer.inner_attention = kernel
-
-
-def _attention_layers(model: Decoder) -> list[nn.Module]:
-    layers = [module for module in model.modules() if hasattr(module, "inner_attention")]
-    if not isinstance(model, Decoder) or len(layers) != len(model.layers):
-        raise ValueError(
-            f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have an "
-            f"inner_attention each, got {type(model).__name__}"
-        )
-    return layers
-
-
-def _check_positions(model: Decoder, max_length: int) -> None:
-    n_positions = getattr(model, model.rope_buffer_name).shape[0]
+    layers = []
+    for part in parts:
+        found = [module for module in part.modules() if hasattr(module, "inner_attention")]
+        if not isinstance(part, Decoder) or len(found) != len(part.layers):
+            raise ValueError(
+                f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have "
+                f"an inner_attention each, got {type(part).__name__}"
+            )
+        layers += found
+    n_positions = getattr(parts[0], parts[0].rope_buffer_name).shape[0]
     if max_length > n_positions:
         raise ValueError(
             f"prompt and new tokens together are {max_length} tokens, and the model's RoPE table "
             f"holds {n_positions} positions; lower max_new_tokens, shorten the prompt, or raise "
             "training.seq_len, which sets the table's length"
         )
+    cached_forward = CachedForward(parts, max_length, parts[0] if run is None else run)
+    kernels = [layer.inner_attention for layer in layers]
+    for layer, kernel in zip(layers, cached_forward.kernels, strict=True):
+        layer.inner_attention = kernel
+    try:
+        yield cached_forward
+    finally:
+        for layer, kernel in zip(layers, kernels, strict=True):
+            layer.inner_attention = kernel

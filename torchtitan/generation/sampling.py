@@ -40,16 +40,16 @@ def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None 
 
 
 class Drawn(NamedTuple):
-    """Tokens [B] and what was their chance.
+    """Tokens [B] and their probability.
 
     logprobs: fp32 [B], of the distribution that they were drawn from.
     kept_mass: fp32 [B], the probability, before renormalising, of all tokens that could have been
-        drawn; None if that was every token.
+        drawn; 1 if that was every token.
     """
 
     tokens: Tensor
     logprobs: Tensor
-    kept_mass: Tensor | None
+    kept_mass: Tensor
 
 
 def draw(
@@ -65,39 +65,34 @@ def draw(
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
         every split of the rows, but where rounding moves a boundary onto the number.
     temperature: divides the logits; 0 takes the likeliest token (of equals, the first).
-    top_k: only so many of the likeliest tokens can be drawn; 0 for all.
+    top_k: only this many of the likeliest tokens can be drawn (of equals, the first); 0 for all.
     top_p: of these, only the likeliest whose share of their mass reaches it; 1 for all.
     """
     if temperature == 0:
         tokens = logits.argmax(dim=-1)
-        alone = logits.float().log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
-        return Drawn(tokens, torch.zeros_like(alone), alone.exp())
+        logprobs = logits.float().log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
+        return Drawn(tokens, torch.zeros_like(logprobs), logprobs.exp())
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)
     probs = logprobs.exp()
-    kept_mass = None
-    if 0 < top_k < logits.shape[-1] or top_p < 1:
-        probs = _keep_likeliest(probs, top_k, top_p)
-        kept_mass = probs.sum(dim=-1)
+    is_truncated = 0 < top_k < logits.shape[-1] or top_p < 1
+    if is_truncated:
+        in_order, tokens = probs.sort(dim=-1, descending=True, stable=True)
+        if top_k > 0:
+            in_order[:, top_k:] = 0
+        if top_p < 1:
+            before = in_order.cumsum(dim=-1, dtype=torch.float64) - in_order
+            in_order = in_order.masked_fill(before >= top_p * in_order.sum(-1, keepdim=True), 0)
+        probs = torch.zeros_like(probs).scatter_(-1, tokens, in_order)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    # Below the sum for sure, rounded too: what comes after has no chance.
+    # Below the sum even after rounding: what comes after it has probability 0.
     wanted = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, wanted, right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)  # where logits are not numbers
     drawn = logprobs.gather(-1, tokens).squeeze(-1)
-    if kept_mass is not None:
-        drawn = drawn - kept_mass.log()
-    return Drawn(tokens.squeeze(-1), drawn, kept_mass)
-
-
-def _keep_likeliest(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """probs [B, V] with 0 for the others; of equals, the first are kept."""
-    in_order, tokens = probs.sort(dim=-1, descending=True, stable=True)
-    if top_k > 0:
-        in_order[:, top_k:] = 0
-    if top_p < 1:
-        before = in_order.cumsum(dim=-1, dtype=torch.float64) - in_order
-        in_order = in_order.masked_fill(before >= top_p * in_order.sum(-1, keepdim=True), 0)
-    return torch.zeros_like(probs).scatter_(-1, tokens, in_order)
+    if not is_truncated:
+        return Drawn(tokens.squeeze(-1), drawn, torch.ones_like(drawn))
+    kept_mass = probs.sum(dim=-1)
+    return Drawn(tokens.squeeze(-1), drawn - kept_mass.log(), kept_mass)
 
 
 def generate_next_token(
@@ -135,7 +130,14 @@ def generate(
         rows have; None always draws `max_new_tokens`.
     Raises ValueError for an empty prompt or options out of range, and as `kv_cache` does.
     """
-    _check_options(max_new_tokens, temperature, top_k)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if temperature < 0:
+        raise ValueError(
+            f"temperature must not be negative, got {temperature}; 0 takes the likeliest token"
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all")
     prompt = torch.atleast_2d(input_ids)
     if prompt.shape[1] == 0:
         raise ValueError("a prompt must have at least one token, got none")
@@ -157,14 +159,3 @@ def generate(
             if eos_id is not None and is_finished.all():
                 break
     return torch.cat(pieces, dim=1)
-
-
-def _check_options(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(
-            f"temperature must not be negative, got {temperature}; 0 takes the likeliest token"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all")

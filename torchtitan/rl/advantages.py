@@ -3,10 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchtitan.rl.job_config import RLAdvantage
+from typing import Any
 
 BASELINES = ("group_mean", "rloo", "none")
 
@@ -47,7 +44,8 @@ class AdvantageEstimator:
             )
 
     @classmethod
-    def of(cls, config: "RLAdvantage") -> "AdvantageEstimator":
+    def of(cls, config: Any) -> "AdvantageEstimator":
+        """The one that the section `[rl.advantage]` describes."""
         return cls(config.name, config.std)
 
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
@@ -63,31 +61,25 @@ class AdvantageEstimator:
                     f"{LARGEST_REWARD:g} in size); correct the reward function"
                 )
             groups.setdefault(group, []).append(reward)
-        shift_and_scale = {group: self._shift_and_scale(own) for group, own in groups.items()}
-        return [
-            (reward - shift_and_scale[group][0]) * shift_and_scale[group][1]
-            for reward, group in zip(rewards, group_ids, strict=True)
-        ]
-
-    def _shift_and_scale(self, rewards: list[float]) -> tuple[float, float]:
-        """What to subtract from the rewards of one group, and what to multiply by then."""
-        if self.name == "none":
-            return 0.0, 1.0
-        n = len(rewards)
-        mean = math.fsum(rewards) / n
-        scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
-        if self.std:
-            std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / n)
-            scale = scale / std if std > _SMALLEST_STD else 0.0
-        return mean, scale
+        # What to subtract from a group's rewards, and what to multiply by then.
+        shift_and_scale: dict[Hashable, tuple[float, float]] = {}
+        for group, own in groups.items():
+            n = len(own)
+            mean = math.fsum(own) / n
+            scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
+            if self.std:
+                std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in own) / n)
+                scale = scale / std if std > _SMALLEST_STD else 0.0
+            shift_and_scale[group] = (0.0, 1.0) if self.name == "none" else (mean, scale)
+        pairs = zip(rewards, (shift_and_scale[group] for group in group_ids), strict=True)
+        return [(reward - shift) * scale for reward, (shift, scale) in pairs]
 
 
 def advantage_metrics(
     advantages: Sequence[float], group_ids: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Mean and standard deviation of all advantages, and the share of groups that teach nothing.
-
-    Such a group has advantages of 0 only. Zeros if there are no advantages.
+    """Mean and standard deviation of all advantages, and the share of groups with none but 0, which
+    teach nothing. Zeros if there are no advantages.
     """
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n

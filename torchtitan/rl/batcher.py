@@ -29,7 +29,7 @@ class Batcher:
     dp_size: ranks that read different microbatches. All get equally many, of the same shape
         [B, T]; rows of padding fill up.
     seq_len: slots of the longest row. A longer sample is left out, and counted.
-    rows: the largest B, unless max_tokens: then as many as hold so many tokens.
+    rows: the largest B; with max_tokens, as many rows as hold that many tokens instead.
     packing: lay several samples into a row; otherwise each has its own, padded on the right.
     pad_multiple: T is the longest row's length, rounded up to a multiple of this.
     agg_mode, norm: as in `aggregation_weights`.
@@ -48,9 +48,7 @@ class Batcher:
     deferred: bool = False
 
     @classmethod
-    def from_config(
-        cls, job_config: JobConfig, dp_size: int, *, deferred: bool = False
-    ) -> "Batcher":
+    def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
         """The batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
         batch, loss = job_config.rl.batch, job_config.rl.loss
         return cls(
@@ -62,7 +60,6 @@ class Batcher:
             pad_multiple=batch.pad_multiple,
             agg_mode=loss.agg_mode,
             norm=loss.norm or None,
-            deferred=deferred,
         )
 
     def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
@@ -73,49 +70,16 @@ class Batcher:
         rank gets one microbatch of padding.
         Raises ValueError if only some of the samples have weights, or ref_logprobs.
         """
-        optional = [name for name in ("weights", "ref_logprobs") if _all_have(samples, name)]
+        optional = []
+        for name in ("weights", "ref_logprobs"):
+            count = sum(getattr(sample, name) is not None for sample in samples)
+            if count not in (0, len(samples)):
+                raise ValueError(
+                    f"either all samples of a batch have {name} or none has, got {count} of "
+                    f"{len(samples)}; fill in the others"
+                )
+            optional += [name] if count else []
         kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
-        self._report_oversize(samples, kept)
-        entries = _joined([samples[i] for i in kept], optional)
-        lengths = [len(samples[i]) for i in kept]
-
-        wanted = entries["loss_mask"] != 0
-        mask = wanted & entries["logprobs"].isfinite()
-        if "ref_logprobs" in optional:
-            mask &= entries["ref_logprobs"].isfinite()
-        num_dropped = int(wanted.sum() - mask.sum())
-        if num_dropped:
-            logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
-        masks = mask.split(lengths) if lengths else []
-        if "weights" in optional:
-            weights, denominator = entries["weights"] * mask, None
-        else:
-            group_ids = [samples[i].group_id for i in kept]
-            per_sample, denominator = self._weights(group_ids, masks)
-            weights = torch.cat([*per_sample, torch.zeros(0)])
-
-        values = {
-            "token_ids": entries["token_ids"],
-            "labels": entries["labels"].masked_fill(~wanted, IGNORE_INDEX),
-            "loss_mask": mask.float(),
-            "loss_weights": weights,
-            "generator_logprobs": entries["logprobs"].masked_fill(~mask, 0),
-            "advantages": entries["advantages"].masked_fill(~mask, 0),
-        }
-        if "ref_logprobs" in optional:
-            values["ref_logprobs"] = entries["ref_logprobs"].masked_fill(~mask, 0)
-        return TrainingBatch(
-            microbatches=self._deal(self._rows_of(lengths), lengths, kept, values),
-            num_global_valid_tokens=int(mask.sum()),
-            num_global_sequences=sum(bool(of_sample.any()) for of_sample in masks),
-            num_samples=len(samples),
-            denominator=denominator,
-            min_policy_version=min((samples[i].policy_version for i in kept), default=None),
-            oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
-            num_dropped_tokens=num_dropped,
-        )
-
-    def _report_oversize(self, samples: Sequence[TrainingSample], kept: list[int]) -> None:
         if len(kept) < len(samples):
             logger.warning(
                 "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
@@ -125,14 +89,52 @@ class Batcher:
                 self.seq_len,
                 max(map(len, samples)),
             )
+        lengths = [len(samples[i]) for i in kept]
 
-    def _weights(
-        self, group_ids: Sequence[int], masks: Sequence[Tensor]
-    ) -> tuple[list[Tensor], float | None]:
-        options = {"norm": self.norm, "prompt_ids": group_ids}
-        if self.deferred:
-            return aggregation_weights(masks, self.agg_mode, normalize=False, **options)
-        return aggregation_weights(masks, self.agg_mode, **options), None
+        def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            """All samples' entries, one after another; the empty one is there without samples."""
+            of_samples = [getattr(samples[i], name) for i in kept]
+            return torch.cat([*of_samples, torch.zeros(0, dtype=dtype)])
+
+        wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
+        mask = wanted & logprobs.isfinite()
+        if "ref_logprobs" in optional:
+            mask &= joined("ref_logprobs").isfinite()
+        num_dropped = int(wanted.sum() - mask.sum())
+        if num_dropped:
+            logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
+        masks = mask.split(lengths) if lengths else []
+        denominator = None
+        if "weights" in optional:
+            weights = joined("weights") * mask
+        else:
+            group_ids = [samples[i].group_id for i in kept]
+            options = {"norm": self.norm, "prompt_ids": group_ids, "normalize": not self.deferred}
+            per_sample = aggregation_weights(masks, self.agg_mode, **options)
+            if self.deferred:
+                per_sample, denominator = per_sample
+            weights = torch.cat([*per_sample, torch.zeros(0)])
+
+        values = {
+            "token_ids": joined("token_ids", torch.int64),
+            "labels": joined("labels", torch.int64).masked_fill(~wanted, IGNORE_INDEX),
+            "loss_mask": mask.float(),
+            "loss_weights": weights,
+            "generator_logprobs": logprobs.masked_fill(~mask, 0),
+            "advantages": joined("advantages").masked_fill(~mask, 0),
+        }
+        if "ref_logprobs" in optional:
+            values["ref_logprobs"] = joined("ref_logprobs").masked_fill(~mask, 0)
+        return TrainingBatch(
+            microbatches=self._deal(lengths, kept, values),
+            num_global_valid_tokens=int(mask.sum()),
+            num_global_sequences=sum(bool(of_sample.any()) for of_sample in masks),
+            num_samples=len(samples),
+            denominator=denominator,
+            min_policy_version=min((samples[i].policy_version for i in kept), default=None),
+            oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
+            num_dropped_tokens=num_dropped,
+        )
 
     def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which samples, by their place in `lengths`, lie in each row."""
@@ -152,22 +154,19 @@ class Batcher:
         return rows
 
     def _deal(
-        self,
-        rows: list[list[int]],
-        lengths: Sequence[int],
-        indices: Sequence[int],
-        values: dict[str, Tensor],
+        self, lengths: Sequence[int], indices: Sequence[int], values: dict[str, Tensor]
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Deal rows in turn to ranks and microbatches, so that all have equal work to one row.
 
         indices: of the samples, in the order of `lengths` and `values` (those of all samples, one
             after another).
         """
+        rows = self._rows_of(lengths)
         n_slots = max((sum(lengths[place] for place in row) for row in rows), default=1)
         n_slots = -(-n_slots // self.pad_multiple) * self.pad_multiple
         most_rows = self.rows if self.max_tokens is None else max(1, self.max_tokens // n_slots)
         n_microbatches = max(1, -(-len(rows) // (most_rows * self.dp_size)))
-        n_cells = n_microbatches * self.dp_size
+        n_cells = n_microbatches * self.dp_size  # a cell is one rank's part of a microbatch
         n_rows = max(1, -(-len(rows) // n_cells))
 
         slots: list[list[Slot]] = [[] for _ in range(n_cells)]
@@ -180,20 +179,21 @@ class Batcher:
                 number_in_row[place] = i
                 start += lengths[place]
 
+        # Of every token: its place in its sequence, the sequence's in the row, its slot of all.
         repeats = torch.tensor(lengths, dtype=torch.int64)
-        begins = (repeats.cumsum(0) - repeats).repeat_interleave(repeats)
-        positions = torch.arange(int(repeats.sum())) - begins
-        values = values | {
-            "positions": positions,
-            "sequence_ids": torch.tensor(number_in_row, dtype=torch.int64).repeat_interleave(
-                repeats
-            ),
-        }
-        where = torch.tensor(first_slot, dtype=torch.int64).repeat_interleave(repeats) + positions
-        cells = {
-            name: _scattered(value, where, _PADDING.get(name, 0), (n_cells, n_rows, n_slots))
-            for name, value in values.items()
-        }
+
+        def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:
+            return torch.as_tensor(of_samples, dtype=torch.int64).repeat_interleave(repeats)
+
+        positions = torch.arange(int(repeats.sum())) - of_tokens(repeats.cumsum(0) - repeats)
+        slot_of_token = of_tokens(first_slot) + positions
+        values = values | {"positions": positions, "sequence_ids": of_tokens(number_in_row)}
+        cells: dict[str, Tensor] = {}
+        for name, of_all in values.items():
+            dtype = torch.int64 if of_all.dtype == torch.int64 else torch.float32
+            whole = torch.full((n_cells, n_rows, n_slots), _PADDING.get(name, 0), dtype=dtype)
+            whole.view(-1)[slot_of_token] = of_all.to(dtype)
+            cells[name] = whole
         microbatches = [
             TrainingMicrobatch(
                 **{name: of_all[cell] for name, of_all in cells.items()}, slots=tuple(slots[cell])
@@ -204,34 +204,3 @@ class Batcher:
             tuple(microbatches[first : first + self.dp_size])
             for first in range(0, n_cells, self.dp_size)
         )
-
-
-def _all_have(samples: Sequence[TrainingSample], name: str) -> bool:
-    count = sum(getattr(sample, name) is not None for sample in samples)
-    if count not in (0, len(samples)):
-        raise ValueError(
-            f"either all samples of a batch have {name} or none has, got {count} of "
-            f"{len(samples)}; fill in the others"
-        )
-    return count > 0
-
-
-def _joined(samples: Sequence[TrainingSample], optional: Sequence[str]) -> dict[str, Tensor]:
-    """Each entry of all samples, one after another."""
-    kinds = {"token_ids": torch.int64, "labels": torch.int64}
-    names = ("token_ids", "labels", "loss_mask", "logprobs", "advantages", *optional)
-    return {
-        # The empty tensor also says what there is without samples.
-        name: torch.cat(
-            [*(getattr(sample, name) for sample in samples), torch.zeros(0, dtype=kinds.get(name))]
-        )
-        for name in names
-    }
-
-
-def _scattered(values: Tensor, where: Tensor, padding: int, shape: tuple[int, int, int]) -> Tensor:
-    """A tensor of that shape with values at the flat indices `where`, and padding elsewhere."""
-    dtype = torch.int64 if values.dtype == torch.int64 else torch.float32
-    whole = torch.full(shape, padding, dtype=dtype)
-    whole.view(-1)[where] = values.to(dtype)
-    return whole

@@ -11,19 +11,20 @@ sums over tokens: how they are averaged is up to the weights or advantages that 
 Under torchrun every rank runs the same program with the same data.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchtitan.engine import closed_on_error
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.generator import Generator, build_generator
+from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
 from torchtitan.rl.trainer import PolicyTrainer
@@ -141,13 +142,26 @@ CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, dict[str, float
 
 # ---- the clients ----
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
+    """The same method in turn with all others on the client's thread; calls return futures."""
+
+    @functools.wraps(method)
+    def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
+        return self._thread.submit(method, self, *args, **kwargs)
+
+    return submit
+
 
 class LocalTrainingClient:
     """A policy in this process.
 
     Raises ConfigError for a config that cannot run; a call's own errors come out of its future.
-    Where a forward_backward failed, `optim_step` does too: gradients of a part of the step are
-    never taken for those of all. The next step begins anew.
+    Where a forward_backward failed, `optim_step` does too: it never takes the gradients of a part
+    of the step for those of all. The next step starts from zero gradients.
     """
 
     def __init__(self, job_config: JobConfig):
@@ -156,9 +170,9 @@ class LocalTrainingClient:
         with closed_on_error(engine):
             self._batcher = Batcher.from_config(job_config, engine.dp_size)
             self._generator = build_generator(job_config, engine)
-        # What unseeded sampling goes on with.
+        # Where unseeded sampling continues.
         engine.checkpointer.states["rl_generator"] = self._generator
-        self._job_config = job_config
+        self._folder = os.path.join(job_config.job.dump_folder, "states")
         self._weights = object()  # another one whenever the weights have changed
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = ThreadPoolExecutor(
@@ -172,7 +186,8 @@ class LocalTrainingClient:
         which makes no difference.
         """
         _check_loss_name(loss_fn)
-        return self._thread.submit(self._forward, list(data))
+        data = list(data)
+        return self._thread.submit(lambda: _output(self._logprobs(data), {}))
 
     def forward_backward(
         self,
@@ -186,7 +201,7 @@ class LocalTrainingClient:
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
         """
         loss = _loss(loss_fn, loss_fn_config or {})
-        return self._submit_to_step(self._forward_backward, list(data), loss)
+        return self._add_gradients(self._forward_backward, list(data), loss)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
@@ -195,94 +210,11 @@ class LocalTrainingClient:
 
         Costs one more forward. Under torchrun `loss_fn` runs on every rank and must not differ.
         """
-        return self._submit_to_step(self._forward_backward_custom, list(data), loss_fn)
+        return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
-    def optim_step(self, adam_params: AdamParams) -> Future[OptimStepResponse]:
+    @_on_thread
+    def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         """Update the weights with the gradients that were added up, and zero them."""
-        return self._thread.submit(self._optim_step, adam_params)
-
-    def save_state(self, name: str) -> Future[SaveWeightsResponse]:
-        """Save weights and optimizer below the job's dump folder."""
-        return self._thread.submit(self._save_state, name)
-
-    def load_state(self, path: str) -> Future[None]:
-        """Load the weights of a saved state; the optimizer begins anew."""
-        return self._thread.submit(self._load_state, path, True)
-
-    def load_state_with_optimizer(self, path: str) -> Future[None]:
-        """Load what `save_state` saved, to go on as if nothing had happened."""
-        return self._thread.submit(self._load_state, path, False)
-
-    def save_weights_and_get_sampling_client(self, name: str = "") -> Future["LocalSamplingClient"]:
-        """A client that samples from the weights as they are now; good until the next update.
-
-        name: nothing is written, so it has no meaning here.
-        """
-        return self._thread.submit(self._sampling_client)
-
-    def close(self) -> None:
-        """Finish what was asked for. Safe to call twice."""
-        self._thread.shutdown()
-        self._trainer.close()
-
-    def __enter__(self) -> "LocalTrainingClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # ---- on the thread ----
-
-    def _submit_to_step(
-        self, call: Callable[..., ForwardBackwardOutput], *args: Any
-    ) -> Future[ForwardBackwardOutput]:
-        return self._thread.submit(self._note_failure, call, *args)
-
-    def _note_failure(
-        self, call: Callable[..., ForwardBackwardOutput], *args: Any
-    ) -> ForwardBackwardOutput:
-        try:
-            return call(*args)
-        except Exception as error:
-            self._failure = self._failure or error
-            raise
-
-    def _forward(self, data: list[Datum]) -> ForwardBackwardOutput:
-        logprobs = self._trainer.forward(self._batch([_targets_of(datum) for datum in data]))
-        return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], {})
-
-    def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
-        if loss.has_generator:
-            for number, datum in enumerate(data):
-                _check_policy_inputs(number, datum)
-        found = self._trainer.forward_backward(self._batch(data), loss, return_logprobs=True)
-        return ForwardBackwardOutput(
-            [{"logprobs": values} for values in found.logprobs],
-            {"loss:sum": found.loss, **found.metrics},
-        )
-
-    def _forward_backward_custom(
-        self, data: list[Datum], loss_fn: CustomLoss
-    ) -> ForwardBackwardOutput:
-        scored = self._forward(data).loss_fn_outputs
-        logprobs = [output["logprobs"].requires_grad_() for output in scored]
-        loss, metrics = loss_fn(data, logprobs)
-        # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
-        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
-        surrogate = [
-            Datum(
-                datum.model_input,
-                {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": -gradient},
-            )
-            for datum, gradient in zip(data, gradients, strict=True)
-        ]
-        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
-        return ForwardBackwardOutput(
-            [{"logprobs": values.detach()} for values in logprobs],
-            {"loss:sum": loss.item(), **metrics},
-        )
-
-    def _optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self._trainer.zero_grad()
@@ -303,34 +235,96 @@ class LocalTrainingClient:
         self._weights = object()
         return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
 
-    def _save_state(self, name: str) -> SaveWeightsResponse:
-        path = os.path.join(self._job_config.job.dump_folder, "states", name)
+    @_on_thread
+    def save_state(self, name: str) -> SaveWeightsResponse:
+        """Save weights and optimizer below the job's dump folder."""
+        path = os.path.join(self._folder, name)
         self._trainer.save_checkpoint(path)
         return SaveWeightsResponse(path)
 
-    def _load_state(self, path: str, weights_only: bool) -> None:
+    @_on_thread
+    def load_state(self, path: str) -> None:
+        """Load the weights of a saved state; the optimizer starts from nothing."""
         self._weights, self._failure = object(), None
-        self._trainer.load_checkpoint(path, model_only=weights_only)
+        self._trainer.load_checkpoint(path, model_only=True)
 
-    def _sampling_client(self) -> "LocalSamplingClient":
+    @_on_thread
+    def load_state_with_optimizer(self, path: str) -> None:
+        """Load what `save_state` saved, to go on as if nothing had happened."""
+        self._weights, self._failure = object(), None
+        self._trainer.load_checkpoint(path)
+
+    @_on_thread
+    def save_weights_and_get_sampling_client(self, name: str = "") -> "LocalSamplingClient":
+        """A client that samples from the weights as they are now; good until the next update.
+
+        name: nothing is written, so it has no meaning here.
+        """
         self._trainer.push_model_state_dict(self._generator)
-        weights = self._weights
-        return LocalSamplingClient(
-            self._trainer,
-            self._generator,
-            self._batcher,
-            self._thread,
-            is_current=lambda: weights is self._weights,
-        )
+        return LocalSamplingClient(self)
 
-    def _batch(self, data: list[Datum]) -> TrainingBatch:
-        batch = self._batcher.batch([_sample(datum) for datum in data])
+    def close(self) -> None:
+        """Finish what was asked for. Safe to call twice."""
+        self._thread.shutdown()
+        self._trainer.close()
+
+    def __enter__(self) -> "LocalTrainingClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- on the thread ----
+
+    @_on_thread
+    def _add_gradients(
+        self, call: Callable[..., ForwardBackwardOutput], *args: Any
+    ) -> ForwardBackwardOutput:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+
+    def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
+        for number, datum in enumerate(data):
+            for name in ("logprobs", "advantages"):
+                if loss.has_generator and name not in datum.loss_fn_inputs:
+                    raise ValueError(
+                        f"a policy loss needs {name} in loss_fn_inputs, got "
+                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
+                        "target"
+                    )
+        batch = self._batch([_sample(datum) for datum in data])
+        found = self._trainer.forward_backward(batch, loss, return_logprobs=True)
+        return _output(found.logprobs, {"loss:sum": found.loss, **found.metrics})
+
+    def _forward_backward_custom(
+        self, data: list[Datum], loss_fn: CustomLoss
+    ) -> ForwardBackwardOutput:
+        logprobs = [values.requires_grad_() for values in self._logprobs(data)]
+        loss, metrics = loss_fn(data, logprobs)
+        # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
+        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+        surrogate = [
+            _sample(_targets_of(datum, weights=-gradient))
+            for datum, gradient in zip(data, gradients, strict=True)
+        ]
+        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        metrics = {"loss:sum": loss.item(), **metrics}
+        return _output([values.detach() for values in logprobs], metrics)
+
+    def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
+        """Of all targets [n], whether they count or not."""
+        return self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+
+    def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
+        batch = self._batcher.batch(samples)
         if batch.oversize:
             number = batch.oversize[0]
             raise ValueError(
                 f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
-                f"{data[number].model_input.length} in number {number}; raise training.seq_len, or "
-                "shorten it"
+                f"{len(samples[number])} in number {number}; raise training.seq_len, or shorten it"
             )
         return batch
 
@@ -342,64 +336,44 @@ class LocalSamplingClient:
     `load_state`; then its calls raise ValueError.
     """
 
-    def __init__(
-        self,
-        trainer: PolicyTrainer,
-        generator: Generator,
-        batcher: Batcher,
-        thread: ThreadPoolExecutor,
-        is_current: Callable[[], bool],
-    ):
-        self._trainer = trainer
-        self._generator = generator
-        self._batcher = batcher
-        self._thread = thread
-        self._is_current = is_current
+    def __init__(self, client: LocalTrainingClient):
+        self._client, self._weights = client, client._weights
+        self._thread = client._thread
 
+    @_on_thread
     def sample(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
-    ) -> Future[SampleResponse]:
-        """Continue a prompt; log-probs are of the distribution that was really sampled from."""
-        return self._thread.submit(self._sample, prompt, num_samples, sampling_params)
-
-    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
-        """Log-prob of each token after those before it; None for the first."""
-        return self._thread.submit(self._compute_logprobs, prompt)
-
-    def _sample(
-        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
     ) -> SampleResponse:
+        """Continue a prompt; log-probs are of the distribution that was really sampled from."""
         self._check_weights()
-        completions = self._generator.generate(
+        completions = self._client._generator.generate(
             [prompt.to_ints()], sampling_params.to_config(), num_samples
         )
         return SampleResponse(
             [
-                SampledSequence(
-                    list(completion.token_ids),
-                    list(completion.token_logprobs),
-                    completion.finish_reason,
-                )
-                for completion in completions
+                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+                for c in completions
             ]
         )
 
-    def _compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
+    @_on_thread
+    def compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
+        """Log-prob of each token after those before it; None for the first."""
         self._check_weights()
         tokens = prompt.to_ints()
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-        (logprobs,) = self._trainer.forward(self._batcher.batch([_sample(datum)]))
+        (logprobs,) = self._client._logprobs([datum])
         return [None, *logprobs.tolist()]
 
     def _check_weights(self) -> None:
-        if not self._is_current():
+        if self._weights is not self._client._weights:
             raise ValueError(
                 "the weights that this client was made for are gone; ask for a new one with "
                 "save_weights_and_get_sampling_client after each optim_step and load_state"
             )
 
 
-# ---- to the trainer's types ----
+# ---- to the trainer's types, and back ----
 
 _LOSSES = {
     "cross_entropy": "cross_entropy",
@@ -436,19 +410,10 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
-def _check_policy_inputs(number: int, datum: Datum) -> None:
-    for name in ("logprobs", "advantages"):
-        if name not in datum.loss_fn_inputs:
-            raise ValueError(
-                f"a policy loss needs {name} in loss_fn_inputs, got "
-                f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per target"
-            )
-
-
-def _targets_of(datum: Datum) -> Datum:
-    """The datum with all of its targets counting, to have them scored."""
-    inputs = datum.loss_fn_inputs
-    return Datum(datum.model_input, {k: v for k, v in inputs.items() if k == "target_tokens"})
+def _targets_of(datum: Datum, **others: Tensor) -> Datum:
+    """The datum with nothing but its targets, and other inputs in place of its own."""
+    targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
+    return Datum(datum.model_input, targets | others)
 
 
 def _sample(datum: Datum) -> TrainingSample:
@@ -465,12 +430,16 @@ def _sample(datum: Datum) -> TrainingSample:
             "input tokens moved by one"
         )
     ones = torch.ones(datum.model_input.length)
-    weights = inputs.get("weights", ones).float() * inputs.get("mask", ones).float()
+    mask = inputs.get("mask", ones).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
         labels=inputs["target_tokens"].long(),
-        loss_mask=(inputs.get("mask", ones) != 0).float(),
+        loss_mask=(mask != 0).float(),
         logprobs=inputs.get("logprobs", torch.zeros_like(ones)).float(),
         advantages=inputs.get("advantages", torch.zeros_like(ones)).float(),
-        weights=weights,
+        weights=inputs.get("weights", ones).float() * mask,
     )
+
+
+def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], metrics)

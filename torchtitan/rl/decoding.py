@@ -7,56 +7,39 @@ L new tokens at most, V vocabulary.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.engine import TrainingEngine
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.generation.sampling import draw
+from torchtitan.generation.sampling import Drawn, draw
+from torchtitan.models.decoder import Decoder
+from torchtitan.rl.types import SamplingConfig
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from torchtitan.engine import TrainingEngine
-    from torchtitan.models.decoder import Decoder
-    from torchtitan.rl.types import SamplingConfig
-
-# What is known of a new token: its id, log-prob, and the mass that it was drawn from.
-N_FIELDS = 3
+N_FIELDS = len(Drawn._fields)
 
 
 class LocalDecoder:
-    """A whole model on this process.
+    """A whole model on this process. autocast: a context for the forward."""
 
-    group: the ranks that generate shares of one batch, this one among them; None for one rank
-        alone.
-    autocast: a context for the forward.
-    """
-
-    def __init__(
-        self,
-        model: "Decoder",
-        group: "ProcessGroup | None" = None,
-        autocast: AbstractContextManager | None = None,
-    ):
+    def __init__(self, model: Decoder, autocast: AbstractContextManager | None = None):
         self.parts: list[Decoder] = [model]
-        self.group = group
+        self.group: dist.ProcessGroup | None = None  # ranks that share out the rows of a call
+        self.schedule: Any = None  # of a model that is cut into pipeline stages
         self.autocast = nullcontext() if autocast is None else autocast
 
     @property
-    def device(self) -> torch.device:
-        return getattr(self.parts[0], self.parts[0].rope_buffer_name).device
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a row, at most: the length of the RoPE table."""
-        return getattr(self.parts[0], self.parts[0].rope_buffer_name).shape[0]
+    def rope_table(self) -> Tensor:
+        """Its length is the longest row; its device is the model's."""
+        return getattr(self.parts[0], self.parts[0].rope_buffer_name)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Put the model into evaluation, without gradients; it leaves as it came."""
+        """Put the model into evaluation, without gradients; its modes are restored afterwards."""
         was_training = [m for part in self.parts for m in part.modules() if m.training]
         for part in self.parts:
             part.eval()
@@ -69,36 +52,12 @@ class LocalDecoder:
 
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """The model's forward; None on ranks that don't see logits."""
-        return whole_tensor(self.parts[0](tokens, **kwargs))
-
-    def agree(self, drawn: Tensor | None, n_rows: int) -> Tensor:
-        """What was drawn, [n_rows, N_FIELDS] fp64, on all ranks of the model."""
-        assert drawn is not None
-        return drawn
-
-    def is_any(self, here: bool) -> bool:
-        """Whether it is so on any rank of the group. All of them have to ask."""
-        if self.group is None:
-            return here
-        flag = torch.tensor(float(here), device=self.device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
-        return bool(flag)
-
-    def share_of(self, n_rows: int) -> tuple[range, int]:
-        """This rank's rows of all, and how many each rank has, with those it makes up."""
-        if self.group is None:
-            return range(n_rows), n_rows
-        rank, size = self.group.rank(), self.group.size()
-        per_rank = -(-n_rows // size)
-        return range(min(rank * per_rank, n_rows), min((rank + 1) * per_rank, n_rows)), per_rank
-
-    def gather(self, shares: Tensor) -> Tensor:
-        """[rows per rank, ...] of each rank, one after another."""
-        if self.group is None:
-            return shares
-        gathered = [torch.empty_like(shares) for _ in range(self.group.size())]
-        torch.distributed.all_gather(gathered, shares.contiguous(), group=self.group)
-        return torch.cat(gathered)
+        if self.schedule is None:
+            return whole_tensor(self.parts[0](tokens, **kwargs))
+        outputs = self.schedule.eval(
+            arg_mbs=[(tokens,)], kwarg_mbs=[kwargs], input_shapes=[tuple(tokens.shape)]
+        )
+        return whole_tensor(outputs[0]) if outputs else None
 
 
 class EngineDecoder(LocalDecoder):
@@ -108,17 +67,22 @@ class EngineDecoder(LocalDecoder):
     data generate different rows, those of one model (tensor, pipeline parallelism) the same.
     """
 
-    def __init__(self, engine: "TrainingEngine"):
-        self.engine = engine
+    def __init__(self, engine: TrainingEngine):
         self.parts = engine.model_parts  # type: ignore[assignment]
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         self.group = None if mesh is None else mesh.get_group()
+        self.schedule = engine.pp_schedule
         self.autocast = engine.maybe_enable_amp
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """See `LocalDecoder.ready`; FSDP's parameters are shards again afterwards."""
-        with super().ready(), _uncompiled():
+        as_written: AbstractContextManager = nullcontext()
+        if "torch._dynamo" in sys.modules:
+            # Compiled modules would be compiled for each new shape of the cache. This holds for
+            # all threads, so a model that no trainer compiles does without it.
+            as_written = torch.compiler.set_stance("force_eager")
+        with super().ready(), as_written:
             try:
                 yield
             finally:
@@ -128,40 +92,13 @@ class EngineDecoder(LocalDecoder):
                     for part in self.parts:
                         reshard_model(part)
 
-    def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
-        schedule = self.engine.pp_schedule
-        if schedule is None:
-            return super().run(tokens, **kwargs)
-        outputs = schedule.eval(
-            arg_mbs=[(tokens,)], kwarg_mbs=[kwargs], input_shapes=[tuple(tokens.shape)]
-        )
-        return whole_tensor(outputs[0]) if self.engine.pp_has_last_stage else None
-
-    def agree(self, drawn: Tensor | None, n_rows: int) -> Tensor:
-        schedule = self.engine.pp_schedule
-        if schedule is None:
-            return super().agree(drawn, n_rows)
-        if drawn is None:
-            drawn = torch.empty(n_rows, N_FIELDS, dtype=torch.float64, device=self.device)
-        return schedule.broadcast_from_last_stage(drawn)
-
-
-def _uncompiled() -> AbstractContextManager:
-    """Run compiled modules as they were written: the cache takes a new shape with each token.
-
-    For all threads: a model of its own needs no such thing, and a trainer goes on compiled.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
 
 def continue_prompts(
     decoder: LocalDecoder,
     prompts: Sequence[Sequence[int]],
     prompt_of_row: Sequence[int],
     uniform: Tensor,
-    sampling: "SamplingConfig",
+    sampling: SamplingConfig,
     max_rows: int,
 ) -> tuple[Tensor, list[int]]:
     """Return what was drawn, fp64 [N, L, N_FIELDS], and how many tokens each row has of it.
@@ -170,12 +107,14 @@ def continue_prompts(
 
     prompt_of_row: for each of N rows, the index of the prompt that it continues.
     uniform: fp64 [N, L] from [0, 1), one number for each token that may be drawn.
-    max_rows: that many rows at once on a rank; 0 for all.
+    max_rows: how many rows a rank continues at once; 0 for all.
     """
-    own, per_rank = decoder.share_of(len(prompt_of_row))
-    # Ranks have to make equally many forwards: where one has fewer rows, it repeats one.
-    rows = [*own, *[0] * (per_rank - len(own))]
-    is_real = [True] * len(own) + [False] * (per_rank - len(own))
+    group, n_rows = decoder.group, len(prompt_of_row)
+    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    per_rank = -(-n_rows // n_ranks)
+    # Ranks have to make equally many forwards: where one has fewer rows, it repeats the first.
+    own = range(rank * per_rank, (rank + 1) * per_rank)
+    rows, is_real = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
     results = []
     size = max_rows or per_rank
     with decoder.ready():
@@ -186,12 +125,17 @@ def continue_prompts(
                     decoder,
                     prompts,
                     [prompt_of_row[row] for row in chunk],
-                    uniform[chunk].to(decoder.device),
+                    uniform[chunk].to(decoder.rope_table.device),
                     is_real[first : first + size],
                     sampling,
                 )
             )
-        packed = decoder.gather(torch.cat(results)).cpu()[: len(prompt_of_row)]
+        share = torch.cat(results)
+        shares = [share]
+        if group is not None:
+            shares = [torch.empty_like(share) for _ in range(n_ranks)]
+            dist.all_gather(shares, share, group=group)
+        packed = torch.cat(shares).cpu()[:n_rows]
     drawn = packed[:, 1:].unflatten(1, (-1, N_FIELDS))
     return drawn, packed[:, 0].long().tolist()
 
@@ -202,29 +146,41 @@ def _continue_rows(
     prompt_of_row: list[int],
     uniform: Tensor,
     is_open: list[bool],
-    sampling: "SamplingConfig",
+    sampling: SamplingConfig,
 ) -> Tensor:
     """[N, 1 + L * N_FIELDS]: each row's number of new tokens, and what was drawn.
 
     is_open: rows that are wanted; the others are continued as long as any rank has one open.
     """
+    device = uniform.device
     n_rows, n_new = uniform.shape
-    drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=decoder.device)
+    drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
     n_drawn = [n_new] * n_rows
     in_cache = list(range(n_rows))  # the row that each row of the cache belongs to
-    is_open = list(is_open)
 
     # Each prompt is read once, however many rows continue it.
     read = sorted(set(prompt_of_row))
-    padded, lengths = _pad([prompts[index] for index in read], decoder.device)
-    with kv_cache(decoder.parts, padded.shape[1] + n_new - 1, decoder.run) as forward:
-        logits = forward(padded, lengths, last_only=True)
+    lengths = [len(prompts[index]) for index in read]
+    padded = [[*prompts[index], *[0] * (max(lengths) - len(prompts[index]))] for index in read]
+    with kv_cache(decoder.parts, max(lengths) + n_new - 1, decoder.run) as forward:
+        logits = forward(torch.tensor(padded, device=device), lengths, last_only=True)
         place = [read.index(index) for index in prompt_of_row]
         if place != list(range(len(read))):
             forward.keep_rows(place)
             logits = None if logits is None else logits[place]
         for step in range(n_new):
-            latest = decoder.agree(_draw(logits, uniform[in_cache, step], sampling), len(in_cache))
+            latest = torch.empty(len(in_cache), N_FIELDS, dtype=torch.float64, device=device)
+            if logits is not None:
+                found = draw(
+                    logits[:, -1],
+                    uniform[in_cache, step],
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                )
+                latest = torch.stack([values.double() for values in found], dim=-1)
+            if decoder.schedule is not None:
+                latest = decoder.schedule.broadcast_from_last_stage(latest)
             drawn[in_cache, step] = latest
             if step == n_new - 1:
                 break
@@ -234,7 +190,13 @@ def _continue_rows(
                     if is_open[i] and token in sampling.stop_token_ids:
                         is_open[i] = False
                         n_drawn[in_cache[i]] = step + 1
-                if not decoder.is_any(any(is_open)):
+                # All ranks of the group go on while any has a row open.
+                n_open = sum(is_open)
+                if decoder.group is not None:
+                    of_ranks = torch.tensor(n_open, device=device)
+                    dist.all_reduce(of_ranks, group=decoder.group)
+                    n_open = int(of_ranks)
+                if n_open == 0:
                     break
                 # Rows that are done cost as much as others. Dropping them copies the cache: do it
                 # when half are, and keep one, as other ranks may be waiting for this one.
@@ -245,28 +207,5 @@ def _continue_rows(
                     in_cache = [in_cache[i] for i in kept]
                     is_open = [is_open[i] for i in kept]
             logits = forward(tokens[:, None], last_only=True)
-    counts = torch.tensor(n_drawn, dtype=drawn.dtype, device=drawn.device)
+    counts = torch.tensor(n_drawn, dtype=drawn.dtype, device=device)
     return torch.cat((counts[:, None], drawn.flatten(1)), dim=1)
-
-
-def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Prompts [P, T], zeros at their ends, and their lengths."""
-    lengths = [len(prompt) for prompt in prompts]
-    padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
-    return torch.tensor(padded, device=device), lengths
-
-
-def _draw(logits: Tensor | None, uniform: Tensor, sampling: "SamplingConfig") -> Tensor | None:
-    """[B, 1, V] -> [B, N_FIELDS]."""
-    if logits is None:
-        return None
-    tokens, logprobs, kept_mass = draw(
-        logits[:, -1],
-        uniform,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-    )
-    if kept_mass is None:
-        kept_mass = torch.ones_like(logprobs)
-    return torch.stack([x.double() for x in (tokens, logprobs, kept_mass)], dim=-1)

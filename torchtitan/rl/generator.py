@@ -1,19 +1,22 @@
 """Generators: what turns prompts into completions with the weights of the policy."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.decoder import Decoder
 from torchtitan.rl.checks import rescoring, weight_sharing
 from torchtitan.rl.decoding import EngineDecoder, LocalDecoder, continue_prompts
+from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
@@ -24,15 +27,10 @@ from torchtitan.rl.weight_sync import (
 )
 from torchtitan.tools.utils import set_default_dtype
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from torchtitan.engine import TrainingEngine
-    from torchtitan.models.decoder import Decoder
-    from torchtitan.rl.job_config import JobConfig
+Prompts = Sequence[Sequence[int]]
 
 
-class Generator(Protocol):
+class Generator(ABC):
     """Continues prompts with weights that it was given.
 
     policy_version: of these weights; -1 before there were any.
@@ -42,14 +40,14 @@ class Generator(Protocol):
     weight_dtype: what parameters have to be cast to; None for no cast.
     """
 
-    policy_version: int
-    is_collective: bool
+    policy_version: int = -1
+    is_collective: bool = False
     weight_names: Literal["shared", "ours", "hf"]
-    weight_dtype: torch.dtype | None
+    weight_dtype: torch.dtype | None = None
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingConfig,
         num_samples: int = 1,
         *,
@@ -59,11 +57,34 @@ class Generator(Protocol):
 
         first_row: which of all completions the first one is, where ranks share them out: draws
             with `sampling.seed` belong to a completion's number, not to a rank.
-        Raises ValueError for a prompt that cannot be continued, and StaleWeightsError or
-        NoWeightsError rather than sample from weights that nobody means.
+        Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
+        for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
-        ...
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        self._check(prompts, sampling)
+        self.check_weights()
+        return self._draw(prompts, sampling, num_samples, first_row)
 
+    @abstractmethod
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
+        """Raise ValueError for what cannot be continued."""
+
+    @abstractmethod
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        """As `generate`, whose checks are done."""
+
+    def check_weights(self) -> None:
+        """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
+        if self.policy_version < 0:
+            raise NoWeightsError(
+                "the generator's model has no weights, or only a part of an update; call "
+                "update_weights before generate"
+            )
+
+    @abstractmethod
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
     ) -> None:
@@ -71,76 +92,29 @@ class Generator(Protocol):
 
         Raises WeightMismatchError if they are not those that were sent.
         """
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What the next draws depend on, besides weights and arguments."""
-        ...
 
+    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
 
+class _DecoderGenerator(Generator):
+    """Samples by a `LocalDecoder`; keys and values are freed after each call.
 
-class _DecoderGenerator:
-    """Samples by a `LocalDecoder`.
-
-    Numbers to draw with come from a generator of its own, seeded alike on every rank, one for each
-    token that a completion may get: neither the layout of ranks nor when others end changes them.
+    max_rows: how many completions a rank continues at once, which bounds its cache; 0 for all.
     """
-
-    policy_version: int
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
         if max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
-        self.decoder = decoder
-        self.vocab_size = vocab_size
-        self.max_rows = max_rows
+        self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         self._rng = torch.Generator().manual_seed(seed)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        num_samples: int = 1,
-        *,
-        first_row: int = 0,
-    ) -> list[Completion]:
-        """See `Generator.generate`.
-
-        Raises FloatingPointError if a log-prob is not finite: the weights are garbage.
-        """
-        self._check(prompts, sampling, num_samples)
-        self.check_weights()
-        version = self.policy_version
-        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        uniform = self._uniform(first_row + len(prompt_of_row), sampling)[first_row:]
-        if not prompt_of_row:
-            return []
-        drawn, lengths = continue_prompts(
-            self.decoder, prompts, prompt_of_row, uniform, sampling, self.max_rows
-        )
-        return _completions(drawn, lengths, sampling, version)
-
-    def check_weights(self) -> None:
-        """Raise if these are not the weights that the generator was given last."""
-        raise NotImplementedError
-
-    def _uniform(self, n_rows: int, sampling: SamplingConfig) -> Tensor:
-        """fp64 [n_rows, max_tokens]; on the CPU, whose numbers every device can have."""
-        rng = self._rng
-        if sampling.seed is not None:
-            rng = torch.Generator().manual_seed(sampling.seed)
-        return torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
-
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, num_samples: int
-    ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
+        n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(
@@ -152,13 +126,47 @@ class _DecoderGenerator:
                     f"has {self.vocab_size} tokens; use the tokenizer that it was trained with"
                 )
             # The last token is drawn and not read.
-            if len(prompt) + sampling.max_tokens - 1 > self.decoder.max_length:
+            if len(prompt) + sampling.max_tokens - 1 > n_positions:
                 raise ValueError(
                     f"prompt {i} of {len(prompt)} tokens with max_tokens = {sampling.max_tokens} "
-                    f"does not fit the model's RoPE table of {self.decoder.max_length} positions; "
+                    f"does not fit the model's RoPE table of {n_positions} positions; "
                     "lower rl.sampling.max_tokens, or raise training.seq_len, which sets the "
                     "table's length"
                 )
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        version = self.policy_version
+        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
+        # The same numbers on every rank, one for each token that a completion may get: neither the
+        # layout of ranks nor when others end changes them.
+        rng = self._rng
+        if sampling.seed is not None:
+            rng = torch.Generator().manual_seed(sampling.seed)
+        n_rows = first_row + len(prompt_of_row)
+        uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
+        if not prompt_of_row:
+            return []
+        drawn, lengths = continue_prompts(
+            self.decoder, prompts, prompt_of_row, uniform[first_row:], sampling, self.max_rows
+        )
+        if not torch.isfinite(drawn).all():
+            raise FloatingPointError(
+                f"the policy of version {version} gives log-probs that are not finite; look at the "
+                "last optimizer steps, or at how its weights were copied"
+            )
+        fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
+        return [
+            Completion(
+                token_ids=tuple(tokens[:n]),
+                token_logprobs=tuple(logprobs[:n]),
+                finish_reason="stop" if tokens[n - 1] in sampling.stop_token_ids else "length",
+                policy_version=version,
+                token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
+            )
+            for tokens, logprobs, masses, n in zip(*fields, lengths, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -166,50 +174,19 @@ class _DecoderGenerator:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._rng.set_state(state_dict["rng"])
 
-    def close(self) -> None:
-        """Nothing is held: caches are freed after each call."""
-
-
-def _completions(
-    drawn: Tensor, lengths: list[int], sampling: SamplingConfig, version: int
-) -> list[Completion]:
-    """drawn: [N, L, N_FIELDS], of which each row has `lengths` tokens."""
-    if not torch.isfinite(drawn).all():
-        raise FloatingPointError(
-            f"the policy of version {version} gives log-probs that are not finite; look at the "
-            "last optimizer steps, or at how its weights were copied"
-        )
-    tokens, logprobs, masses = drawn[..., 0].long(), drawn[..., 1], drawn[..., 2]
-    return [
-        Completion(
-            token_ids=tuple(row[:length]),
-            token_logprobs=tuple(row_logprobs[:length]),
-            finish_reason="stop" if row[length - 1] in sampling.stop_token_ids else "length",
-            policy_version=version,
-            token_kept_mass=tuple(row_masses[:length]) if sampling.truncates else None,
-        )
-        for row, row_logprobs, row_masses, length in zip(
-            tokens.tolist(), logprobs.tolist(), masses.tolist(), lengths, strict=True
-        )
-    ]
-
 
 class LocalGenerator(_DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
-
-    max_rows: how many completions a rank continues at once, which bounds its cache of keys and
-        values; 0 for all.
 
     It has to be told of every change of the weights, so that their version is never a guess.
     All ranks call it together. Those that train on different data continue different prompts;
     each makes as many forwards as the one with the longest completion.
     """
 
-    is_collective: ClassVar[bool] = True
-    weight_names: ClassVar[Literal["shared"]] = "shared"
-    weight_dtype: ClassVar[None] = None
+    is_collective = True
+    weight_names = "shared"
 
-    def __init__(self, engine: "TrainingEngine", *, seed: int = 0, max_rows: int = 0):
+    def __init__(self, engine: TrainingEngine, *, seed: int = 0, max_rows: int = 0):
         super().__init__(EngineDecoder(engine), engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
         self.policy_version = engine.weights_version
@@ -221,7 +198,6 @@ class LocalGenerator(_DecoderGenerator):
         self.policy_version = self.engine.weights_version
 
     def check_weights(self) -> None:
-        """See `Generator.generate`."""
         if self.engine.weights_version != self.policy_version:
             raise StaleWeightsError(
                 f"the trainer's weights are of version {self.engine.weights_version} and the "
@@ -234,99 +210,74 @@ class CopyGenerator(_DecoderGenerator):
     """Samples from a whole model of its own on this process, which is fed by `update_weights`.
 
     model: a decoder; its parameters have the dtype that weights are to be sent in.
-    group: ranks that all have such a model and continue a share of each call's prompts; None if
-        each rank calls for itself.
     autocast: a context for the model's forward.
 
-    Nothing here communicates without a group, so a thread may generate while another trains.
+    `generate` does not communicate, so a thread may call it while another trains.
     """
 
-    weight_names: ClassVar[Literal["ours"]] = "ours"
+    weight_names = "ours"
 
     def __init__(
         self,
-        model: "Decoder",
+        model: Decoder,
         *,
         seed: int = 0,
         max_rows: int = 0,
-        group: "ProcessGroup | None" = None,
         autocast: AbstractContextManager | None = None,
     ):
-        decoder = LocalDecoder(model, group, autocast)
-        super().__init__(decoder, model.vocab_size, seed, max_rows)
+        super().__init__(LocalDecoder(model, autocast), model.vocab_size, seed, max_rows)
         self.model = model
-        self.is_collective = group is not None
         self.weight_dtype = model.tok_embeddings.weight.dtype
-        self.policy_version = -1
 
     @classmethod
+    @torch.no_grad()
     def of_engine(
         cls,
-        engine: "TrainingEngine",
+        engine: TrainingEngine,
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
         max_rows: int = 0,
-        group: "ProcessGroup | None" = None,
     ) -> "CopyGenerator":
         """A generator whose model is like the engine's, whole on every rank; without weights yet.
 
-        dtype: of its parameters but for routers, which keep the engine's; None for what the
+        dtype: of its parameters except routers, which keep the engine's; None for what the
             trainer computes in.
         """
-        model = _copy_of_model(engine, _compute_dtype(engine) if dtype is None else dtype)
+        training = engine.job_config.training
+        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+            model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
+        model.to_empty(device=engine.device)
+        with seeded_init(model, engine.seed):  # buffers, too
+            model.init_weights()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if not OurNames().keeps_dtype(name):
+                parameter.data = parameter.data.to(dtype or _compute_dtype(engine))
         # Not the engine's own context, which a thread that trains may be in.
         autocast = maybe_enable_amp(
-            engine.parallel_dims,
-            engine.job_config.training.mixed_precision_param,
-            engine.device.type,
+            engine.parallel_dims, training.mixed_precision_param, engine.device.type
         )
-        return cls(model, seed=seed, max_rows=max_rows, group=group, autocast=autocast)
+        return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """See `Generator.update_weights`; weights have our names."""
         self.policy_version = -1  # a mixture until all have come
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 
-    def check_weights(self) -> None:
-        """See `Generator.generate`."""
-        if self.policy_version < 0:
-            raise NoWeightsError(
-                "the generator's model has no weights, or only a part of an update; call "
-                "update_weights before generate"
-            )
 
-
-def _compute_dtype(engine: "TrainingEngine") -> torch.dtype:
+def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
     """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
     training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
     return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
 
-@torch.no_grad()
-def _copy_of_model(engine: "TrainingEngine", dtype: torch.dtype) -> "Decoder":
-    """The engine's model with memory of its own and the initial weights, for inference."""
-    training_dtype = TORCH_DTYPE_MAP[engine.job_config.training.dtype]
-    with torch.device("meta"), set_default_dtype(training_dtype):
-        model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
-    model.to_empty(device=engine.device)
-    with seeded_init(model, engine.seed):
-        model.init_weights()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if not OurNames().keeps_dtype(name):
-            parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
-def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Generator:
+def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
 
     Raises ConfigError where they don't go together, ImportError if vLLM is not installed.
     """
     rl = job_config.rl
-    options: dict[str, Any] = {"seed": rl.seed, "max_rows": rl.generator.max_batch_size}
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
     trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
@@ -334,7 +285,8 @@ def build_generator(job_config: "JobConfig", engine: "TrainingEngine") -> Genera
         from torchtitan.rl.vllm_generator import VLLMGenerator
 
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
+    max_rows = rl.generator.max_batch_size
     is_trainers = rl.async_steps == 0 and rl.generator.dtype in (None, trainer_dtype)
     if is_trainers and rl.weight_sync.mode != "broadcast":
-        return LocalGenerator(engine, **options)
-    return CopyGenerator.of_engine(engine, dtype=dtype, **options)
+        return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
+    return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)

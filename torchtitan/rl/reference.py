@@ -1,6 +1,5 @@
 """The policy as it was before RL, for losses that keep the new one near it."""
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +21,6 @@ class ReferencePolicy:
 
     def __init__(self, trainer: PolicyTrainer):
         self._trainer = trainer
-        self._weights: dict[str, Tensor] = {}
         self.is_loaded = False
         self.take()
 
@@ -32,14 +30,9 @@ class ReferencePolicy:
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
         """As `PolicyTrainer.forward`, under the reference. Collective."""
-        with self._in_place():
-            return self._trainer.forward(batch)
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
         self._exchange()
         try:
-            yield
+            return self._trainer.forward(batch)
         finally:
             self._exchange()
 

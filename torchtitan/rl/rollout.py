@@ -1,16 +1,161 @@
-"""From completions to graded episodes, and the log of them."""
+"""Collecting rollouts: prompts are completed, completions are graded, and all ranks get them all.
 
-import json
-import os
-from collections.abc import Sequence
+Completions are dealt over the ranks and each rank grades its own. What is drawn depends on
+`rl.seed`, the step and the place in it, not on which rank draws it or when: a resumed run draws the
+same, and so does another layout.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TextIO
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.rl.advantages import AdvantageEstimator
+from torchtitan.rl.generator import Generator
+from torchtitan.rl.job_config import RL
 from torchtitan.rl.tasks import Prompt, Task, failed_grading
-from torchtitan.rl.types import Completion, Episode
+from torchtitan.rl.types import Completion, Episode, SamplingConfig
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.utils import use_device
+
+
+class Rollouts:
+    """The graded episodes of a task, step by step; under `rl.async_steps` drawn on a thread.
+
+    config: the section `[rl]`. device: what is drawn on.
+    """
+
+    def __init__(self, task: Task, generator: Generator, config: RL, device: torch.device):
+        self.task, self.generator, self.config = task, generator, config
+        eos_id = task.tokenizer.eos_id
+        self.sampling = SamplingConfig(
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+            max_tokens=config.sampling.max_tokens,
+            stop_token_ids=() if eos_id is None else (eos_id,),
+        )
+        self._thread = None
+        if config.async_steps:
+            self._thread = ThreadPoolExecutor(
+                1, "rollouts", initializer=use_device, initargs=(device,)
+            )
+        self._next_step = 1
+        # (step, what returns or raises this rank's share of it), and whole steps
+        self._drawing: deque[tuple[int, Callable[[], list[Episode]]]] = deque()
+        self._gathered: deque[tuple[int, list[Episode]]] = deque()
+
+    # ---- training ----
+
+    def skip_to(self, step: int) -> None:
+        """Draw none before this step."""
+        self._next_step = max(self._next_step, step)
+
+    def start_until(self, last_step: int) -> None:
+        """Begin to draw all steps up to this one that were not begun before."""
+        while self._next_step <= last_step:
+            prompts = self.task.sample(self.config.num_prompts_per_step)
+            draw = partial(
+                self._complete,
+                prompts,
+                self.config.num_samples_per_prompt,
+                replace(self.sampling, seed=self._seed(self._next_step)),
+            )
+            # Without a thread it is drawn when it is taken.
+            share = draw if self._thread is None else self._thread.submit(draw).result
+            self._drawing.append((self._next_step, share))
+            self._next_step += 1
+
+    def take(self, step: int) -> list[Episode]:
+        """The step's episodes of all ranks. Collective; steps are taken in order."""
+        if not self._gathered:
+            self._gather_oldest()
+        taken, episodes = self._gathered.popleft()
+        assert taken == step, f"step {step} was asked for and {taken} is next"
+        return episodes
+
+    def wait(self) -> None:
+        """Return when the thread draws nothing; its errors are raised by `take`."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()  # after all that was submitted before
+
+    def _gather_oldest(self) -> None:
+        step, share = self._drawing.popleft()
+        self._gathered.append((step, _gathered(share)))
+
+    # ---- evaluation ----
+
+    def of_held_out(self, *, greedy: bool) -> list[Episode]:
+        """One episode for each held-out prompt, of all ranks; the same prompts and draws each time.
+
+        greedy: take the likeliest token; False samples as in training.
+        """
+        prompts = self.task.held_out(self.config.eval_samples)
+        temperature = 0.0 if greedy else self.sampling.temperature
+        sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
+        return _gathered(lambda: self._complete(prompts, 1, sampling))
+
+    # ---- both ----
+
+    def _complete(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig
+    ) -> list[Episode]:
+        """Have prompts completed, and grade this rank's share.
+
+        Graded where they are, as a reward function may be slow, or may not say the same twice.
+        """
+        # Each rank has a run of consecutive prompts; those of all ranks in order are all of them.
+        rank, world_size = _rank_and_world_size()
+        n = len(prompts)
+        own = range(n * rank // world_size, n * (rank + 1) // world_size)
+        asked = range(n) if self.generator.is_collective else own
+        completions = self.generator.generate(
+            [prompts[i].token_ids for i in asked],
+            sampling,
+            num_samples,
+            first_row=asked.start * num_samples,
+        )
+        first = (own.start - asked.start) * num_samples
+        return make_episodes(
+            self.task,
+            [prompts[i] for i in own],
+            completions[first : first + len(own) * num_samples],
+            first_group=own.start,
+        )
+
+    def _seed(self, place: Any) -> int:
+        return random.Random(f"{self.config.seed} {place}").getrandbits(63)
+
+    # ---- state ----
+
+    def close(self) -> None:
+        """Finish what is being drawn. Safe to call twice."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on, and the episodes that were drawn ahead. Collective.
+
+        They belong to it, since the weights that drew them are gone by then.
+        """
+        while self._drawing:
+            self._gather_oldest()
+        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in self._gathered]
+        return {"next_step": self._next_step, "pending": pending}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next_step = state_dict["next_step"]
+        self._drawing.clear()
+        self._gathered = deque(
+            (step, [Episode.from_dict(values) for values in episodes])
+            for step, episodes in state_dict["pending"]
+        )
 
 
 def make_episodes(
@@ -63,41 +208,35 @@ def _graded(task: Task, prompt: Prompt, completion: Completion, group_id: int) -
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:
-    """The same episodes with their advantages; all completions of a prompt have to be there."""
+    """The same episodes with their advantages; needs all completions of each prompt."""
     advantages = estimate([e.reward for e in episodes], [e.group_id for e in episodes])
-    return [
-        replace(episode, advantage=advantage)
-        for episode, advantage in zip(episodes, advantages, strict=True)
-    ]
+    pairs = zip(episodes, advantages, strict=True)
+    return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
-class EpisodeLog:
-    """Appends episodes to a file, one JSON object per line, on rank 0 alone.
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    A line holds the step and the entries of `Episode`. The file is opened at the first write; a
-    run that continues from a checkpoint goes on in it, and steps done twice are in it twice.
 
-    path: the file. limit: episodes per step; -1 is all, 0 none.
+def _gathered(draw: Callable[[], list[Episode]]) -> list[Episode]:
+    """What `draw` returns on all ranks, in rank order.
+
+    Raises on every rank if it raises on one, whose reward function may be to blame.
     """
-
-    def __init__(self, path: str, limit: int = -1) -> None:
-        self.path, self.limit = path, limit
-        self._file: TextIO | None = None
-
-    def write(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Append the first episodes of a step."""
-        if self.limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
-            return
-        if self._file is None:
-            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8")
-        chosen = episodes if self.limit < 0 else episodes[: self.limit]
-        for episode in chosen:
-            self._file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice; a later write opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    _, world_size = _rank_and_world_size()
+    if world_size == 1:
+        return draw()
+    own: list[Episode] = []
+    failure: Exception | None = None
+    try:
+        own = draw()
+    except Exception as error:  # raised below, once the other ranks know
+        failure = error
+    parts: list[Any] = [None] * world_size
+    dist.all_gather_object(parts, (own, None if failure is None else repr(failure)))
+    if failure is not None:
+        raise failure
+    for other, (_, text) in enumerate(parts):
+        if text is not None:
+            raise RunError(f"rank {other} could not draw or grade its episodes: {text}")
+    return [episode for part, _ in parts for episode in part]

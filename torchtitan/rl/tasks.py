@@ -1,26 +1,22 @@
 """What the policy has to learn: prompts, and what a completion of each is worth.
 
-Prompt number i depends on the task's seed and on i alone, so where a run stands is one number.
+Prompt number i depends only on the task's seed and on i, so where a run stands is one number.
 """
 
 import importlib
 import json
 import math
 import random
+import string
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.rl.job_config import RL
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Task(ABC):
 
     @abstractmethod
     def held_out(self, n: int) -> list[Prompt]:
-        """The prompts to evaluate on, the same each time; fewer if there are not so many."""
+        """The prompts to evaluate on, the same each time; fewer if there are no more."""
 
     @abstractmethod
     def grade(self, prompt: Prompt, text: str) -> Grade:
@@ -129,8 +125,8 @@ class Task(ABC):
 class CharTask(Task):
     """A task whose problems are drawn at random and spelled in a few characters.
 
-    Held-out prompts are drawn apart from those of training, but where there are few problems
-    they are the same ones.
+    Held-out prompts are drawn apart from those of training; where there are few problems, both
+    draw the same ones.
     """
 
     def __init__(self, characters: str, seed: int) -> None:
@@ -160,9 +156,8 @@ class SumDigitsTask(CharTask):
         self.num_min, self.num_max, self.value_max = num_min, num_max, value_max
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        numbers = [
-            rng.randint(0, self.value_max) for _ in range(rng.randint(self.num_min, self.num_max))
-        ]
+        n = rng.randint(self.num_min, self.num_max)
+        numbers = [rng.randint(0, self.value_max) for _ in range(n)]
         return "+".join(map(str, numbers)) + "=", str(sum(numbers))
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
@@ -177,8 +172,8 @@ class CopyTask(CharTask):
     """
 
     def __init__(self, length: int = 3, num_letters: int = 8, seed: int = 0):
-        super().__init__(LETTERS[:num_letters] + "=", seed)
-        self.length, self.letters = length, LETTERS[:num_letters]
+        self.length, self.letters = length, string.ascii_lowercase[:num_letters]
+        super().__init__(self.letters + "=", seed)
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
         letters = "".join(rng.choices(self.letters, k=self.length))
@@ -206,12 +201,11 @@ class SortTask(CopyTask):
 class JsonlTask(Task):
     """Prompts from a file with one JSON object per line, judged by the user's function.
 
-    Each pass over the file has an order of its own.
+    Each pass over the file is in another order.
 
     path, eval_path: files for training and evaluation; without eval_path the first lines of
         `path` serve for evaluation too.
-    reward_fn: (completion text, expected answer) -> reward. What exactly equals the answer is
-        measured besides.
+    reward_fn: (completion text, expected answer) -> reward. Exact answers are counted besides.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
     Raises ValueError for lines that are no such objects, and if no prompt is left.
     """
@@ -235,11 +229,27 @@ class JsonlTask(Task):
         def read(path: str) -> list[Prompt]:
             lines = _read_lines(path, prompt_key, answer_key)
             prompts = [self.make_prompt(text, answer) for text, answer in lines]
-            return _without_long_ones(prompts, max_prompt_tokens, path)
+            longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
+            kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
+            if len(kept) < len(prompts):
+                logger.warning(
+                    "%d of %d prompts in %s have more than %d tokens and are left out; raise "
+                    "rl.batch.seq_len, or lower rl.sampling.max_tokens",
+                    len(prompts) - len(kept),
+                    len(prompts),
+                    path,
+                    longest,
+                )
+            if not kept:
+                raise ValueError(
+                    f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
+                    f"{len(prompts)} in {path!r}"
+                )
+            return kept
 
         self._prompts = read(path)
         self._held_out = read(eval_path) if eval_path else self._prompts
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order: tuple[int, list[int]] = (-1, [])  # of a pass over the file
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._prompts))
@@ -291,25 +301,6 @@ def _read_lines(path: str, prompt_key: str, answer_key: str) -> list[tuple[str, 
     return found
 
 
-def _without_long_ones(prompts: list[Prompt], longest: int | None, path: str) -> list[Prompt]:
-    kept = [p for p in prompts if longest is None or len(p.token_ids) <= longest]
-    if len(kept) < len(prompts):
-        logger.warning(
-            "%d of %d prompts in %s have more than %d tokens and are left out; raise "
-            "rl.batch.seq_len, or lower rl.sampling.max_tokens",
-            len(prompts) - len(kept),
-            len(prompts),
-            path,
-            longest,
-        )
-    if not kept:
-        raise ValueError(
-            f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
-            f"{len(prompts)} in {path!r}"
-        )
-    return kept
-
-
 def find_reward_fn(name: str) -> Callable[[str, str], float]:
     """Import the function that `name`, module:function, stands for; ValueError if there is none."""
     module_name, _, function_name = name.partition(":")
@@ -335,23 +326,11 @@ def find_reward_fn(name: str) -> Callable[[str, str], float]:
 
 # ---- by name ----
 
-TaskBuilder = Callable[["RL", BaseTokenizer | None, int | None], Task]
+TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
 
-def _build_sum_digits(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
-    return SumDigitsTask(rl.task.num_min, rl.task.num_max, rl.task.value_max, rl.seed)
-
-
-def _build_copy(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
-    return CopyTask(rl.task.length, rl.task.num_letters, rl.seed)
-
-
-def _build_sort(rl: "RL", _tokenizer: Any, _longest: int | None) -> Task:
-    return SortTask(rl.task.length, rl.task.num_letters, rl.seed)
-
-
-def _build_jsonl(rl: "RL", tokenizer: BaseTokenizer | None, longest: int | None) -> Task:
+def _build_jsonl(rl: Any, tokenizer: BaseTokenizer | None, longest: int | None) -> Task:
     if tokenizer is None:
         raise ValueError(
             "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set "
@@ -371,9 +350,11 @@ def _build_jsonl(rl: "RL", tokenizer: BaseTokenizer | None, longest: int | None)
 
 
 _TASKS: dict[str, TaskBuilder] = {
-    "sum_digits": _build_sum_digits,
-    "copy": _build_copy,
-    "sort": _build_sort,
+    "sum_digits": lambda rl, *_: SumDigitsTask(
+        rl.task.num_min, rl.task.num_max, rl.task.value_max, rl.seed
+    ),
+    "copy": lambda rl, *_: CopyTask(rl.task.length, rl.task.num_letters, rl.seed),
+    "sort": lambda rl, *_: SortTask(rl.task.length, rl.task.num_letters, rl.seed),
     "jsonl": _build_jsonl,
 }
 
@@ -390,7 +371,7 @@ def task_names() -> list[str]:
 
 
 def build_task(
-    rl: "RL", tokenizer: BaseTokenizer | None = None, max_prompt_tokens: int | None = None
+    rl: Any, tokenizer: BaseTokenizer | None = None, max_prompt_tokens: int | None = None
 ) -> Task:
     """The task that the section `[rl.task]` describes.
 

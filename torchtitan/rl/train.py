@@ -8,25 +8,22 @@ mistakes and --help answer before anything heavy is imported; exit codes are tho
 `torchtitan.train`.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.job_config import JobConfig
 
-if TYPE_CHECKING:
-    from torchtitan.rl.controller import Controller
-
 
 def main() -> None:
     """Read the command line and train."""
-    train.main(_build_controller, config_cls=JobConfig, check_config=check_rl_config)
 
+    def build_controller(config: JobConfig) -> Any:
+        from torchtitan.rl.controller import Controller
 
-def _build_controller(config: JobConfig) -> "Controller":
-    from torchtitan.rl.controller import Controller
+        return Controller(config)
 
-    return Controller(config)
+    train.main(build_controller, config_cls=JobConfig, check_config=check_rl_config)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """The trainer's half of RL: gradients of a policy loss and optimizer steps, on a `TrainingEngine`.
 
 The engine brings the layouts (FSDP, TP, PP, CP and products), the checkpoints and the schedule;
-what is added here is losses on log-probs, numbers reduced over all ranks, and a policy version.
-Every method is collective: all ranks call it with the same `TrainingBatch`, and all get the same
-back.
+added here are losses on log-probs, numbers reduced over all ranks, and a policy version. Every
+method is collective: all ranks call it with the same `TrainingBatch` and get the same back.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,15 +23,13 @@ from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
-from torchtitan.rl.rescore import rescore
 from torchtitan.rl.types import (
     ForwardBackwardOutput,
     OptimParams,
     OptimStepOutput,
     TrainingBatch,
-    TrainingMicrobatch,
 )
-from torchtitan.rl.weight_sync import build_weight_sync
+from torchtitan.rl.weight_sync import WeightSync
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -45,7 +43,7 @@ class PolicyTrainer:
 
     def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
         if not logger.handlers:
-            init_logger()  # in a process that an actor library started, nobody else does
+            init_logger()  # in a process that an actor library started
         self.job_config = job_config
         self.loss = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
@@ -56,8 +54,8 @@ class PolicyTrainer:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps that made these weights, and loads of weights alone; a resumed run goes
-        on counting.
+        """Optimizer steps that made these weights, and loads of only weights; a resumed run counts
+        on.
         """
         return self.engine.weights_version
 
@@ -76,10 +74,20 @@ class PolicyTrainer:
         return_logprobs: also return the log-probs of the labels, which have to be gathered.
 
         If it raises, a part of the batch may have counted: then the gradients of the whole step
-        are zeroed, and the step begins anew.
+        are zeroed, and the step begins again.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
-        self._check_step(batch, loss_fn)
+        if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
+            raise ValueError(
+                f"{type(loss_fn).__name__} takes a ratio over whole sequences, which context "
+                f"parallelism splits, got parallelism.context_parallel_degree = "
+                f"{self.engine.parallel_dims.cp}; set it to 1, or take GRPOLoss"
+            )
+        if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
+            raise ValueError(
+                "the batches of one optimizer step must all have final weights or all leave the "
+                "normalisation to the step; batch them in one way, or call optim_step in between"
+            )
         try:
             output = self._forward_backward(batch, loss_fn, return_logprobs)
         except BaseException:
@@ -96,17 +104,24 @@ class PolicyTrainer:
         # Ranks that share rows see parts of them below; `forward` joins those.
         is_split = return_logprobs and self.engine.parallel_dims.cp_enabled
         whole = self.forward(batch) if is_split else None
-        totals = _Totals(loss_fn.metric_names, self.engine.device)
-        microbatches = batch.of_rank(self.engine.dp_rank)
+        # Metrics of all microbatches on this rank: maxima (of absolute values) or sums.
+        max_names = [name for name in loss_fn.metric_names if name.endswith("_max")]
+        sum_names = [name for name in loss_fn.metric_names if name not in max_names]
+        sums = torch.zeros(len(sum_names), device=self.engine.device)
+        maxima = torch.zeros(len(max_names), device=self.engine.device)
         logprobs: list[Tensor] = []
 
         def loss_of(outputs: TokenOutputs, labels: Tensor, engine_batch: Batch) -> Tensor:
-            output = loss_fn(outputs.logprobs, outputs.entropy, engine_batch)
-            totals.add(output.metrics)
+            loss, metrics = loss_fn(outputs.logprobs, outputs.entropy, engine_batch)
+            sums.add_(torch.stack([metrics[name].float() for name in sum_names]))
+            if max_names:
+                new = torch.stack([metrics[name].float() for name in max_names])
+                torch.maximum(maxima, new, out=maxima)
             if return_logprobs and not is_split:
                 logprobs.append(outputs.logprobs.detach())
-            return output.loss
+            return loss
 
+        microbatches = batch.of_rank(self.engine.dp_rank)
         loss = self.engine.forward_backward_step(
             input_dict=[microbatch.engine_batch() for microbatch in microbatches],
             labels=[microbatch.labels for microbatch in microbatches],
@@ -114,9 +129,19 @@ class PolicyTrainer:
             loss_fn=loss_of,
             head=self._head(loss_fn.needs_entropy),
         )
-        loss_sum, metrics = self._reduce(loss, totals)
+        # Over all ranks; under pipeline parallelism only those of the last stage know the metrics.
+        loss_and_sums = torch.cat([loss.reshape(1).float(), sums])
+        mesh = self.engine.parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            dist.all_reduce(loss_and_sums, group=mesh.get_group())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        numbers = torch.cat([loss_and_sums, maxima])
+        if self.engine.pp_schedule is not None:
+            numbers = self.engine.pp_schedule.broadcast_from_last_stage(numbers)
+        loss_sum, *values = numbers.tolist()
+        metrics = dict(zip(sum_names + max_names, values, strict=True))
         if return_logprobs and not is_split:
-            whole = self._per_sample(batch, microbatches, logprobs)
+            whole = self._per_sample(batch, logprobs)
         return ForwardBackwardOutput(
             loss=loss_sum,
             metrics=finalize_metrics(metrics, batch.num_global_valid_tokens),
@@ -128,27 +153,37 @@ class PolicyTrainer:
 
         0 where the loss does not count; None for samples that did not fit a row.
         """
-        microbatches = batch.of_rank(self.engine.dp_rank)
-        logprobs = self.engine.forward_step(
-            [microbatch.engine_batch() for microbatch in microbatches],
-            output_fn=lambda outputs, _: outputs.logprobs,
-            head=self._head(entropy=False),
-        )
-        return self._per_sample(batch, microbatches, logprobs or [])
+        return self._per_sample(batch, self._score(batch) or [])
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-        """The batch with log-probs by today's weights, and the largest change; see `rescore`."""
-        temperature = self.job_config.rl.sampling.temperature
-        batch, largest = rescore(self.engine, batch, temperature)
-        of_ranks = torch.tensor(largest, device=self.engine.device)
-        dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
-        return batch, of_ranks.item()
+        """The batch with log-probs by today's weights, and how far the generator's were off.
+
+        The forward sees the same microbatches that are trained on: until the weights change, a
+        training forward gives the same bits, and every ratio is exactly 1. Cached decoding adds up
+        in another order and comes out 1e-6 off in fp32.
+
+        Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
+        last stage, where the loss is computed. The difference is the largest of all ranks, 0 where
+        there is nothing to compare.
+        """
+        dp_rank, largest = self.engine.dp_rank, torch.zeros(())
+        rows = [list(row) for row in batch.microbatches]
+        scored = self._score(batch)
+        for row, logprobs in zip(rows, scored, strict=True) if scored is not None else ():
+            old, is_in_loss = row[dp_rank].generator_logprobs, row[dp_rank].loss_mask > 0
+            new = torch.where(is_in_loss, logprobs.detach().to(old.device, old.dtype), 0.0)
+            row[dp_rank] = dataclasses.replace(row[dp_rank], generator_logprobs=new)
+            if is_in_loss.any():
+                largest = torch.maximum(largest, (new - old)[is_in_loss].abs().max())
+        largest = largest.to(self.engine.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        batch = dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
+        return batch, largest.item()
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
         """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
 
-        params: settings for this step alone; what is None in it, or all if it is None, comes
-            from the config and its schedule.
+        params: settings for this step only; None, as a whole or in it, takes the config's.
         Raises ValueError if there was no `forward_backward` since the last step.
         """
         if not self._num_accumulated:
@@ -189,7 +224,7 @@ class PolicyTrainer:
         """Load what `save_checkpoint` wrote, and zero the gradients; False if there is none.
 
         path: None is the run's newest checkpoint, or the initial one that the config names.
-        model_only: take the weights; the optimizer begins anew.
+        model_only: take the weights; the optimizer starts from nothing.
         """
         if not self.engine.load(path, model_only=model_only):
             return False
@@ -204,7 +239,8 @@ class PolicyTrainer:
 
         Raises as `WeightSync.update` does if the generator does not hold them afterwards.
         """
-        return build_weight_sync(self.job_config, self.engine, generator).update()
+        check_digest = self.job_config.rl.weight_sync.digest
+        return WeightSync(self.engine, generator, check_digest=check_digest).update()
 
     def close(self) -> None:
         """Finish pending checkpoint writes. Safe to call twice."""
@@ -216,48 +252,25 @@ class PolicyTrainer:
         # The behaviour policy was divided by this temperature, so the trained one is too.
         return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
 
-    def _check_step(self, batch: TrainingBatch, loss_fn: PolicyLoss) -> None:
-        if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
-            raise ValueError(
-                f"{type(loss_fn).__name__} takes a ratio over whole sequences, which context "
-                f"parallelism splits, got parallelism.context_parallel_degree = "
-                f"{self.engine.parallel_dims.cp}; set it to 1, or take GRPOLoss"
-            )
-        if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
-            raise ValueError(
-                "the batches of one optimizer step must all have final weights or all leave the "
-                "normalisation to the step; batch them in one way, or call optim_step in between"
-            )
-
     def _own_denominator(self) -> float | None:
         """This rank's share; the engine sums over data-parallel ranks, and batches are global."""
         if self._denominator is None:
             return None
         return self._denominator if self.engine.dp_rank == 0 else 0.0
 
-    def _reduce(self, loss: Tensor, totals: "_Totals") -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over all ranks; only those of the last stage knew the latter."""
-        sums, maxima = torch.cat([loss.reshape(1).float(), totals.sums]), totals.maxima
-        mesh = self.engine.parallel_dims.get_optional_mesh("loss")
-        if mesh is not None:
-            dist.all_reduce(sums, group=mesh.get_group())
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        numbers = torch.cat([sums, maxima])
-        if self.engine.pp_schedule is not None:
-            numbers = self.engine.pp_schedule.broadcast_from_last_stage(numbers)
-        loss_sum, *values = numbers.tolist()
-        return loss_sum, dict(zip(totals.names, values, strict=True))
+    def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
+        """Log-probs [B, T] of this rank's microbatches; None without the last stage."""
+        return self.engine.forward_step(
+            [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
+            output_fn=lambda outputs, _: outputs.logprobs,
+            head=self._head(entropy=False),
+        )
 
-    def _per_sample(
-        self,
-        batch: TrainingBatch,
-        microbatches: list[TrainingMicrobatch],
-        logprobs: list[Tensor],
-    ) -> list[Tensor | None]:
+    def _per_sample(self, batch: TrainingBatch, logprobs: list[Tensor]) -> list[Tensor | None]:
         """Cut [B, T] log-probs into samples and bring those of all ranks together."""
         schedule = self.engine.pp_schedule
         samples: dict[int, Tensor] = {}
-        for i, microbatch in enumerate(microbatches):
+        for i, microbatch in enumerate(batch.of_rank(self.engine.dp_rank)):
             if schedule is None or self.engine.pp_has_last_stage:
                 values = logprobs[i].float()
             else:
@@ -270,27 +283,6 @@ class PolicyTrainer:
             dist.all_gather_object(parts, samples, group=self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]
-
-
-class _Totals:
-    """Metrics of all microbatches of a call on this rank: maxima for names in `_max`, else sums."""
-
-    def __init__(self, metric_names: Sequence[str], device: torch.device):
-        self._max_names = [name for name in metric_names if name.endswith("_max")]
-        self._sum_names = [name for name in metric_names if name not in self._max_names]
-        self.sums = torch.zeros(len(self._sum_names), device=device)
-        self.maxima = torch.zeros(len(self._max_names), device=device)  # of absolute values
-
-    @property
-    def names(self) -> list[str]:
-        return self._sum_names + self._max_names
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        if self._sum_names:
-            self.sums += torch.stack([metrics[name].float() for name in self._sum_names])
-        if self._max_names:
-            new = torch.stack([metrics[name].float() for name in self._max_names])
-            self.maxima = torch.maximum(self.maxima, new)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
 B rows, T slots per row, n slots of one sequence.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ class SamplingConfig:
     temperature: divides the logits; 0 takes the most probable token.
     top_p: draw from the most probable tokens whose mass reaches it; 1 keeps all.
     top_k: draw from this many of the most probable tokens; 0 keeps all.
-    max_tokens: end a completion after so many tokens.
-    stop_token_ids: end it with any of these, which is part of the completion.
-    seed: the draws depend on it and on nothing else; None goes on with the generator's own.
+    max_tokens: the longest completion.
+    stop_token_ids: any of these ends a completion, and is part of it.
+    seed: the draws depend on nothing else; None continues the generator's own stream.
     """
 
     temperature: float = 1.0
@@ -116,7 +116,6 @@ class TrainingSample:
     labels: the token that each slot should predict.
     loss_mask: 1 where the loss counts, that is where the label was sampled; else 0.
     logprobs: of the labels, from the generator; anything where the mask is 0.
-    advantages: one per slot.
     ref_logprobs: of the labels, from a reference model; None if no loss asks for them.
     weights: factors of the per-token losses, used as they are; None lets the batcher compute
         them from the aggregation mode.
@@ -196,7 +195,7 @@ class TrainingSample:
 
     @classmethod
     def of_episode(cls, episode: Episode) -> "TrainingSample":
-        """The sample of an episode whose advantage is known; raises ValueError if it is not."""
+        """The sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
                 f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
@@ -213,8 +212,7 @@ class TrainingSample:
         )
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where a sample lies in a microbatch: `row`, columns `start` to `start + length`.
 
     sample: its index in the list that was batched.
@@ -230,7 +228,7 @@ class Slot:
 class TrainingMicrobatch:
     """What one rank computes at once; tensors [B, T].
 
-    token_ids: 0 in padding. labels: IGNORE_INDEX where a sample's loss_mask is 0, and there.
+    token_ids: 0 in padding. labels: IGNORE_INDEX in padding and where a sample's loss_mask is 0.
     positions: from 0 in each sequence, -1 in padding.
     loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
         elsewhere; the loss is always the sum of weight * loss.
@@ -252,16 +250,13 @@ class TrainingMicrobatch:
 
     def engine_batch(self) -> dict[str, Tensor]:
         """The batch for `TrainingEngine`: `input`, `positions`, and the rest for the loss."""
-        names = {"token_ids": "input"}
-        values = {names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        values = {"input": self.token_ids, **vars(self)}
+        del values["token_ids"]
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into those of each sample, 1-D, by the sample's index."""
-        return {
-            slot.sample: values[slot.row, slot.start : slot.start + slot.length]
-            for slot in self.slots
-        }
+        return {s.sample: values[s.row, s.start : s.start + s.length] for s in self.slots}
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,12 +283,12 @@ class TrainingBatch:
 
     def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
         """The microbatches of one data-parallel rank, in order."""
-        return [row[dp_rank] for row in self.microbatches]
+        return [of_ranks[dp_rank] for of_ranks in self.microbatches]
 
 
 @dataclass(frozen=True)
 class OptimParams:
-    """Optimizer settings for one step, which its caller owns; None keeps what the config says."""
+    """Optimizer settings for one step; None keeps what the config says."""
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
@@ -329,8 +324,3 @@ class OptimStepOutput:
     lr: float
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def samples_of(episodes: Iterable[Episode]) -> list[TrainingSample]:
-    """The training samples of graded episodes, in order."""
-    return [TrainingSample.of_episode(episode) for episode in episodes]

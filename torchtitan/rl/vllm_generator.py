@@ -2,17 +2,17 @@
 
 import os
 import random
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
+from torchtitan.rl.generator import Generator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import NoWeightsError, PolicyWeights, WeightMismatchError
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
 
 
-class VLLMGenerator:
-    """A `Generator` on a vLLM engine inside this process; each rank has one for itself.
+class VLLMGenerator(Generator):
+    """A generator on a vLLM engine inside this process; each rank has one for itself.
 
     hf_assets_path: folder with the model's config.json and tokenizer; weights there are not
         read, they come by `update_weights`.
@@ -27,8 +27,7 @@ class VLLMGenerator:
     Raises ImportError if vLLM is not installed.
     """
 
-    is_collective: ClassVar[bool] = False
-    weight_names: ClassVar[Literal["hf"]] = "hf"
+    weight_names = "hf"
 
     def __init__(
         self,
@@ -50,7 +49,6 @@ class VLLMGenerator:
             ) from error
         self._vllm = vllm
         self.weight_dtype = dtype
-        self.policy_version = -1
         self._seed, self._n_calls = seed, 0
         self._llm = vllm.LLM(
             model=hf_assets_path,
@@ -63,29 +61,21 @@ class VLLMGenerator:
             **options,
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        num_samples: int = 1,
-        *,
-        first_row: int = 0,
-    ) -> list[Completion]:
-        """See `Generator.generate`; every completion has a seed of its own."""
+    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
                 f"rl.generator.backend = 'vllm' gives no log-probs of a truncated distribution, "
                 f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
                 "or the backend to 'local'"
             )
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        if self.policy_version < 0:
-            raise NoWeightsError(
-                "the generator's model has no weights, or only a part of an update; call "
-                "update_weights before generate"
-            )
-        seed = self._seed_of_call(sampling)
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        seed = sampling.seed
+        if seed is None:
+            self._n_calls += 1
+            seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
         requests = [prompt for prompt in prompts for _ in range(num_samples)]
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in requests],
@@ -97,7 +87,7 @@ class VLLMGenerator:
                     ignore_eos=True,
                     detokenize=False,
                     logprobs=0,
-                    seed=(seed + first_row + i) % 2**63,
+                    seed=(seed + first_row + i) % 2**63,  # one for each completion
                 )
                 for i in range(len(requests))
             ],
@@ -105,18 +95,10 @@ class VLLMGenerator:
         )
         return [self._completion(output.outputs[0], sampling) for output in outputs]
 
-    def _seed_of_call(self, sampling: SamplingConfig) -> int:
-        if sampling.seed is not None:
-            return sampling.seed
-        self._n_calls += 1
-        return random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
-
     def _completion(self, output: Any, sampling: SamplingConfig) -> Completion:
         token_ids = tuple(output.token_ids)
-        logprobs = tuple(
-            of_place[token].logprob
-            for of_place, token in zip(output.logprobs, token_ids, strict=True)
-        )
+        pairs = zip(output.logprobs, token_ids, strict=True)
+        logprobs = tuple(of_place[token].logprob for of_place, token in pairs)
         kept_mass = None
         if sampling.temperature == 0:
             # Nothing else could be drawn; vLLM tells the chance at temperature 1.
@@ -131,7 +113,6 @@ class VLLMGenerator:
         )
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """See `Generator.update_weights`; weights have Hugging Face names."""
         self.policy_version = -1  # a mixture until all have come
         self._llm.apply_model(lambda model: model.load_weights(iter(weights)))
         if weights.digest is None:
@@ -147,7 +128,3 @@ class VLLMGenerator:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._n_calls = state_dict["n_calls"]
-
-    def close(self) -> None:
-        """Let go of the engine and its memory."""
-        self._llm = None

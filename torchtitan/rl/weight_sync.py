@@ -5,7 +5,8 @@ to match. Weights for our models go under our names, since files of other origin
 some buffers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.weight_stream import WeightStream, digest_of
+from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-if TYPE_CHECKING:
-    from torchtitan.engine import TrainingEngine
+if TYPE_CHECKING:  # it imports this module
     from torchtitan.rl.generator import Generator
-    from torchtitan.rl.job_config import JobConfig
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -36,10 +36,9 @@ class WeightMismatchError(RuntimeError):
 
 
 class PolicyWeights(Protocol):
-    """All weights, one by one: (name, tensor), with what tells them from others.
+    """All weights, one by one: (name, tensor). A tensor may be memory that changes later: copy it.
 
     version: how many optimizer steps made them. digest: known when all have come.
-    A tensor may be memory that changes later: copy it.
     """
 
     version: int
@@ -49,10 +48,9 @@ class PolicyWeights(Protocol):
 
 
 class OurNames(BaseStateDictAdapter):
-    """Leaves every name and tensor as it is."""
+    """Leaves every name and tensor as it is; needs to know nothing of the model."""
 
-    def __init__(self) -> None:
-        """Nothing has to be known of the model."""
+    def __init__(self) -> None: ...
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
@@ -65,23 +63,6 @@ class OurNames(BaseStateDictAdapter):
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         raise NotImplementedError("weights under our own names are not read from files")
-
-
-def policy_weights(engine: "TrainingEngine", dtype: torch.dtype | None = None) -> WeightStream:
-    """The engine's weights under our names, whole on every rank; see `WeightStream`.
-
-    dtype: what parameters are cast to; buffers and routers keep theirs. None for no cast.
-    """
-    schedule = engine.pp_schedule
-    return WeightStream(
-        engine.model_parts,
-        OurNames(),
-        engine.device,
-        dtype=dtype,
-        current_version=lambda: engine.weights_version,
-        stage_indices=[stage.stage_index for stage in schedule.stages] if schedule else None,
-        pp_group=schedule.group if schedule else None,
-    )
 
 
 @torch.no_grad()
@@ -125,18 +106,16 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
 # ---- to a generator in the same job ----
 
 
+@dataclass(frozen=True)
 class WeightSync:
     """Gives a generator the engine's weights.
 
     check_digest: see `copy_weights`; it reads all weights once more.
     """
 
-    def __init__(
-        self, engine: "TrainingEngine", generator: "Generator", *, check_digest: bool = True
-    ):
-        self.engine = engine
-        self.generator = generator
-        self.check_digest = check_digest
+    engine: TrainingEngine
+    generator: "Generator"
+    check_digest: bool = True
 
     def update(self) -> int:
         """Give the generator the weights as they are now; return their version. Collective.
@@ -144,44 +123,41 @@ class WeightSync:
         Raises WeightMismatchError on all ranks if any rank got others, StaleWeightsError if the
         generator has another version afterwards.
         """
-        failure = None
+        engine, dtype = self.engine, self.generator.weight_dtype
+        weights: PolicyWeights | None = None
+        if self.generator.weight_names == "hf":
+            weights = engine.iter_hf_weights(dtype=dtype)
+        elif self.generator.weight_names == "ours":
+            schedule = engine.pp_schedule
+            weights = WeightStream(
+                engine.model_parts,
+                OurNames(),
+                engine.device,
+                dtype=dtype,
+                current_version=lambda: engine.weights_version,
+                stage_indices=[stage.stage_index for stage in schedule.stages]
+                if schedule
+                else None,
+                pp_group=schedule.group if schedule else None,
+            )
+        failures: list[str | None] = [None]
         try:
-            self.generator.update_weights(self._weights(), check_digest=self.check_digest)
+            self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
-            failure = str(error)
-        _raise_on_all_ranks(failure)
-        version = self.engine.weights_version
+            failures = [str(error)]
+        if dist.is_initialized():
+            (failure,), failures = failures, [None] * dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise WeightMismatchError(f"rank {rank}: {text}")
+        version = engine.weights_version
         if self.generator.policy_version != version:
             raise StaleWeightsError(
                 f"the generator says that it has version {self.generator.policy_version} after an "
                 f"update to {version}"
             )
         return version
-
-    def _weights(self) -> PolicyWeights | None:
-        kind, dtype = self.generator.weight_names, self.generator.weight_dtype
-        if kind == "shared":
-            return None
-        if kind == "hf":
-            return self.engine.iter_hf_weights(dtype=dtype)
-        return policy_weights(self.engine, dtype)
-
-
-def _raise_on_all_ranks(failure: str | None) -> None:
-    failures = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise WeightMismatchError(f"rank {rank}: {text}")
-
-
-def build_weight_sync(
-    job_config: "JobConfig", engine: "TrainingEngine", generator: "Generator"
-) -> WeightSync:
-    """How the generator gets the engine's weights, by `[rl.weight_sync]`."""
-    return WeightSync(engine, generator, check_digest=job_config.rl.weight_sync.digest)
 
 
 # ---- to a generator on other ranks ----
@@ -193,26 +169,22 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
     source: this rank's global rank.
     """
     bucket: list[tuple[str, Tensor]] = []
-    n_bytes = 0
+
+    def send_bucket() -> None:
+        header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
+        dist.broadcast_object_list([header], src=source, group=group)
+        for _, tensor in bucket:
+            dist.broadcast(tensor.contiguous(), src=source, group=group)
+        bucket.clear()
+
     for name, tensor in weights:
         # What comes is lent until the next one.
         bucket.append((name, tensor.detach().clone()))
-        n_bytes += tensor.nbytes
-        if n_bytes >= _BUCKET_BYTES:
-            _broadcast_bucket(bucket, group, source)
-            bucket, n_bytes = [], 0
-    _broadcast_bucket(bucket, group, source)
+        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
+            send_bucket()
+    send_bucket()
     end = {"version": weights.version, "digest": weights.digest}
     dist.broadcast_object_list([end], src=source, group=group)
-
-
-def _broadcast_bucket(
-    bucket: list[tuple[str, Tensor]], group: dist.ProcessGroup | None, source: int
-) -> None:
-    header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
-    dist.broadcast_object_list([header], src=source, group=group)
-    for _, tensor in bucket:
-        dist.broadcast(tensor.contiguous(), src=source, group=group)
 
 
 class ReceivedWeights:
@@ -230,8 +202,8 @@ class ReceivedWeights:
         while True:
             received: list[Any] = [None]
             dist.broadcast_object_list(received, src=self._source, group=self._group)
-            header = received[0]
-            if isinstance(header, Mapping):
+            (header,) = received
+            if isinstance(header, dict):
                 self.version, self.digest = header["version"], header["digest"]
                 return
             for name, shape, dtype in header:

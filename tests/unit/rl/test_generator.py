@@ -21,7 +21,6 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     WeightMismatchError,
     WeightSync,
-    build_weight_sync,
 )
 
 PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1]]
@@ -211,7 +210,7 @@ def test_config_chooses_the_generator(engine, changes, kind):
     generator = build_generator(config, engine)
     assert type(generator) is kind
     assert generator.is_collective == (kind is LocalGenerator)
-    build_weight_sync(config, engine, generator).update()
+    WeightSync(engine, generator).update()
     found = generator.generate(PROMPTS, with_seed(1))
     assert {c.policy_version for c in found} == {engine.weights_version}
 

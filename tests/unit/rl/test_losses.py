@@ -15,11 +15,10 @@ from torchtitan.rl.losses import (
     PolicyLoss,
     build_loss,
     finalize_metrics,
+    kl_divergence,
     loss_from_config,
-    loss_names,
     register_loss,
 )
-from torchtitan.rl.losses.kl import kl_divergence
 
 ALL_LOSSES = [
     GRPOLoss(),
@@ -214,7 +213,9 @@ def test_metrics_are_sums_over_tokens_that_become_means():
     assert metrics["kl_generator"] == pytest.approx(sum(kl) / 3)
 
 
-@pytest.mark.parametrize("name", loss_names())
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "gspo", "cispo", "importance_sampling", "cross_entropy"]
+)
 def test_metric_names_are_known_without_a_batch(name):
     loss = build_loss(name, kl_coef=0.1, entropy_coef=0.1)
     batch = make_batch([-1.0] * 2, [1.0] * 2, ref_logprobs=torch.full((1, 2), -1.0))

@@ -10,12 +10,19 @@ from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import LocalGenerator
-from torchtitan.rl.rescore import rescore
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig, TrainingSample
 
 PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1], [4]]
 TEMPERATURE = 0.7
 PACKED = ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"]
+
+
+def trainer_of(engine) -> PolicyTrainer:
+    config = JobConfig()
+    config.rl.sampling.temperature = TEMPERATURE
+    return PolicyTrainer(config, engine=engine)
 
 
 def batch_of(engine, packing: bool):
@@ -51,15 +58,16 @@ def trained_logprobs(engine, batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("packing", [False, True])
 def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path, packing):
     engine = TrainingEngine(make_config(tmp_path, *(PACKED if packing else [])))
+    trainer = trainer_of(engine)
     for _ in range(3):
         batch = batch_of(engine, packing)
-        rescored, difference = rescore(engine, batch, TEMPERATURE)
+        rescored, difference = trainer.rescore(batch)
         assert 0 < difference <= rounding(5e-6)  # what cached decoding was off, in fp32
         for microbatch, trained in zip(
             rescored.of_rank(0), trained_logprobs(engine, rescored), strict=True
         ):
             assert torch.equal(microbatch.generator_logprobs, trained)
-        again, difference = rescore(engine, rescored, TEMPERATURE)
+        again, difference = trainer.rescore(rescored)
         assert difference == 0
         engine.optim_step()
 
@@ -74,7 +82,7 @@ def test_rescoring_changes_nothing_but_logprobs(tmp_path):
             for row in batch.microbatches
         ),
     )
-    rescored, difference = rescore(engine, wrong, TEMPERATURE)
+    rescored, difference = trainer_of(engine).rescore(wrong)
     assert difference > 1
     for ours, theirs in zip(rescored.of_rank(0), batch.of_rank(0), strict=True):
         ours, theirs = (dict(vars(mb)) for mb in (ours, theirs))

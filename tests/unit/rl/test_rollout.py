@@ -3,9 +3,10 @@ import json
 import pytest
 
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.rollout import EpisodeLog, make_episodes, with_advantages
+from torchtitan.rl.report import EpisodeLog
+from torchtitan.rl.rollout import make_episodes, with_advantages
 from torchtitan.rl.tasks import SumDigitsTask
-from torchtitan.rl.types import Completion, Episode, samples_of
+from torchtitan.rl.types import Completion, Episode, TrainingSample
 
 TASK = SumDigitsTask()
 PROMPTS = [TASK.make_prompt("3+4=", "7"), TASK.make_prompt("9+9=", "18")]
@@ -37,7 +38,7 @@ def test_completions_are_graded_without_their_stop_token():
 def test_advantages_are_within_prompts_and_make_training_samples():
     episodes = with_advantages(graded_episodes(), AdvantageEstimator())
     assert [e.advantage for e in episodes] == [0.5, -0.5, 0, 0]
-    samples = samples_of(episodes)
+    samples = [TrainingSample.of_episode(episode) for episode in episodes]
     assert [sample.policy_version for sample in samples] == [2] * 4
     assert samples[1].advantages.tolist() == [0, 0, 0, -0.5, -0.5]
 

@@ -69,9 +69,3 @@ def test_alias_gives_the_same_modules():
 
     assert alias is real
     assert real.__spec__.name == "torchtitan.rl.types"
-
-    import torchtitan.experiments.rl.losses.registry as nested_alias
-
-    import torchtitan.rl.losses.registry as nested
-
-    assert nested_alias is nested

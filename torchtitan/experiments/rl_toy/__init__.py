@@ -5,12 +5,11 @@ checkpoint that RL starts from; `torchtitan.rl.train` also trains it from random
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 if TYPE_CHECKING:
-    from torchtitan.experiments.rl_toy.examples import SolvedExamples
     from torchtitan.protocols.train_spec import TrainSpec
 
 toy_args: dict[str, TransformerModelArgs] = {
@@ -22,20 +21,13 @@ toy_args: dict[str, TransformerModelArgs] = {
 
 def get_train_spec() -> "TrainSpec":
     """Return a fresh spec: Llama 3's with these flavors, no tokenizer, and data made on the spot."""
+    from torchtitan.experiments.rl_toy.examples import SolvedExamples
     from torchtitan.models.llama3 import get_train_spec as get_llama3_spec
 
     return replace(
         get_llama3_spec(),
         model_args=toy_args,
         build_tokenizer_fn=None,
-        build_dataloader_fn=build_examples,
+        build_dataloader_fn=SolvedExamples,
         build_validator_fn=None,
     )
-
-
-def build_examples(
-    *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
-) -> "SolvedExamples":
-    from torchtitan.experiments.rl_toy.examples import SolvedExamples
-
-    return SolvedExamples(job_config, dp_world_size, dp_rank)

@@ -19,7 +19,7 @@ class SolvedExamples(BaseDataLoader):
     many rows. Raises ConfigError if the job's config has no `[rl]` sections.
     """
 
-    def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int):
+    def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):
             raise ConfigError(
                 "model.name = 'rl_toy' learns a task of the section [rl.task], which this config "

@@ -1,0 +1,346 @@
+"""Losses of the RL trainer: pure functions of per-token tensors, summed with the batch's weights.
+
+With r = exp(logprob - generator_logprob) the ratio of the learning policy to the one that
+sampled, and A the advantage, the loss of a token is:
+
+    grpo                 -min(r A, clip(r, 1 - eps, 1 + eps) A)
+    dapo                 the same with a lower and an upper eps
+    gspo                 the same with r the geometric mean of the sequence's ratios
+    cispo                -stop_gradient(clip(r, 1 - low, 1 + high)) A logprob
+    importance_sampling  -r A
+    cross_entropy        -logprob
+
+B rows, T slots per row; what belongs to a token is pre-shifted, see `torchtitan.rl.types`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.loss import weighted_sum
+
+Batch = Mapping[str, Tensor]
+Measured = dict[str, Tensor]
+
+
+class LossOutput(NamedTuple):
+    """loss: a scalar to call backward on. metrics: scalars without gradient.
+
+    Metrics of several microbatches and ranks are summed; of names that end in `_max` the maximum
+    is taken. `finalize_metrics` then makes means of the sums.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLoss(ABC):
+    """Per-token losses of one kind, reduced to the sum over tokens of
+    weight * (policy loss + kl_coef * KL - entropy_coef * entropy).
+
+    max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
+    kl_coef, kl_type: divergence from `ref_logprobs` in the batch; see `kl_divergence`.
+    """
+
+    needs_whole_sequences: ClassVar[bool] = False
+    """Whether the loss of a token depends on others of its sequence"""
+    has_generator: ClassVar[bool] = True
+    """Whether it reads the generator's log-probs"""
+    token_metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of what `per_token` measures"""
+
+    max_log_ratio: float = 10.0
+    kl_coef: float = 0.0
+    kl_type: str = "k3"
+    entropy_coef: float = 0.0
+
+    @abstractmethod
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        """Return the policy loss of each token, and what to report of each, all [B, T] and finite.
+
+        logprobs: [B, T] of the labels under the policy that learns. batch: the entries of
+            `TrainingMicrobatch.engine_batch()`.
+        """
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether it has to be given the entropy of each token's distribution."""
+        return self.entropy_coef > 0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Keys of the metrics in every output, in order; for ranks that have no output."""
+        names = ["policy_loss"]
+        if self.has_generator:
+            names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
+        names += self.token_metrics
+        if self.needs_entropy:
+            names += ["entropy"]
+        if self.kl_coef > 0:
+            names += ["kl_ref", "kl_loss"]
+        return tuple(names)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
+        """Return the loss of one microbatch and its metrics; arguments are those of `per_token`.
+
+        entropy: [B, T]; may be None unless `needs_entropy`.
+        Raises ValueError if the batch lacks what the loss needs.
+        """
+        if self.needs_entropy and entropy is None:
+            raise ValueError(
+                f"rl.loss.entropy_coef = {self.entropy_coef} needs the entropy of every token, got "
+                f"none; have it computed with TokenLogProbs(entropy=True)"
+            )
+        if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
+            raise ValueError(
+                f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
+                f"fill them by a forward pass of the reference policy, or set it to 0"
+            )
+        weights, mask = batch["loss_weights"], batch["loss_mask"]
+        losses, measured = self.per_token(logprobs, batch)
+        policy_loss = loss = weighted_sum(losses, weights)
+
+        metrics = {"policy_loss": policy_loss}
+        with torch.no_grad():
+            metrics |= {name: weighted_sum(values, mask) for name, values in measured.items()}
+            if self.has_generator:
+                difference = logprobs - batch["generator_logprobs"]
+                difference = difference.masked_fill(mask == 0, 0).abs()
+                log_ratio = self.log_ratio(logprobs, batch)
+                metrics["logprob_diff_mean"] = difference.sum()
+                metrics["logprob_diff_max"] = difference.max()
+                metrics["kl_generator"] = (torch.expm1(log_ratio) - log_ratio).sum()
+        if self.needs_entropy:
+            metrics["entropy"] = weighted_sum(entropy, mask)
+            loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
+        if self.kl_coef > 0:
+            kl = kl_divergence(logprobs, batch["ref_logprobs"], self.kl_type, self.max_log_ratio)
+            metrics["kl_ref"] = weighted_sum(kl, mask)
+            metrics["kl_loss"] = self.kl_coef * weighted_sum(kl, weights)
+            loss = loss + metrics["kl_loss"]
+        return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
+
+    def log_ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """log(policy / generator) of each token, clamped; 0 where the loss does not count."""
+        log_ratio = logprobs - batch["generator_logprobs"]
+        log_ratio = log_ratio.masked_fill(batch["loss_mask"] == 0, 0)
+        return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
+
+
+def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
+
+    Maxima (`_max`) and parts of the loss (`_loss`), which have their weights, stay as they are.
+    num_tokens: tokens in the loss, over the same microbatches and ranks; 0 gives zeros.
+    """
+    return {
+        name: value if name.endswith(("_max", "_loss")) else value / max(num_tokens, 1)
+        for name, value in metrics.items()
+    }
+
+
+def kl_divergence(
+    logprobs: Tensor, ref_logprobs: Tensor, kl_type: str, max_log_ratio: float
+) -> Tensor:
+    """Return an estimate per token of KL(policy || reference), the shape of both arguments.
+
+    With d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio (Schulman 2020,
+    "Approximating KL divergence"):
+
+        k1  d               unbiased; as a loss its gradient is 0 on average, so it only measures
+        k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
+        k3  exp(-d) - 1 + d unbiased, never negative; the one that GRPO uses
+
+    The gradients are those for tokens that the policy itself sampled.
+    Raises ValueError for another type.
+    """
+    d = (logprobs - ref_logprobs).clamp(-max_log_ratio, max_log_ratio)
+    if kl_type == "k1":
+        return d
+    if kl_type == "k2":
+        return d**2 / 2
+    if kl_type == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"rl.loss.kl_type must be one of 'k1', 'k2', 'k3', got {kl_type!r}")
+
+
+# ---- the kinds ----
+
+
+@dataclass(frozen=True)
+class _ClippedRatioLoss(PolicyLoss):
+    """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7)."""
+
+    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 a ratio may go."""
+        raise NotImplementedError
+
+    def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """The ratio of each token, [B, T]."""
+        return self.log_ratio(logprobs, batch).exp()
+
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
+        low, high = self.clip_range
+        gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+        measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped_gain < gain}
+        return -torch.minimum(gain, clipped_gain), measured
+
+
+@dataclass(frozen=True)
+class GRPOLoss(_ClippedRatioLoss):
+    """The clipped ratio, as far below 1 as above.
+
+    Shao et al. 2024 (arXiv:2402.03300), eq. 3, whose KL term is `kl_coef`, and whose division by
+    the lengths is the batch's aggregation "seq-mean-token-mean".
+    """
+
+    clip_eps: float = 0.2
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.clip_eps, self.clip_eps
+
+
+@dataclass(frozen=True)
+class DAPOLoss(_ClippedRatioLoss):
+    """The clipped ratio with separate bounds below and above 1.
+
+    Yu et al. 2025 (arXiv:2503.14476), eq. 8. The wider upper bound lets improbable tokens grow,
+    which keeps entropy up.
+    """
+
+    ratio_clip_low: float = 0.2
+    ratio_clip_high: float = 0.28
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.ratio_clip_low, self.ratio_clip_high
+
+
+@dataclass(frozen=True)
+class GSPOLoss(DAPOLoss):
+    """One clipped ratio for each sequence, the geometric mean of its tokens'.
+
+    Zheng et al. 2025 (arXiv:2507.18071) in the form per token: the value is that of the
+    sequence's ratio, the gradient each token's own, which is the same where a sequence has one
+    advantage and one weight. The paper's objective has the aggregation "seq-mean-token-mean".
+    A sequence must not be split between ranks.
+    """
+
+    needs_whole_sequences: ClassVar[bool] = True
+
+    ratio_clip_low: float = 3e-4
+    ratio_clip_high: float = 4e-4
+
+    def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        log_ratio = self.log_ratio(logprobs.detach(), batch)
+        # The mean over each sequence's tokens in the loss; 0 if it has none. Padding, whose id is
+        # -1, gets that of sequence 0 and counts nowhere.
+        index = batch["sequence_ids"].clamp(min=0)
+        in_loss = (batch["loss_mask"] != 0) & (batch["sequence_ids"] >= 0)
+        in_loss = in_loss.to(log_ratio.dtype)
+        empty = torch.zeros_like(log_ratio)
+        sums = empty.scatter_add(1, index, log_ratio * in_loss)
+        counts = empty.scatter_add(1, index, in_loss)
+        mean = (sums / counts.clamp(min=1)).gather(1, index)
+        return (mean + (logprobs - logprobs.detach())).exp()
+
+
+@dataclass(frozen=True)
+class CISPOLoss(DAPOLoss):
+    """Clips the weight of a token instead of its gradient, so that every token is learned from.
+
+    MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5, where nothing is clipped from below.
+    """
+
+    ratio_clip_low: float = 1.0
+    ratio_clip_high: float = 0.28
+
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        ratio = self.ratio(logprobs.detach(), batch)
+        clipped = ratio.clamp(1 - self.ratio_clip_low, 1 + self.ratio_clip_high)
+        measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped != ratio}
+        return -clipped * batch["advantages"] * logprobs, measured
+
+
+@dataclass(frozen=True)
+class ImportanceSamplingLoss(PolicyLoss):
+    """The policy gradient, corrected for the policy that sampled; nothing is clipped."""
+
+    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
+
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        ratio = self.log_ratio(logprobs, batch).exp()
+        return -ratio * batch["advantages"], {"ratio_mean": ratio}
+
+
+@dataclass(frozen=True)
+class CrossEntropyLoss(PolicyLoss):
+    """Minus the log-prob of the label: supervised learning. No advantages, no generator."""
+
+    has_generator: ClassVar[bool] = False
+
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        return -logprobs, {}
+
+
+# ---- by their names in `rl.loss.name` ----
+
+_LOSSES: dict[str, type[PolicyLoss]] = {
+    "grpo": GRPOLoss,
+    "dapo": DAPOLoss,
+    "gspo": GSPOLoss,
+    "cispo": CISPOLoss,
+    "importance_sampling": ImportanceSamplingLoss,
+    "cross_entropy": CrossEntropyLoss,
+}
+
+
+def register_loss(name: str) -> Callable[[type[PolicyLoss]], type[PolicyLoss]]:
+    """Decorator that makes a `PolicyLoss` dataclass known as `rl.loss.name`.
+
+    Raises ValueError if the name is taken.
+    """
+
+    def register(loss_cls: type[PolicyLoss]) -> type[PolicyLoss]:
+        if _LOSSES.setdefault(name, loss_cls) is not loss_cls:
+            raise ValueError(f"the loss {name!r} is registered already; choose another name")
+        return loss_cls
+
+    return register
+
+
+def loss_class(name: str) -> type[PolicyLoss]:
+    """The class of a name; raises ValueError for an unknown one."""
+    if name not in _LOSSES:
+        raise ValueError(f"rl.loss.name must be one of {', '.join(_LOSSES)}, got {name!r}")
+    return _LOSSES[name]
+
+
+def build_loss(name: str, **settings: Any) -> PolicyLoss:
+    """The loss of that name; settings it has no field for raise ValueError, None is left out."""
+    loss_cls = loss_class(name)
+    known = {field.name for field in fields(loss_cls)}
+    given = {key: value for key, value in settings.items() if value is not None}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(
+            f"rl.loss.{unknown[0]} is not read by rl.loss.name = {name!r}, which reads "
+            f"{', '.join(sorted(known))}, got {given[unknown[0]]}; take it out"
+        )
+    return loss_cls(**given)
+
+
+def loss_from_config(config: Any) -> PolicyLoss:
+    """The loss that the section `[rl.loss]` describes; the batcher reads agg_mode and norm."""
+    settings = {k: v for k, v in vars(config).items() if k not in ("name", "agg_mode", "norm")}
+    return build_loss(config.name, **settings)
