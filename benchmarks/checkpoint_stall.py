@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.checkpoint.saving import AsyncMode
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec

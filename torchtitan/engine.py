@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.run_record import record_of
+from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.components.context_sharding import (
     ContextSharding,
     join_outputs,
@@ -39,9 +41,7 @@ from torchtitan.components.lr_scheduler import set_lrs
 from torchtitan.components.offload import Offloader
 from torchtitan.components.optimizer import skipped_where, skips_on_device
 from torchtitan.components.packing import PackingPolicy, split_rows
-from torchtitan.components.run_record import record_of
 from torchtitan.components.step_losses import SAMPLE_IDS, StepLosses
-from torchtitan.components.weight_stream import WeightStream
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.components.metrics import build_metrics_processor, memory_metrics
 from torchtitan.components.stop import StopRequest
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.weight_stream import WeightStream, digest_of
+from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.components.checkpoint_folder import RUN_RECORD
+from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:

@@ -1,0 +1,525 @@
+"""Saving and loading a run: model, optimizer, schedulers, data position and step.
+
+Everything is written and read by torch's distributed checkpoint (DCP), so that a run may
+continue on another number of ranks.
+"""
+
+import copy
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.folder import (
+    GIB,
+    Contents,
+    contents_of,
+    list_steps,
+    mark_kept,
+)
+from torchtitan.checkpoint.hf import load_from_hf
+from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
+from torchtitan.checkpoint.saving import AsyncMode, Saver
+from torchtitan.checkpoint.selection import Selection
+from torchtitan.checkpoint.states import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    ModelWrapper,
+    fit_to_checkpoint,
+)
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config.check_helpers import ConfigError
+from torchtitan.config.checks import check_checkpoint_formats, check_keep_latest_k
+from torchtitan.config.job_config import Checkpoint
+from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.events import event
+from torchtitan.tools.folder_lock import FolderLock
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+if TYPE_CHECKING:  # torchdata takes long to load, and engines without data do without it
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.ft import FTManager
+
+
+def _setting(name: str) -> property:
+    """An entry of the `[checkpoint]` section, which may be read and set at run time."""
+    return property(
+        lambda self: getattr(self._config, name),
+        lambda self, value: setattr(self._config, name, value),
+    )
+
+
+class CheckpointManager:
+    """Saves and loads the states of a run, as the `[checkpoint]` section says.
+
+    `states` is updated in place with the model, optimizer, schedulers and dataloader. Entries
+    need not be `Stateful`. `folder`, `sd_adapter` and the settings below may be set at run time.
+    `model_description` is what error messages call the model; `run_record` is what a resume
+    compares (see `run_record.py`).
+
+    Without a dataloader the manager is driven by its caller: each `save` is due.
+    With `enable = false` only the folders that calls name by `path` are written and read.
+    """
+
+    enable = _setting("enable")
+    load_only = _setting("load_only")
+    interval = _setting("interval")
+    keep_latest_k = _setting("keep_latest_k")
+    enable_first_step_checkpoint = _setting("enable_first_step_checkpoint")
+    exclude_from_loading = _setting("exclude_from_loading")
+    verify_on_load = _setting("verify_on_load")
+    initial_load_path = _setting("initial_load_path")
+    initial_load_model_only = _setting("initial_load_model_only")
+    initial_load_in_hf = _setting("initial_load_in_hf")
+    initial_load_in_hf_quantized = _setting("initial_load_in_hf_quantized")
+    last_save_model_only = _setting("last_save_model_only")
+    last_save_in_hf = _setting("last_save_in_hf")
+
+    def __init__(
+        self,
+        dataloader: "BaseDataLoader | None",
+        model_parts: list[nn.Module],
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        states: dict[str, Any],
+        checkpoint_config: Checkpoint,
+        sd_adapter: BaseStateDictAdapter | None,
+        base_folder: str = "",
+        ft_manager: "FTManager | None" = None,
+    ) -> None:
+        self.sd_adapter = sd_adapter
+        self.model_description = " + ".join(type(part).__name__ for part in model_parts)
+        self._config = copy.copy(checkpoint_config)
+        if self.enable:
+            check_keep_latest_k(JobConfig(checkpoint=checkpoint_config))
+            check_checkpoint_formats(JobConfig(checkpoint=checkpoint_config))
+            if self.last_save_in_hf:
+                self.require_adapter()
+        async_mode, modes = checkpoint_config.async_mode.lower(), [mode.value for mode in AsyncMode]
+        if async_mode not in modes:
+            raise ValueError(
+                f"checkpoint.async_mode must be one of {', '.join(modes)}, got "
+                f"{checkpoint_config.async_mode!r}"
+            )
+        if ft_manager is not None and ft_manager.enabled:
+            raise NotImplementedError(
+                "Checkpoints under torchft are not available; set fault_tolerance.enable = false"
+            )
+        self.ft_manager = None
+        self.enable_ft_dataloader_checkpoints = False
+        self.states = states
+        self.states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        self.folder = os.path.join(base_folder, checkpoint_config.folder)
+        self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
+        self.run_record: dict[str, Any] = {}
+        self._lock: FolderLock | None = None
+        self._retention = Retention(self.folder)
+        if self.initial_load_path:
+            self._retention.given.add(os.path.realpath(self.initial_load_path))
+        self._selection = Selection(self._config, self._retention.damaged, self.require_adapter)
+        self._saver = Saver(AsyncMode(async_mode), self._what_is_left)
+        if self.enable:
+            if self.keep_latest_k > 0:
+                self._retention.start()
+            logger.info(f"Checkpointing is on, in {self.folder}")
+
+    def __del__(self) -> None:
+        # Daemon threads are frozen while the interpreter ends; joining one would never return.
+        if not sys.is_finalizing():
+            self.close()
+
+    def close(self) -> None:
+        """Wait for a running save, and end the helper threads. May be called twice.
+
+        Raises RuntimeError if that save failed.
+        """
+        if not hasattr(self, "_saver"):  # the constructor has refused its arguments
+            return
+        try:
+            if self._saver.wait():
+                self._purge()
+        finally:
+            self._retention.close()
+            self._saver.close()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    # What clients of the reference read
+
+    async_mode = property(
+        lambda self: self._saver.mode, lambda self, mode: setattr(self._saver, "mode", mode)
+    )
+    enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+    save_future = property(lambda self: self._saver.save_future)
+    staging_future = property(lambda self: self._saver.staging_future)
+    staging = property(lambda self: self._saver.staging)
+    stager = property(lambda self: self._saver.stager)
+    pg = property(lambda self: self._saver.group)
+    purge_thread = property(lambda self: self._retention.thread)
+    purge_queue = property(lambda self: self._retention.queue)
+
+    # Saving
+
+    @torch.no_grad()
+    def save(
+        self,
+        curr_step: int,
+        last_step: bool = False,
+        *,
+        path: str | None = None,
+        force: bool = False,
+    ) -> None:
+        """Save if this step is due. Collective.
+
+        Due are the last step, every `interval` steps, and step 1 when
+        `enable_first_step_checkpoint`; without a dataloader, every step.
+        force: the step is due.
+        path: the step folder to write in place of `<folder>/step-<curr_step>`; the step is due
+            then. Retention, of this run and later ones, leaves the folder alone.
+
+        Raises ValueError where a save was asked for by path or force that the config forbids,
+        RunError (a RuntimeError) if this save, or an asynchronous one before it, fails; older
+        checkpoints are then untouched.
+        """
+        if path is not None or force:
+            self._check_may_save(path)
+        elif not self._should_save(curr_step, last_step):
+            self._prepare_async_save()
+            return
+        self._saver.wait()
+        start = time.monotonic()
+        self._refresh_model()
+        if path is None:
+            folder = self._create_checkpoint_id(curr_step)
+            resolved = os.path.realpath(folder)
+            if _rank() == 0 and resolved not in self._retention.written:
+                _warn_of_replacing(folder)
+            self._retention.written.add(resolved)
+            self._retention.damaged.discard(resolved)
+        else:
+            folder = os.fspath(path)
+            self._retention.given.add(os.path.realpath(folder))
+            with self._saver.explaining_failure(f"The checkpoint {folder} could not be written"):
+                from_rank_zero(lambda: mark_kept(folder))
+        if last_step:  # synchronous whatever the mode: the process is about to end
+            states = (
+                self._exported_weights()
+                if self.last_save_model_only
+                else self._flattened_model_states_sd()
+            )
+            self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf=self.last_save_in_hf)
+        elif self.async_mode == AsyncMode.DISABLED:
+            self.dcp_save(self._flattened_model_states_sd(), folder, AsyncMode.DISABLED, True)
+        else:
+            self._saver.start(self._states_now, folder, self.run_record)
+        seconds = time.monotonic() - start
+        logger.info(
+            f"Training waited {seconds:.2f} s for step {curr_step}'s save",
+            extra=event(
+                "save", curr_step, seconds=seconds, in_background=self.save_future is not None
+            ),
+        )
+        self._purge()
+
+    def maybe_wait_for_staging(self) -> None:
+        """Call before the optimizer changes the weights: a pinned save may still be copying."""
+        self._saver.wait_for_staging()
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
+        adapter = self.require_adapter() if to_hf else None
+        result = self._saver.write(state_dict, checkpoint_id, async_mode, self.run_record, adapter)
+        if enable_garbage_collection:
+            GarbageCollection.collect("after saving a checkpoint")
+        return result
+
+    def _should_save(self, curr_step: int, last_step: bool) -> bool:
+        if not self.enable or self.load_only:
+            return False
+        if self.states[DATALOADER] is None:
+            return True
+        is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
+        return last_step or is_wanted_first_step or curr_step % self.interval == 0
+
+    def _check_may_save(self, path: str | None) -> None:
+        if self.load_only:
+            raise ValueError(
+                "checkpoint.load_only = true forbids to save; set it to false, or "
+                "checkpointer.load_only = False for the time of this save"
+            )
+        if path is None and not self.enable:
+            raise ValueError(
+                "checkpoint.enable = false leaves no folder to save in; give the step folder as "
+                "path, or set checkpoint.enable = true"
+            )
+
+    def _prepare_async_save(self) -> None:
+        def states() -> dict[str, Any]:
+            self._refresh_model()
+            return self._states_now()
+
+        if self.enable and not self.load_only:
+            self._saver.prepare(states)
+
+    def _what_is_left(self) -> str:
+        step = self._find_load_step()
+        if step < 0:
+            return f". Mend that and start again; {self.folder} holds no whole checkpoint yet"
+        return (
+            f". Mend that and start again: the last whole checkpoint in {self.folder} is that "
+            f"of step {step}"
+        )
+
+    def _purge(self) -> None:
+        if self.enable and self.keep_latest_k > 0 and _rank() == 0:
+            self._retention.purge(self.folder, self.keep_latest_k, self._saver.saving_to)
+
+    # Loading
+
+    @torch.no_grad()
+    def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:
+        """Load a checkpoint, and return whether there was one. Collective.
+
+        step: the step to load, from this run's own folder; -1 is the newest one that is whole,
+            or without any the initial checkpoint, if one is configured.
+        path: the step folder to load, DCP or Hugging Face files; nothing else is looked at then,
+            neither this run's folder nor the initial checkpoint.
+        model_only: leave optimizer, schedule, step and data position as they are.
+
+        Raises FileNotFoundError or ValueError when what was asked for is not there, is damaged,
+        or belongs to another model.
+        """
+        if path is not None and step != -1:
+            raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
+        if path is None and not self.enable:
+            return False
+        for name in self.exclude_from_loading:
+            if name not in self.states:
+                raise ConfigError(
+                    f"checkpoint.exclude_from_loading can hold {', '.join(self.states)}, got "
+                    f"{name!r}; correct or remove it"
+                )
+        self._saver.wait()
+        if path is None:
+            source = self._selection.own(self.folder, step) or self._selection.initial()
+        else:
+            self._retention.given.add(os.path.realpath(path))
+            source = self._selection.at(os.fspath(path))
+        if source is None:
+            logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
+            return False
+        logger.info(f"Loading the checkpoint {source.path}")
+        start = time.monotonic()
+        self._refresh_model()
+        states = self._states_to_load(source.model_only or model_only)
+        if not source.from_hf:
+            states = fit_to_checkpoint(states, self.states, source.path, self.model_description)
+        if OPTIMIZER in states or DATALOADER in states:  # the run goes on, with more than weights
+            saved_record = from_rank_zero(lambda: read_record(source.path))
+            if OPTIMIZER in states:
+                check_same_optimizer(saved_record, self.run_record, source.path)
+            for difference in differences(saved_record, self.run_record, states):
+                logger.warning(f"{source.path} is continued, but {difference}")
+        self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
+        GarbageCollection.collect("after loading a checkpoint")
+        logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
+        return True
+
+    @torch.no_grad()
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Read `checkpoint_id` into `state_dict` and the model."""
+        if from_hf:
+            state_dict = load_from_hf(
+                state_dict,
+                self.require_adapter(),
+                checkpoint_id,
+                from_quantized,
+                self.model_description,
+            )
+        else:
+            with dcp.one_error(f"The checkpoint {checkpoint_id} could not be read"):
+                dcp.load(state_dict, checkpoint_id=checkpoint_id)
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def newest_step(self) -> int:
+        """The newest whole step in this run's folder; -1 if there is none. Collective.
+
+        Raises ValueError if there are steps and all of them are damaged.
+        """
+        if not self.enable:
+            return -1
+        folders = from_rank_zero(lambda: list_steps(self.folder))
+        newest = self._selection.newest_whole_step(self.folder, folders)
+        return -1 if newest is None else newest.step
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is finished, -1 if there is none."""
+        steps = [f.step for f in list_steps(folder or self.folder) if f.is_finished]
+        return max(steps, default=-1)
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        return os.path.join(folder or self.folder, f"step-{step}")
+
+    # States
+
+    def release_model(self) -> None:
+        """Hold no parameter's memory; each save and load takes hold of it again."""
+        self.states[MODEL].release()
+
+    def require_adapter(self) -> BaseStateDictAdapter:
+        """The model's adapter; ValueError if it has none."""
+        if self.sd_adapter is None:
+            raise ValueError(
+                f"Checkpoints of {self.model_description} cannot be read or written in Hugging "
+                "Face format: its TrainSpec has no state_dict_adapter"
+            )
+        return self.sd_adapter
+
+    def _refresh_model(self) -> None:
+        """After an evaluation FSDP may hold gathered weights, and a client may have moved them;
+        both would make a state dict of the wrong tensors."""
+        from torchtitan.distributed.fsdp import reshard_model
+
+        for part in self.states[MODEL].model:
+            reshard_model(part)
+        self.states[MODEL].refresh()
+
+    def _flattened_model_states_sd(
+        self, state_dict: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The states with the model's entries at the top level, under their own names."""
+        states = dict(self.states if state_dict is None else state_dict)
+        model = states.pop(MODEL, None)
+        return states if model is None else states | model.state_dict()
+
+    def _states_now(self) -> dict[str, Any]:
+        """What a full checkpoint holds, with the live tensors."""
+        return {
+            name: state.state_dict() if isinstance(state, Stateful) else state
+            for name, state in self._flattened_model_states_sd().items()
+        }
+
+    def _exported_weights(self) -> dict[str, Any]:
+        return {
+            name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self.states[MODEL].state_dict().items()
+        }
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        if model_only:
+            return self.states[MODEL].state_dict()
+        # An absent dataloader has nothing to restore.
+        kept = {
+            name: state
+            for name, state in self.states.items()
+            if name not in self.exclude_from_loading and state is not None
+        }
+        return self._flattened_model_states_sd(kept)
+
+    # The folder
+
+    def claim_folder(self) -> None:
+        """Lock this run's folder against other jobs until `close`, and look at the free space.
+        Collective.
+
+        Raises RunError if another job writes there.
+        """
+        if not self.enable or self.load_only or self._lock is not None:
+            return
+
+        def lock() -> None:
+            self._lock = FolderLock(self.folder)
+
+        with dcp.one_error(f"The checkpoint folder {self.folder} cannot be used"):
+            from_rank_zero(lock)
+        n_bytes = self._estimated_bytes()
+        if _rank() == 0:
+            _warn_of_little_space(self.folder, n_bytes, self.keep_latest_k)
+
+    def saves_where(self, other: "CheckpointManager") -> bool:
+        """Whether both write step folders, and side by side."""
+        return (
+            self is not other
+            and all(manager.enable and not manager.load_only for manager in (self, other))
+            and os.path.realpath(self.folder) == os.path.realpath(other.folder)
+        )
+
+    def _estimated_bytes(self) -> int:
+        """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
+        Collective."""
+        n_bytes, first_name = 0, ""
+        for part in self.states[MODEL].model:
+            for name, parameter in part.named_parameters():
+                n_bytes += (3 if parameter.requires_grad else 1) * parameter.nbytes
+                first_name = first_name or name
+        # Sizes are global; only pipeline ranks have different parameters.
+        return sum(dict(all_ranks((first_name, n_bytes))).values())
+
+
+def _warn_of_replacing(folder: str) -> None:
+    if os.path.isdir(folder) and os.listdir(folder):
+        contents = contents_of(folder)
+        if contents == Contents.UNKNOWN:
+            logger.warning(f"Saving in {folder}, which holds other files; they stay")
+        elif contents != Contents.UNFINISHED:
+            logger.warning(f"Replacing the checkpoint {folder}")
+
+
+def _warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
+    """keep_latest_k: 0 keeps all, whose number nobody knows."""
+    n_more = 1
+    if keep_latest_k:
+        n_whole = sum(step.is_finished for step in list_steps(folder))
+        n_more = max(1, keep_latest_k + 1 - n_whole)  # old ones go after a new one is whole
+    free = shutil.disk_usage(folder).free
+    if free < n_more * n_bytes:
+        logger.warning(
+            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run has about "
+            f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
+            "room, or lower checkpoint.keep_latest_k"
+        )
+
+
+def _rank() -> int:
+    try:
+        return dist.get_rank()
+    except ValueError:  # a single process without process group
+        return 0

@@ -1,0 +1,267 @@
+"""A model's weights under Hugging Face names, one after another, for whoever serves the model.
+
+Never more than one tensor, or one stack of a layer's experts, is gathered at once. The receiver
+tells by a version and a digest that it has the very weights that were sent.
+"""
+
+import copy
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.tensor_views import LocalShard, local_shard
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+# Bytes are read as words of 64 bits, and rows of so many words are summed up.
+_WORDS_PER_ROW = 2**15
+_ROWS_AT_ONCE = 2**9
+
+
+class WeightStream:
+    """Iterates over (HF name, tensor) of all weights, in the order of the model.
+
+    Whole tensors: collective, and the same on every rank, those of other pipeline stages too. All
+    ranks have to iterate to the end. Experts come as the family's files have them, all of them. A
+    tied output weight comes, too, as the tensor of the embedding.
+    Tensors may be the live parameters' memory: copy what is to outlast the next optimizer step.
+
+    sharded: `LocalShard`s instead, views of what this rank holds of its own stage, without any
+        communication. Replicas come from each rank that holds one; one weight may come in pieces.
+    dtype: what floating-point parameters are cast to; buffers and routers keep theirs, as every
+        parameter does with None.
+
+    version: how many optimizer steps have changed the weights. digest: `digest_of` what came, None
+    until the end has. Of whole tensors it is the same for every layout of ranks.
+
+    Raises RuntimeError if an optimizer step changes the weights in between.
+    """
+
+    version: int
+    digest: str | None
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        adapter: "BaseStateDictAdapter",
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None = None,
+        sharded: bool = False,
+        current_version: Callable[[], int] = lambda: 0,
+        stage_indices: list[int] | None = None,
+        pp_group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        """stage_indices, pp_group: of the model parts, under pipeline parallelism."""
+        self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
+        self._adapter = copy.copy(adapter)  # it remembers what it translated last
+        self._device, self._dtype, self._sharded = device, dtype, sharded
+        self._current_version = current_version
+        self._pp_group = pp_group
+        self.version, self.digest = current_version(), None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
+        self.version, self.digest = self._current_version(), None
+        digest = WeightDigest()
+        aliases = {} if self._sharded else self._adapter.hf_aliases()
+        alias_of = {alias: name for name, alias in aliases.items()}
+        for name, tensor in self._shards() if self._sharded else self._whole_tensors():
+            digest.add(name, tensor, same_as=alias_of.get(name))
+            yield name, tensor
+            if self._current_version() != self.version:
+                raise RuntimeError(
+                    f"The weights went from version {self.version} to {self._current_version()} "
+                    "while they were streamed; finish the iteration before the optimizer's step"
+                )
+        self.digest = digest.hexdigest()
+
+    @torch.no_grad()
+    def _shards(self) -> Iterator[tuple[str, LocalShard]]:
+        aliases = self._adapter.hf_aliases()
+        for part in self._parts.values():
+            state, keeps_dtype = self._state_of(part)
+            for names in self._adapter.groups_of(state):
+                for name in names:
+                    tensor = state[name]
+                    shard = local_shard(tensor)
+                    if shard is None:
+                        continue
+                    if not keeps_dtype(name):
+                        shard = shard._replace(tensor=shard.tensor.to(self._dtype))
+                    for hf_name, piece in self._adapter.shards_to_hf(name, shard):
+                        yield hf_name, piece
+                        if hf_name in aliases:
+                            yield aliases[hf_name], piece
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self._pp_group is None:
+            for part in self._parts.values():
+                for group in self._groups(part):
+                    yield from group
+            return
+        stages: list[Any] = [None] * self._pp_group.size()
+        dist.all_gather_object(stages, list(self._parts), group=self._pp_group)
+        holder = {stage: rank for rank, held in enumerate(stages) for stage in held}
+        for stage in sorted(holder):
+            yield from self._from_stage(stage, holder[stage])
+
+    def _from_stage(self, stage: int, holder: int) -> Iterator[tuple[str, Tensor]]:
+        """What the rank `holder` of the pipeline has of one stage, on all of its ranks."""
+        source = dist.get_global_rank(self._pp_group, holder)
+        groups = self._groups(self._parts[stage]) if stage in self._parts else None
+        while True:
+            group = next(groups, None) if groups else None
+            header = [_described(group) if group else None]
+            dist.broadcast_object_list(header, src=source, group=self._pp_group)
+            if header[0] is None:
+                return
+            names, shapes = header[0]
+            if groups is None:
+                tensors = [torch.empty(s, dtype=d, device=self._device) for s, d in shapes]
+                group = [(name, tensors[n]) for name, n in names]
+            for tensor in {id(tensor): tensor for _, tensor in group}.values():
+                dist.broadcast(tensor, src=source, group=self._pp_group)
+            yield from group
+
+    @torch.no_grad()
+    def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+        """The (HF name, whole tensor) that are gathered at once."""
+        aliases = self._adapter.hf_aliases()
+        state, keeps_dtype = self._state_of(part)
+        for names in self._adapter.groups_of(state):
+            whole = {}
+            for name in names:
+                tensor = state[name].to(self._device, non_blocking=True)  # from pinned memory
+                if not keeps_dtype(name):
+                    tensor = tensor.to(self._dtype)  # before it travels
+                whole[name] = whole_tensor(tensor)
+            group = []
+            for hf_name, tensor in self._adapter.to_hf(whole).items():
+                group.append((hf_name, tensor.contiguous()))
+                if hf_name in aliases:
+                    group.append((aliases[hf_name], group[-1][1]))
+            if group:
+                yield group
+
+    def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:
+        """The live tensors of a part by name, and which of them keep their dtype."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        from torchtitan.distributed.fsdp import reshard_model
+
+        reshard_model(part)
+        state = {name: t.detach() for name, t in get_model_state_dict(part).items()}
+        buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
+
+        def keeps_dtype(name: str) -> bool:
+            return (
+                self._dtype is None
+                or name in buffers
+                or not state[name].is_floating_point()
+                or self._adapter.keeps_dtype(name)
+            )
+
+        return state, keeps_dtype
+
+
+def _described(group: list[tuple[str, Tensor]]) -> tuple[list[Any], list[Any]]:
+    """(name, number of its tensor) of each, and (shape, dtype) of the tensors."""
+    tensors = {id(tensor): tensor for _, tensor in group}
+    number = {key: n for n, key in enumerate(tensors)}
+    names = [(name, number[id(tensor)]) for name, tensor in group]
+    return names, [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
+
+
+# ---- digest ----
+
+
+def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
+    """The digest of (name, tensor) pairs, in any order and on any device.
+
+    It tells of every name, dtype, shape and value, bit for bit, and finds accidents, not forgery.
+    """
+    digest = WeightDigest()
+    for name, tensor in pairs:
+        digest.add(name, tensor)
+    return digest.hexdigest()
+
+
+class WeightDigest:
+    """`digest_of` pairs that come one by one; it doesn't wait for the device until the end."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, Tensor]] = []
+        self._by_name: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor | LocalShard, same_as: str | None = None) -> None:
+        """same_as: the name of the same tensor, added before, which spares a look at the bytes."""
+        where = ""
+        if isinstance(tensor, LocalShard):
+            where = f" at {tuple(tensor.offsets)} of {tuple(tensor.shape)}"
+            tensor = tensor.tensor
+        known = same_as in self._by_name
+        value = self._by_name[name] = self._by_name[same_as] if known else fingerprint(tensor)
+        self._lines.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}{where}", value))
+
+    def hexdigest(self) -> str:
+        lines = []
+        for device in {value.device for _, value in self._lines}:
+            here = [(what, value) for what, value in self._lines if value.device == device]
+            numbers = torch.stack([value for _, value in here]).tolist()  # the one wait
+            lines += [f"{what} {n}" for (what, _), n in zip(here, numbers, strict=True)]
+        lines.sort()
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """One int64 that any changed bit changes, on the tensor's device.
+
+    The bytes, as words of 64 bits, are summed up row by row with odd weights, modulo 2^64; so are
+    the sums, until there is one. Integers add up to the same in any order: CPU and accelerator
+    agree, at the speed of their memory. A hash of hashlib would be ten times as slow and need the
+    weights on the host.
+    """
+    flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    n_whole = flat.numel() // 8 * 8
+    words = _aligned(flat[:n_whole]).view(torch.int64)
+    if n_whole != flat.numel():
+        last = flat.new_zeros(8)
+        last[: flat.numel() - n_whole] = flat[n_whole:]
+        words = torch.cat([words, last.view(torch.int64)])
+    weights = _weights(str(flat.device))
+    while words.numel() > 1:
+        n_rows = words.numel() // _WORDS_PER_ROW
+        rest = words[n_rows * _WORDS_PER_ROW :]
+        sums = _sums_of(words[: n_rows * _WORDS_PER_ROW].view(n_rows, _WORDS_PER_ROW), weights)
+        words = torch.cat([*sums, (rest * weights[: rest.numel()]).sum().view(1)])
+    return words.sum()
+
+
+def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
+    if rows.device.type == "cpu":
+        return [torch.mv(rows, weights)]
+    # Accelerators have no such product of integers; in pieces, for this one takes memory.
+    return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
+
+
+def _aligned(flat: Tensor) -> Tensor:
+    return flat.clone() if flat.storage_offset() % 8 else flat
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: str) -> Tensor:
+    """Odd, so that a change of one word cannot vanish; the same everywhere."""
+    draw = random.Random(0)
+    words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
+    signed = [word - 2**64 if word >= 2**63 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
