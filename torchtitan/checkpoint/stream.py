@@ -1,7 +1,7 @@
-"""A model's weights under Hugging Face names, one after another, for whoever serves the model.
+"""A model's weights under Hugging Face names, one after another, for a server.
 
-Never more than one tensor, or one stack of a layer's experts, is gathered at once. The receiver
-tells by a version and a digest that it has the very weights that were sent.
+Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
+tell the receiver that it has the very weights that were sent.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import LocalShard, local_shard
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-if TYPE_CHECKING:
-    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-
-# Bytes are read as words of 64 bits, and rows of so many words are summed up.
+# Bytes are read as words of 64 bits, and rows of this many words are summed up.
 _WORDS_PER_ROW = 2**15
 _ROWS_AT_ONCE = 2**9
 
@@ -52,7 +50,7 @@ class WeightStream:
     def __init__(
         self,
         model_parts: list[nn.Module],
-        adapter: "BaseStateDictAdapter",
+        adapter: BaseStateDictAdapter,
         device: torch.device,
         *,
         dtype: torch.dtype | None = None,
@@ -120,14 +118,17 @@ class WeightStream:
         groups = self._groups(self._parts[stage]) if stage in self._parts else None
         while True:
             group = next(groups, None) if groups else None
-            header = [_described(group) if group else None]
+            # Aliases are one tensor: (its id, shape and dtype) of each name.
+            header = [group and [(n, id(t), t.shape, t.dtype) for n, t in group]]
             dist.broadcast_object_list(header, src=source, group=self._pp_group)
             if header[0] is None:
                 return
-            names, shapes = header[0]
             if groups is None:
-                tensors = [torch.empty(s, dtype=d, device=self._device) for s, d in shapes]
-                group = [(name, tensors[n]) for name, n in names]
+                tensors: dict[int, Tensor] = {}
+                for _, key, shape, dtype in header[0]:
+                    if key not in tensors:
+                        tensors[key] = torch.empty(shape, dtype=dtype, device=self._device)
+                group = [(name, tensors[key]) for name, key, _, _ in header[0]]
             for tensor in {id(tensor): tensor for _, tensor in group}.values():
                 dist.broadcast(tensor, src=source, group=self._pp_group)
             yield from group
@@ -171,14 +172,6 @@ class WeightStream:
             )
 
         return state, keeps_dtype
-
-
-def _described(group: list[tuple[str, Tensor]]) -> tuple[list[Any], list[Any]]:
-    """(name, number of its tensor) of each, and (shape, dtype) of the tensors."""
-    tensors = {id(tensor): tensor for _, tensor in group}
-    number = {key: n for n, key in enumerate(tensors)}
-    names = [(name, number[id(tensor)]) for name, tensor in group]
-    return names, [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
 
 
 # ---- digest ----
@@ -227,13 +220,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """One int64 that any changed bit changes, on the tensor's device.
 
     The bytes, as words of 64 bits, are summed up row by row with odd weights, modulo 2^64; so are
-    the sums, until there is one. Integers add up to the same in any order: CPU and accelerator
-    agree, at the speed of their memory. A hash of hashlib would be ten times as slow and need the
-    weights on the host.
+    the sums, until there is one. Integers add up to the same in any order, so CPU and accelerator
+    agree. hashlib would be ten times as slow and need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8
-    words = _aligned(flat[:n_whole]).view(torch.int64)
+    aligned = flat[:n_whole].clone() if flat.storage_offset() % 8 else flat[:n_whole]
+    words = aligned.view(torch.int64)
     if n_whole != flat.numel():
         last = flat.new_zeros(8)
         last[: flat.numel() - n_whole] = flat[n_whole:]
@@ -252,10 +245,6 @@ def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
         return [torch.mv(rows, weights)]
     # Accelerators have no such product of integers; in pieces, for this one takes memory.
     return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
-
-
-def _aligned(flat: Tensor) -> Tensor:
-    return flat.clone() if flat.storage_offset() % 8 else flat
 
 
 @functools.lru_cache(maxsize=8)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 _INDEX_FILE = "model.safetensors.index.json"
 _MOST_DIGITS = 9  # of a file's number
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def to_template(name: str) -> tuple[str, list[str]]:
+    """Return the name with `{}` for its numbers, and the numbers."""
+    return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
 class BaseStateDictAdapter(ABC):
@@ -111,9 +117,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         return HuggingFaceStorageReader(path)
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        table = getattr(self, "from_hf_map", {})
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "{}", hf_key)
-        return name in table and table[name] is None
+        return getattr(self, "from_hf_map", {}).get(to_template(hf_key)[0], hf_key) is None
 
 
 def read_weight_map(path: str) -> dict[str, str]:
@@ -146,11 +150,11 @@ def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
     except FileNotFoundError:
         logger.info(f"There is no {path}: a Hugging Face export is divided by size")
         return None
-    return {name: _first_number(shard, path) for name, shard in weight_map.items()}
 
+    def number_of(file_name: str) -> int:
+        match = re.search(r"\d+", file_name)
+        if match is None or len(match.group()) > _MOST_DIGITS:
+            raise ValueError(f"{path}: expected a number in the shard's name, got {file_name!r}")
+        return int(match.group())
 
-def _first_number(file_name: str, index_path: str) -> int:
-    match = re.search(r"\d+", file_name)
-    if match is None or len(match.group()) > _MOST_DIGITS:
-        raise ValueError(f"{index_path}: expected a number in the shard's name, got {file_name!r}")
-    return int(match.group())
+    return {name: number_of(shard) for name, shard in weight_map.items()}
