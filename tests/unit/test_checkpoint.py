@@ -30,6 +30,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
+from torchtitan.checkpoint.retention import estimated_bytes
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     ModelWrapper,
@@ -865,7 +866,7 @@ def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
     with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=500)):
         run.manager.claim_folder()
     # 2 layers of 4 * 4 + 4 numbers, with two moments each, in 4 bytes
-    assert run.manager._estimated_bytes() == 2 * 20 * 3 * 4
+    assert estimated_bytes([run.model]) == 2 * 20 * 3 * 4
     assert "up to 3 more of them are kept" in caplog.text
     assert "lower checkpoint.keep_latest_k" in caplog.text
 

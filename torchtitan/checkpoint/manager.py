@@ -6,7 +6,6 @@ continue on another number of ranks.
 
 import copy
 import os
-import shutil
 import sys
 import time
 from concurrent.futures import Future
@@ -19,15 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import (
-    GIB,
-    Contents,
-    contents_of,
-    list_steps,
-    mark_kept,
-)
+from torchtitan.checkpoint.folder import list_steps, mark_kept
 from torchtitan.checkpoint.hf import load_from_hf
-from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.retention import Retention, estimated_bytes, warn_of_little_space
 from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
 from torchtitan.checkpoint.saving import AsyncMode, Saver
 from torchtitan.checkpoint.selection import Selection
@@ -45,7 +38,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.check_helpers import ConfigError
 from torchtitan.config.checks import check_checkpoint_formats, check_keep_latest_k
 from torchtitan.config.job_config import Checkpoint
-from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
@@ -206,34 +199,41 @@ class CheckpointManager:
         checkpoints are then untouched.
         """
         if path is not None or force:
-            self._check_may_save(path)
+            if self.load_only:
+                raise ValueError(
+                    "checkpoint.load_only = true forbids to save; set it to false, or "
+                    "checkpointer.load_only = False for the time of this save"
+                )
+            if path is None and not self.enable:
+                raise ValueError(
+                    "checkpoint.enable = false leaves no folder to save in; give the step folder "
+                    "as path, or set checkpoint.enable = true"
+                )
         elif not self._should_save(curr_step, last_step):
-            self._prepare_async_save()
+            if self.enable and not self.load_only:
+                self._saver.prepare(self._states_now)
             return
         self._saver.wait()
         start = time.monotonic()
-        self._refresh_model()
         if path is None:
             folder = self._create_checkpoint_id(curr_step)
-            resolved = os.path.realpath(folder)
-            if _rank() == 0 and resolved not in self._retention.written:
-                _warn_of_replacing(folder)
-            self._retention.written.add(resolved)
-            self._retention.damaged.discard(resolved)
+            self._retention.will_write(folder, warns=_rank() == 0)
         else:
             folder = os.fspath(path)
             self._retention.given.add(os.path.realpath(folder))
             with self._saver.explaining_failure(f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
-        if last_step:  # synchronous whatever the mode: the process is about to end
-            states = (
-                self._exported_weights()
-                if self.last_save_model_only
-                else self._flattened_model_states_sd()
-            )
-            self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf=self.last_save_in_hf)
-        elif self.async_mode == AsyncMode.DISABLED:
-            self.dcp_save(self._flattened_model_states_sd(), folder, AsyncMode.DISABLED, True)
+        if last_step or self.async_mode == AsyncMode.DISABLED:
+            # The last save is synchronous in every mode: the process is about to end.
+            self._refresh_model()
+            states = self._flattened_model_states_sd()
+            if last_step and self.last_save_model_only:
+                states = {
+                    name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
+                    for name, tensor in self.states[MODEL].state_dict().items()
+                }
+            to_hf = last_step and self.last_save_in_hf
+            self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf)
         else:
             self._saver.start(self._states_now, folder, self.run_record)
         seconds = time.monotonic() - start
@@ -272,26 +272,6 @@ class CheckpointManager:
             return True
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
-
-    def _check_may_save(self, path: str | None) -> None:
-        if self.load_only:
-            raise ValueError(
-                "checkpoint.load_only = true forbids to save; set it to false, or "
-                "checkpointer.load_only = False for the time of this save"
-            )
-        if path is None and not self.enable:
-            raise ValueError(
-                "checkpoint.enable = false leaves no folder to save in; give the step folder as "
-                "path, or set checkpoint.enable = true"
-            )
-
-    def _prepare_async_save(self) -> None:
-        def states() -> dict[str, Any]:
-            self._refresh_model()
-            return self._states_now()
-
-        if self.enable and not self.load_only:
-            self._saver.prepare(states)
 
     def _what_is_left(self) -> str:
         step = self._find_load_step()
@@ -432,15 +412,10 @@ class CheckpointManager:
 
     def _states_now(self) -> dict[str, Any]:
         """What a full checkpoint holds, with the live tensors."""
+        self._refresh_model()
         return {
             name: state.state_dict() if isinstance(state, Stateful) else state
             for name, state in self._flattened_model_states_sd().items()
-        }
-
-    def _exported_weights(self) -> dict[str, Any]:
-        return {
-            name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self.states[MODEL].state_dict().items()
         }
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
@@ -470,9 +445,9 @@ class CheckpointManager:
 
         with dcp.one_error(f"The checkpoint folder {self.folder} cannot be used"):
             from_rank_zero(lock)
-        n_bytes = self._estimated_bytes()
+        n_bytes = estimated_bytes(self.states[MODEL].model)
         if _rank() == 0:
-            _warn_of_little_space(self.folder, n_bytes, self.keep_latest_k)
+            warn_of_little_space(self.folder, n_bytes, self.keep_latest_k)
 
     def saves_where(self, other: "CheckpointManager") -> bool:
         """Whether both write step folders, and side by side."""
@@ -480,41 +455,6 @@ class CheckpointManager:
             self is not other
             and all(manager.enable and not manager.load_only for manager in (self, other))
             and os.path.realpath(self.folder) == os.path.realpath(other.folder)
-        )
-
-    def _estimated_bytes(self) -> int:
-        """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
-        Collective."""
-        n_bytes, first_name = 0, ""
-        for part in self.states[MODEL].model:
-            for name, parameter in part.named_parameters():
-                n_bytes += (3 if parameter.requires_grad else 1) * parameter.nbytes
-                first_name = first_name or name
-        # Sizes are global; only pipeline ranks have different parameters.
-        return sum(dict(all_ranks((first_name, n_bytes))).values())
-
-
-def _warn_of_replacing(folder: str) -> None:
-    if os.path.isdir(folder) and os.listdir(folder):
-        contents = contents_of(folder)
-        if contents == Contents.UNKNOWN:
-            logger.warning(f"Saving in {folder}, which holds other files; they stay")
-        elif contents != Contents.UNFINISHED:
-            logger.warning(f"Replacing the checkpoint {folder}")
-
-
-def _warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
-    """keep_latest_k: 0 keeps all, whose number nobody knows."""
-    n_more = 1
-    if keep_latest_k:
-        n_whole = sum(step.is_finished for step in list_steps(folder))
-        n_more = max(1, keep_latest_k + 1 - n_whole)  # old ones go after a new one is whole
-    free = shutil.disk_usage(folder).free
-    if free < n_more * n_bytes:
-        logger.warning(
-            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run has about "
-            f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
-            "room, or lower checkpoint.keep_latest_k"
         )
 
 

@@ -2,18 +2,24 @@
 
 import os
 import queue
+import shutil
 import threading
 
+import torch.nn as nn
+
 from torchtitan.checkpoint.folder import (
+    GIB,
     HASHES_FILE,
     KEPT_MARKER,
     UNFINISHED_MARKER,
     Contents,
     StepFolder,
+    contents_of,
     list_steps,
     mark_unfinished,
     remove_folder,
 )
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.tools.logging import logger
 
 
@@ -52,6 +58,18 @@ class Retention:
         self.damaged: set[str] = set()
         self.thread: threading.Thread | None = None
         self.queue: queue.Queue = queue.Queue()
+
+    def will_write(self, folder: str, warns: bool) -> None:
+        """warns: of a checkpoint, or other files, that were there before this manager's."""
+        path = os.path.realpath(folder)
+        if warns and path not in self.written and os.path.isdir(folder) and os.listdir(folder):
+            contents = contents_of(folder)
+            if contents == Contents.UNKNOWN:
+                logger.warning(f"Saving in {folder}, which holds other files; they stay")
+            elif contents != Contents.UNFINISHED:
+                logger.warning(f"Replacing the checkpoint {folder}")
+        self.written.add(path)
+        self.damaged.discard(path)
 
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Have all but the newest finished step folders in `folder` removed.
@@ -104,3 +122,30 @@ class Retention:
         if self.thread is not None and self.thread.is_alive():
             self.queue.put(Terminate())
             self.thread.join()
+
+
+def estimated_bytes(model_parts: list[nn.Module]) -> int:
+    """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
+    Collective."""
+    n_bytes, first_name = 0, ""
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            n_bytes += (3 if parameter.requires_grad else 1) * parameter.nbytes
+            first_name = first_name or name
+    # Sizes are global; only pipeline ranks have different parameters.
+    return sum(dict(all_ranks((first_name, n_bytes))).values())
+
+
+def warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
+    """n_bytes: of one checkpoint. keep_latest_k: 0 keeps all, and how many that is, is unknown."""
+    n_more = 1
+    if keep_latest_k:
+        n_whole = sum(step.is_finished for step in list_steps(folder))
+        n_more = max(1, keep_latest_k + 1 - n_whole)  # old ones go after a new one is whole
+    free = shutil.disk_usage(folder).free
+    if free < n_more * n_bytes:
+        logger.warning(
+            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run has about "
+            f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
+            "room, or lower checkpoint.keep_latest_k"
+        )
