@@ -106,13 +106,12 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
-            kinds = [
-                (d.is_floating_point, d.is_complex) for d in (entry.properties.dtype, tensor.dtype)
-            ]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"{name} is saved as {entry.properties.dtype}, and is {tensor.dtype} here"
-                )
+            saved, own = entry.properties.dtype, tensor.dtype
+            if (saved.is_floating_point, saved.is_complex) != (
+                own.is_floating_point,
+                own.is_complex,
+            ):
+                raise ValueError(f"{name} is saved as {saved}, and is {own} here")
 
 
 class SafeReader(FileSystemReader):
@@ -265,15 +264,6 @@ class SavePlans:
         for name in _CACHES:
             getattr(SavePlanner, name, {}).pop(getattr(self, "_key", None), None)
         self._key = f"torchtitan {next(_numbers)}"
-
-    @contextmanager
-    def forgotten_on_error(self) -> Iterator[None]:
-        """An error, which all ranks get, may leave plans that only some ranks remember."""
-        try:
-            yield
-        except BaseException:
-            self.forget()
-            raise
 
 
 class _RememberingPlanner(DefaultSavePlanner):

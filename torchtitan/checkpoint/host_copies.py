@@ -63,11 +63,10 @@ class HostCopies:
 
 
 def _layout_of(state_dict: dict[str, Any]) -> Any:
+    def of_leaf(leaf: Any) -> Any:
+        if torch.is_tensor(leaf):
+            return leaf.shape, leaf.dtype, getattr(leaf, "placements", None)
+        return None
+
     leaves, structure = pytree.tree_flatten(state_dict)
-    tensors = [
-        (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
-        if torch.is_tensor(leaf)
-        else None
-        for leaf in leaves
-    ]
-    return structure, tensors
+    return structure, list(map(of_leaf, leaves))

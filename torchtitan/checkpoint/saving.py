@@ -161,8 +161,13 @@ class Saver:
 
     @contextmanager
     def explaining_failure(self, what: str) -> Iterator[None]:
-        with dcp.one_error(what, self._advice), self._plans.forgotten_on_error():
-            yield
+        try:
+            with dcp.one_error(what, self._advice):
+                yield
+        except BaseException:
+            # All ranks get the error, but only some of them may remember a plan.
+            self._plans.forget()
+            raise
 
     def _join_group(self) -> None:
         """Saves in the background must not share a group with the training's own collectives."""
