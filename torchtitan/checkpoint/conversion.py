@@ -27,6 +27,7 @@ from torchtitan.checkpoint.states import (
     shorten,
 )
 from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.host import total_ram_bytes
@@ -68,8 +69,6 @@ def prepare_conversion(
     model_args = None
     description = f"{model_name} {model_flavor}"
     if hf_config is not None:
-        from torchtitan.models.hf_config import from_hf_config
-
         model_name, _, model_args = from_hf_config(hf_config)
         description = f"the {model_name} model of {hf_config}"
     spec = get_train_spec(model_name)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
@@ -227,8 +228,6 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 
 
 def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str) -> None:
-    from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
-
     # An adapter may give views with rows and columns swapped, which the format has no word for.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}

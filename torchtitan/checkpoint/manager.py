@@ -38,6 +38,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.check_helpers import ConfigError
 from torchtitan.config.checks import check_checkpoint_formats, check_keep_latest_k
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.events import event
@@ -396,8 +397,6 @@ class CheckpointManager:
     def _refresh_model(self) -> None:
         """After an evaluation FSDP may hold gathered weights, and a client may have moved them;
         both would make a state dict of the wrong tensors."""
-        from torchtitan.distributed.fsdp import reshard_model
-
         for part in self.states[MODEL].model:
             reshard_model(part)
         self.states[MODEL].refresh()

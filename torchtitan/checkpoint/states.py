@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -194,8 +195,6 @@ def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
 
 def _flat_keys(name: str, state: Any) -> set[str]:
     """The keys under which DCP stores one component."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     content = state.state_dict() if isinstance(state, Stateful) else state
     return set(flatten_state_dict({name: content})[0])
 

@@ -157,7 +157,7 @@ class Offloader:
 
 
 def release_pinned_memory() -> None:
-    """Give back to the system the pinned host memory that torch keeps and nobody uses."""
+    """Give back to the system the pinned host memory that torch keeps unused."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
     (empty or torch._C._host_emptyCache)()
 

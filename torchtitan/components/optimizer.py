@@ -126,7 +126,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Set up what makes this a torch Optimizer, hooks above all."""
         Optimizer.__init__(self, all_params, optimizer_kwargs)
-        # The base class made an empty state and groups that nobody steps. Without them,
+        # The base class made an empty state and groups that are never stepped. Without them,
         # __getattr__ answers with the real ones.
         del self.state, self.param_groups
 
@@ -256,7 +256,7 @@ def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """Inside, steps change nothing if `skip`, a bool on the device, is True; nobody reads it."""
+    """Inside, steps change nothing if `skip`, a bool on the device, is True, which the host does not read."""
     for optimizer in optimizers:
         optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
     try:
