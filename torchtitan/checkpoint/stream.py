@@ -70,21 +70,21 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
         self.version, self.digest = self._current_version(), None
         digest = WeightDigest()
-        aliases = {} if self._sharded else self._adapter.hf_aliases()
-        alias_of = {alias: name for name, alias in aliases.items()}
+        aliases = self._adapter.hf_aliases()
         for name, tensor in self._shards() if self._sharded else self._whole_tensors():
-            digest.add(name, tensor, same_as=alias_of.get(name))
-            yield name, tensor
-            if self._current_version() != self.version:
-                raise RuntimeError(
-                    f"The weights went from version {self.version} to {self._current_version()} "
-                    "while they were streamed; finish the iteration before the optimizer's step"
-                )
+            for hf_name in filter(None, (name, aliases.get(name))):
+                digest.add(hf_name, tensor, same_as=None if hf_name == name else name)
+                yield hf_name, tensor
+                if self._current_version() != self.version:
+                    raise RuntimeError(
+                        f"The weights went from version {self.version} to "
+                        f"{self._current_version()} while they were streamed; finish the "
+                        "iteration before the optimizer's step"
+                    )
         self.digest = digest.hexdigest()
 
     @torch.no_grad()
     def _shards(self) -> Iterator[tuple[str, LocalShard]]:
-        aliases = self._adapter.hf_aliases()
         for part in self._parts.values():
             state, keeps_dtype = self._state_of(part)
             for names in self._adapter.groups_of(state):
@@ -95,10 +95,7 @@ class WeightStream:
                         continue
                     if not keeps_dtype(name):
                         shard = shard._replace(tensor=shard.tensor.to(self._dtype))
-                    for hf_name, piece in self._adapter.shards_to_hf(name, shard):
-                        yield hf_name, piece
-                        if hf_name in aliases:
-                            yield aliases[hf_name], piece
+                    yield from self._adapter.shards_to_hf(name, shard)
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         if self._pp_group is None:
@@ -118,25 +115,22 @@ class WeightStream:
         groups = self._groups(self._parts[stage]) if stage in self._parts else None
         while True:
             group = next(groups, None) if groups else None
-            # Aliases are one tensor: (its id, shape and dtype) of each name.
-            header = [group and [(n, id(t), t.shape, t.dtype) for n, t in group]]
+            header = [group and [(name, t.shape, t.dtype) for name, t in group]]
             dist.broadcast_object_list(header, src=source, group=self._pp_group)
             if header[0] is None:
                 return
             if groups is None:
-                tensors: dict[int, Tensor] = {}
-                for _, key, shape, dtype in header[0]:
-                    if key not in tensors:
-                        tensors[key] = torch.empty(shape, dtype=dtype, device=self._device)
-                group = [(name, tensors[key]) for name, key, _, _ in header[0]]
-            for tensor in {id(tensor): tensor for _, tensor in group}.values():
+                group = [
+                    (name, torch.empty(shape, dtype=dtype, device=self._device))
+                    for name, shape, dtype in header[0]
+                ]
+            for _, tensor in group:
                 dist.broadcast(tensor, src=source, group=self._pp_group)
             yield from group
 
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         """The (HF name, whole tensor) that are gathered at once."""
-        aliases = self._adapter.hf_aliases()
         state, keeps_dtype = self._state_of(part)
         for names in self._adapter.groups_of(state):
             whole = {}
@@ -145,12 +139,7 @@ class WeightStream:
                 if not keeps_dtype(name):
                     tensor = tensor.to(self._dtype)  # before it travels
                 whole[name] = whole_tensor(tensor)
-            group = []
-            for hf_name, tensor in self._adapter.to_hf(whole).items():
-                group.append((hf_name, tensor.contiguous()))
-                if hf_name in aliases:
-                    group.append((aliases[hf_name], group[-1][1]))
-            if group:
+            if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group
 
     def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:

@@ -3,14 +3,13 @@
 import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     from torchtitan.distributed.tensor_views import LocalShard
@@ -54,7 +53,7 @@ class BaseStateDictAdapter(ABC):
     ) -> "HuggingFaceStorageReader":
         """A DCP reader of the safetensors files in `path`."""
 
-    def groups_of(self, names: "Iterable[str]") -> list[list[str]]:
+    def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         """Divide our names into groups that `to_hf` can translate each by itself.
 
         Here those of one module stay together; names that have no HF name may be left out.
@@ -80,7 +79,7 @@ class BaseStateDictAdapter(ABC):
             "(sharded=False), or give it a method shards_to_hf"
         )
 
-    def spelled_like(self, hf_names: "Collection[str]") -> "BaseStateDictAdapter":
+    def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that asks for the names in `hf_names`, where tools name differently."""
         return self
 
