@@ -1,5 +1,6 @@
 """Checkpoints in one process: with fakes in place of DCP, and for real."""
 
+import gc
 import json
 import os
 import queue
@@ -516,6 +517,18 @@ def test_disabled_manager_does_nothing(build_fake):
 def test_contradicting_settings_are_refused(build_fake, settings, message):
     with pytest.raises(ValueError, match=message):
         build_fake(**settings)
+
+
+def test_manager_that_is_dropped_is_closed_without_a_garbage_collection(build_fake):
+    gc.disable()
+    try:
+        manager = build_fake()
+        thread = manager.purge_thread
+        assert thread.is_alive()
+        del manager
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_purge_thread_ends_at_terminate(tmp_path):

@@ -114,6 +114,11 @@ def list_steps(folder: str) -> list[StepFolder]:
     return sorted(found, key=lambda folder: folder.step)
 
 
+def newest_finished_step(folder: str) -> int:
+    """-1 if there is none. Finished steps may be damaged."""
+    return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
+
+
 # Marking, finishing and removing
 
 

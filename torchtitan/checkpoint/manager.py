@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import list_steps, mark_kept
+from torchtitan.checkpoint.folder import list_steps, mark_kept, newest_finished_step
 from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.checkpoint.retention import Retention, estimated_bytes, warn_of_little_space
 from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
@@ -38,7 +38,6 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.check_helpers import ConfigError
 from torchtitan.config.checks import check_checkpoint_formats, check_keep_latest_k
 from torchtitan.config.job_config import Checkpoint
-from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.events import event
@@ -51,11 +50,11 @@ if TYPE_CHECKING:  # torchdata takes long to load, and engines without data do w
     from torchtitan.components.ft import FTManager
 
 
-def _setting(name: str) -> property:
-    """An entry of the `[checkpoint]` section, which may be read and set at run time."""
+def _entry_of(part: str, name: str) -> property:
+    """The attribute `name` of a part of the manager, to be read and set at run time."""
     return property(
-        lambda self: getattr(self._config, name),
-        lambda self, value: setattr(self._config, name, value),
+        lambda self: getattr(getattr(self, part), name),
+        lambda self, value: setattr(getattr(self, part), name, value),
     )
 
 
@@ -63,7 +62,7 @@ class CheckpointManager:
     """Saves and loads the states of a run, as the `[checkpoint]` section says.
 
     `states` is updated in place with the model, optimizer, schedulers and dataloader. Entries
-    need not be `Stateful`. `folder`, `sd_adapter` and the settings below may be set at run time.
+    need not be `Stateful`. `sd_adapter` and the entries below may be set at run time.
     `model_description` is what error messages call the model; `run_record` is what a resume
     compares (see `run_record.py`).
 
@@ -71,19 +70,29 @@ class CheckpointManager:
     With `enable = false` only the folders that calls name by `path` are written and read.
     """
 
-    enable = _setting("enable")
-    load_only = _setting("load_only")
-    interval = _setting("interval")
-    keep_latest_k = _setting("keep_latest_k")
-    enable_first_step_checkpoint = _setting("enable_first_step_checkpoint")
-    exclude_from_loading = _setting("exclude_from_loading")
-    verify_on_load = _setting("verify_on_load")
-    initial_load_path = _setting("initial_load_path")
-    initial_load_model_only = _setting("initial_load_model_only")
-    initial_load_in_hf = _setting("initial_load_in_hf")
-    initial_load_in_hf_quantized = _setting("initial_load_in_hf_quantized")
-    last_save_model_only = _setting("last_save_model_only")
-    last_save_in_hf = _setting("last_save_in_hf")
+    enable = _entry_of("_config", "enable")
+    load_only = _entry_of("_config", "load_only")
+    interval = _entry_of("_config", "interval")
+    keep_latest_k = _entry_of("_config", "keep_latest_k")
+    enable_first_step_checkpoint = _entry_of("_config", "enable_first_step_checkpoint")
+    exclude_from_loading = _entry_of("_config", "exclude_from_loading")
+    verify_on_load = _entry_of("_config", "verify_on_load")
+    initial_load_path = _entry_of("_config", "initial_load_path")
+    initial_load_model_only = _entry_of("_config", "initial_load_model_only")
+    initial_load_in_hf = _entry_of("_config", "initial_load_in_hf")
+    initial_load_in_hf_quantized = _entry_of("_config", "initial_load_in_hf_quantized")
+    last_save_model_only = _entry_of("_config", "last_save_model_only")
+    last_save_in_hf = _entry_of("_config", "last_save_in_hf")
+    folder = _entry_of("_saver", "run_folder")
+    async_mode = _entry_of("_saver", "mode")
+    save_future = _entry_of("_saver", "save_future")
+    staging_future = _entry_of("_saver", "staging_future")
+    staging = _entry_of("_saver", "staging")
+    stager = _entry_of("_saver", "stager")
+    pg = _entry_of("_saver", "group")
+    purge_thread = _entry_of("_retention", "thread")
+    purge_queue = _entry_of("_retention", "queue")
+    enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def __init__(
         self,
@@ -126,15 +135,16 @@ class CheckpointManager:
                 LR_SCHEDULER: lr_schedulers,
             }
         )
-        self.folder = os.path.join(base_folder, checkpoint_config.folder)
+        folder = os.path.join(base_folder, checkpoint_config.folder)
         self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
         self.run_record: dict[str, Any] = {}
         self._lock: FolderLock | None = None
-        self._retention = Retention(self.folder)
+        # None of these refers to the manager, which would keep it alive until a collection.
+        self._retention = Retention(folder)
         if self.initial_load_path:
             self._retention.given.add(os.path.realpath(self.initial_load_path))
-        self._selection = Selection(self._config, self._retention.damaged, self.require_adapter)
-        self._saver = Saver(AsyncMode(async_mode), self._what_is_left)
+        self._selection = Selection(self._config, self._retention.damaged)
+        self._saver = Saver(folder, AsyncMode(async_mode))
         if self.enable:
             if self.keep_latest_k > 0:
                 self._retention.start()
@@ -161,20 +171,6 @@ class CheckpointManager:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
-
-    # What clients of the reference read
-
-    async_mode = property(
-        lambda self: self._saver.mode, lambda self, mode: setattr(self._saver, "mode", mode)
-    )
-    enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
-    save_future = property(lambda self: self._saver.save_future)
-    staging_future = property(lambda self: self._saver.staging_future)
-    staging = property(lambda self: self._saver.staging)
-    stager = property(lambda self: self._saver.stager)
-    pg = property(lambda self: self._saver.group)
-    purge_thread = property(lambda self: self._retention.thread)
-    purge_queue = property(lambda self: self._retention.queue)
 
     # Saving
 
@@ -226,7 +222,7 @@ class CheckpointManager:
                 from_rank_zero(lambda: mark_kept(folder))
         if last_step or self.async_mode == AsyncMode.DISABLED:
             # The last save is synchronous in every mode: the process is about to end.
-            self._refresh_model()
+            self.states[MODEL].refresh()
             states = self._flattened_model_states_sd()
             if last_step and self.last_save_model_only:
                 states = {
@@ -274,15 +270,6 @@ class CheckpointManager:
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
 
-    def _what_is_left(self) -> str:
-        step = self._find_load_step()
-        if step < 0:
-            return f". Mend that and start again; {self.folder} holds no whole checkpoint yet"
-        return (
-            f". Mend that and start again: the last whole checkpoint in {self.folder} is that "
-            f"of step {step}"
-        )
-
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and _rank() == 0:
             self._retention.purge(self.folder, self.keep_latest_k, self._saver.saving_to)
@@ -314,7 +301,9 @@ class CheckpointManager:
                 )
         self._saver.wait()
         if path is None:
-            source = self._selection.own(self.folder, step) or self._selection.initial()
+            source = self._selection.own(self.folder, step) or self._selection.initial(
+                self.require_adapter
+            )
         else:
             self._retention.given.add(os.path.realpath(path))
             source = self._selection.at(os.fspath(path))
@@ -323,7 +312,7 @@ class CheckpointManager:
             return False
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
-        self._refresh_model()
+        self.states[MODEL].refresh()
         states = self._states_to_load(source.model_only or model_only)
         if not source.from_hf:
             states = fit_to_checkpoint(states, self.states, source.path, self.model_description)
@@ -373,8 +362,7 @@ class CheckpointManager:
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is finished, -1 if there is none."""
-        steps = [f.step for f in list_steps(folder or self.folder) if f.is_finished]
-        return max(steps, default=-1)
+        return newest_finished_step(folder or self.folder)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         return os.path.join(folder or self.folder, f"step-{step}")
@@ -394,13 +382,6 @@ class CheckpointManager:
             )
         return self.sd_adapter
 
-    def _refresh_model(self) -> None:
-        """After an evaluation FSDP may hold gathered weights, and a client may have moved them;
-        both would make a state dict of the wrong tensors."""
-        for part in self.states[MODEL].model:
-            reshard_model(part)
-        self.states[MODEL].refresh()
-
     def _flattened_model_states_sd(
         self, state_dict: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -411,7 +392,7 @@ class CheckpointManager:
 
     def _states_now(self) -> dict[str, Any]:
         """What a full checkpoint holds, with the live tensors."""
-        self._refresh_model()
+        self.states[MODEL].refresh()
         return {
             name: state.state_dict() if isinstance(state, Stateful) else state
             for name, state in self._flattened_model_states_sd().items()

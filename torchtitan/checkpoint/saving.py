@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import HashingWriter
+from torchtitan.checkpoint.folder import HashingWriter, newest_finished_step
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.checkpoint.host_copies import HostCopies
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -38,15 +38,15 @@ class AsyncMode(StrEnum):
 class Saver:
     """Writes states to folders, one save at a time. Every method but `close` is collective.
 
-    advice: what the errors of a failed save end with.
+    run_folder: the error of a failed save says what is left there to continue from.
 
     save_future: ends when the save in the background is written; None without one.
     staging_future, staging: whether pinned copies are still being made of the live tensors.
     """
 
-    def __init__(self, mode: AsyncMode, advice: Callable[[], str]) -> None:
+    def __init__(self, run_folder: str, mode: AsyncMode) -> None:
+        self.run_folder = run_folder
         self.mode = mode
-        self._advice = advice
         self.save_future: Future | None = None
         self.saving_to: str | None = None  # the folder that `save_future` is about
         self.staging_future: Future | None = None
@@ -161,8 +161,17 @@ class Saver:
 
     @contextmanager
     def explaining_failure(self, what: str) -> Iterator[None]:
+
+        def advice() -> str:
+            step = newest_finished_step(self.run_folder)
+            if step < 0:
+                left = f"; {self.run_folder} holds no whole checkpoint yet"
+            else:
+                left = f": the last whole checkpoint in {self.run_folder} is that of step {step}"
+            return f". Mend that and start again{left}"
+
         try:
-            with dcp.one_error(what, self._advice):
+            with dcp.one_error(what, advice):
                 yield
         except BaseException:
             # All ranks get the error, but only some of them may remember a plan.

@@ -31,18 +31,11 @@ class Selection:
     """Chooses among the steps of a run, the initial checkpoint, and folders given by path.
 
     damaged: gets the resolved paths of the steps that were found to be so.
-    require_adapter: the model's adapter, or ValueError.
     """
 
-    def __init__(
-        self,
-        config: Checkpoint,
-        damaged: set[str],
-        require_adapter: Callable[[], BaseStateDictAdapter],
-    ) -> None:
+    def __init__(self, config: Checkpoint, damaged: set[str]) -> None:
         self._config = config
         self._damaged = damaged
-        self._require_adapter = require_adapter
         self._newest: tuple[list[StepFolder], StepFolder | None] | None = None
 
     def own(self, folder: str, step: int) -> Source | None:
@@ -122,12 +115,15 @@ class Selection:
         from_hf = _warns_of_hf(path, contents)
         return Source(path, from_hf, from_hf, from_hf and self._config.initial_load_in_hf_quantized)
 
-    def initial(self) -> Source | None:
-        """Where a run without checkpoints of its own starts from, if that is configured."""
+    def initial(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> Source | None:
+        """Where a run without checkpoints of its own starts from, if that is configured.
+
+        require_adapter: the model's adapter, or ValueError.
+        """
         config = self._config
         path, key = config.initial_load_path, "checkpoint.initial_load_path"
         if not path and config.initial_load_in_hf:
-            path, key = self._require_adapter().hf_assets_path, "model.hf_assets_path"
+            path, key = require_adapter().hf_assets_path, "model.hf_assets_path"
             if not path:
                 raise ValueError(
                     "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "

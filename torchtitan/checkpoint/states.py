@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
+from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.logging import logger
 
@@ -48,7 +49,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when parameters may have been replaced or moved since.
+    Call `refresh()` when a client may have moved parameters, or FSDP holds gathered ones after an
+    evaluation: both would make a state dict of the wrong tensors.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -67,6 +69,8 @@ class ModelWrapper(Stateful):
         self.cache_state_dict = None
 
     def refresh(self) -> None:
+        for part in self.model:
+            reshard_model(part)
         self.cache_state_dict: dict[str, Any] | None = self._get_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
