@@ -1,4 +1,5 @@
 """The reference's path of `torchtitan.checkpoint`."""
+# ruff: noqa: F401
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -17,24 +18,3 @@ from torchtitan.checkpoint.states import (
     TRAIN_STATE,
     ModelWrapper,
 )
-
-__all__ = [
-    "DATALOADER",
-    "LR_SCHEDULER",
-    "MODEL",
-    "OPTIMIZER",
-    "TRAIN_STATE",
-    "AsyncCheckpointerType",
-    "AsyncMode",
-    "AsyncSaveResponse",
-    "CheckpointManager",
-    "DefaultStager",
-    "HuggingFaceStorageWriter",
-    "ModelWrapper",
-    "SaveDone",
-    "StagingOptions",
-    "Terminate",
-    "dcp",
-    "dist",
-    "purge_thread",
-]

@@ -117,47 +117,37 @@ _COMMON = {
 }
 _GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
 _LLAMA = _COMMON | _GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
-_QWEN_MOE = _LLAMA | {
-    "moe_intermediate_size": "moe_inter_dim",
+_EXPERTS = {
     "num_local_experts": "moe_args.num_experts",
     "num_experts_per_tok": "moe_args.top_k",
 }
-_DEEPSEEK = _COMMON | {
-    "intermediate_size": "inter_dim",
-    "moe_intermediate_size": "moe_inter_dim",
-    "first_k_dense_replace": "n_dense_layers",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "num_local_experts": "moe_args.num_experts",
-    "n_shared_experts": "moe_args.num_shared_experts",
-    "num_experts_per_tok": "moe_args.top_k",
-    "routed_scaling_factor": "moe_args.route_scale",
+_QWEN_MOE = _LLAMA | _EXPERTS | {"moe_intermediate_size": "moe_inter_dim"}
+_DEEPSEEK = (
+    _COMMON
+    | _EXPERTS
+    | {
+        "intermediate_size": "inter_dim",
+        "moe_intermediate_size": "moe_inter_dim",
+        "first_k_dense_replace": "n_dense_layers",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_nope_head_dim": "qk_nope_head_dim",
+        "qk_rope_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "n_shared_experts": "moe_args.num_shared_experts",
+        "routed_scaling_factor": "moe_args.route_scale",
+    }
+)
+_WIDE_EXPERTS = (
+    _COMMON
+    | _GROUPED_HEADS
+    | _EXPERTS
+    | {"head_dim": "head_dim", "intermediate_size": "moe_inter_dim"}
+)
+_LLAMA4 = _WIDE_EXPERTS | {
+    "intermediate_size_mlp": "hidden_dim",
+    "attention_chunk_size": "fixed_attn_block_size",
 }
-_LLAMA4 = (
-    _COMMON
-    | _GROUPED_HEADS
-    | {
-        "head_dim": "head_dim",
-        "intermediate_size": "moe_inter_dim",
-        "intermediate_size_mlp": "hidden_dim",
-        "num_local_experts": "moe_args.num_experts",
-        "num_experts_per_tok": "moe_args.top_k",
-        "attention_chunk_size": "fixed_attn_block_size",
-    }
-)
-_GPT_OSS = (
-    _COMMON
-    | _GROUPED_HEADS
-    | {
-        "head_dim": "head_dim",
-        "intermediate_size": "moe_inter_dim",
-        "sliding_window": "sliding_window_size",
-        "num_local_experts": "moe_args.num_experts",
-        "num_experts_per_tok": "moe_args.top_k",
-    }
-)
+_GPT_OSS = _WIDE_EXPERTS | {"sliding_window": "sliding_window_size"}
 _LLAMA3_SCALING = {
     "factor": "scaling_factor",
     "low_freq_factor": "low_freq_factor",
@@ -180,21 +170,10 @@ _SIZES = {
     "topk_group",
     "original_max_position_embeddings",
 } - {"rms_norm_eps", "routed_scaling_factor"}
-_FRACTIONS = {
-    "rms_norm_eps",
-    "routed_scaling_factor",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "floor_scale",
-    "attn_scale",
-    "swiglu_limit",
-}
+_FRACTIONS = set(
+    "rms_norm_eps routed_scaling_factor rope_theta factor low_freq_factor high_freq_factor "
+    "beta_fast beta_slow mscale mscale_all_dim floor_scale attn_scale swiglu_limit".split()
+)
 _SWITCHES = {"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"}
 
 _SAME_FIELD = {  # older or newer names of one field
@@ -449,20 +428,11 @@ def _refusal(config: Config, name: str, reason: str) -> ValueError:
 
 
 # Choices that a run makes, or that nothing reads.
-_NO_FACTS = {
-    "max_seq_len",
-    "eos_id",
-    "attn_type",
-    "attn_mask_type",
-    "depth_init",
-    "max_batch_size",
-    "dtype",
-    "expert_parallel_comm_backend",
-    "_enforced",
-    "moe_args.use_grouped_mm",
-    "moe_args.load_balance_coeff",
-    "moe_args._debug_force_load_balance",
-}
+_NO_FACTS = set(
+    "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
+    "expert_parallel_comm_backend _enforced moe_args.use_grouped_mm "
+    "moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
+)
 # Sizes that follow from fields in more than one way -> the fields.
 _DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
