@@ -256,7 +256,7 @@ def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """Inside, steps change nothing if `skip`, a bool on the device, is True, which the host does not read."""
+    """Inside, steps change nothing if `skip`, a bool on the device that stays there, is True."""
     for optimizer in optimizers:
         optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
     try:
