@@ -110,7 +110,10 @@ def fit_to_checkpoint(
         return states
     model_names = all_states[MODEL].state_dict().keys()
     others = {name: state for name, state in states.items() if name not in model_names}
-    own_keys = {name: _flat_keys(name, state) for name, state in others.items()}
+    own_keys = {}  # under which DCP stores each component
+    for name, state in others.items():
+        content = state.state_dict() if isinstance(state, Stateful) else state
+        own_keys[name] = set(flatten_state_dict({name: content})[0])
     saved_others = keys_outside_model(saved, all_states)
 
     if model_names <= states.keys():
@@ -195,12 +198,6 @@ def saved_shapes_in(path: str) -> Shapes | None:
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
     components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *states} - {MODEL}
     return {key for key in saved if key.split(".")[0] in components}
-
-
-def _flat_keys(name: str, state: Any) -> set[str]:
-    """The keys under which DCP stores one component."""
-    content = state.state_dict() if isinstance(state, Stateful) else state
-    return set(flatten_state_dict({name: content})[0])
 
 
 def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
