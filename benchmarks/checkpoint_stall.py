@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.checkpoint.saving import AsyncMode
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -103,7 +103,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, build(folder) as engine:
         engine.checkpointer.claim_folder()
         train(engine, 1)
-        engine.checkpointer._prepare_async_save()  # as `save` in a step that is not due
+        checkpointer = engine.checkpointer
+        checkpointer._saver.prepare(checkpointer._states_now)  # as `save` in a step that is not due
         for _ in range(options.saves):
             for mode in stalls:
                 steps += train(engine, STEPS_BETWEEN)

@@ -70,7 +70,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     """Best seconds of each case on this rank, and the bytes of the weights."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from torchtitan.components.weight_stream import WeightStream, digest_of
+    from torchtitan.checkpoint.stream import WeightStream, digest_of
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.run_record import record_of
+from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.run_record import record_of
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims

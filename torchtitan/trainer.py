@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.checkpoint import AsyncMode
-from torchtitan.components.checkpoint_contents import DATALOADER
+from torchtitan.checkpoint.saving import AsyncMode
+from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.prefetch import Item, StepCounts, StepsAhead

@@ -8,10 +8,10 @@ import argparse
 
 import torch
 
-from torchtitan.components import dcp
-from torchtitan.components.checkpoint_contents import one_error, prepare_conversion, replacing
-from torchtitan.components.checkpoint_folder import HashingWriter
-from torchtitan.components.checkpoint_hf import load_from_hf
+from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.conversion import prepare_conversion, replacing
+from torchtitan.checkpoint.folder import HashingWriter
+from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger
 
@@ -36,7 +36,7 @@ def convert_from_hf(
             model_name, model_flavor, hf_config=hf_config
         )
         load_from_hf(weights, adapter, input_dir, model_description=description)
-        with one_error(f"The checkpoint {output_dir} could not be written"):
+        with dcp.one_error(f"The checkpoint {output_dir} could not be written"):
             dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
     logger.info(f"Wrote {output_dir}")
 

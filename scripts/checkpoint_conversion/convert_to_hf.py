@@ -7,13 +7,9 @@ import argparse
 
 import torch
 
-from torchtitan.components.checkpoint_contents import (
-    load_weights,
-    one_error,
-    prepare_conversion,
-    replacing,
-)
-from torchtitan.components.checkpoint_hf import save_to_hf
+from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, replacing
+from torchtitan.checkpoint.dcp import one_error
+from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger

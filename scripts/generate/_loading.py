@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from torchtitan.components.checkpoint_contents import load_weights
-from torchtitan.components.checkpoint_folder import Contents, contents_of, list_steps
-from torchtitan.components.checkpoint_hf import load_from_hf
+from torchtitan.checkpoint.conversion import load_weights
+from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
+from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import check_flavor
 from torchtitan.protocols.train_spec import TrainSpec
@@ -52,7 +52,7 @@ def find_checkpoint(path: str) -> str:
     """Return `path`, or the newest finished step folder in it; ValueError if there is none."""
     if contents_of(path) != Contents.UNKNOWN:
         return path
-    steps = [step for step in list_steps(path) if step.contents in (Contents.DCP, Contents.HF)]
+    steps = [step for step in list_steps(path) if step.is_finished]
     if not steps:
         raise ValueError(
             f"--checkpoint must be a step folder of a run, a folder of such, or a folder with "

@@ -15,6 +15,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
+    "torchtitan.components.checkpoint": (
+        "AsyncCheckpointerType AsyncMode AsyncSaveResponse CheckpointManager DATALOADER "
+        "DefaultStager HuggingFaceStorageWriter LR_SCHEDULER MODEL ModelWrapper OPTIMIZER SaveDone "
+        "StagingOptions TRAIN_STATE Terminate dcp dist purge_thread"
+    ),
+    "torchtitan.components.weight_stream": "WeightStream digest_of",
     "torchtitan.config.job_config": (
         "Checkpoint Compile JobConfig LRScheduler Model Optimizer Parallelism Training"
     ),

@@ -138,8 +138,9 @@ _LOGGED = {
 }
 _LOGGED_AFTER_SAVE = {"logged step": _LOGGED | NORM}  # which has looked at the step before
 _LOGGED_AND_BEFORE = {"logged step": _LOGGED | {next(iter(NORM)): 2}}
-_WRITE = "stream.synchronize in components/checkpoint_folder.py write_data"
-_STAGE = "copy to host in components/checkpoint.py dcp_save"
+_WRITE = "stream.synchronize in checkpoint/folder.py write_data"
+_STAGE = "copy to host in checkpoint/host_copies.py stage"
+_TAKE_MEMORY = "copy to host in checkpoint/host_copies.py _take_memory"
 
 # name -> part -> waits; a case that is missing has the norm alone
 ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} | {
@@ -169,7 +170,11 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
     }
     | _LOGGED_AFTER_SAVE,
     # Blocking copies, one per tensor, before training goes on: that is what this mode is.
-    "checkpoint async": {"save 1": {_STAGE: 399}, "save 2": {_STAGE: 399}, "save 3": {_WRITE: 16}}
+    "checkpoint async": {
+        "save 1": {_STAGE: 228, _TAKE_MEMORY: 171},
+        "save 2": {_STAGE: 228},
+        "save 3": {_WRITE: 16},
+    }
     | _LOGGED_AFTER_SAVE,
     "checkpoint pinned": {"save 3": {_WRITE: 16}} | _LOGGED_AFTER_SAVE,
     "scores lists": {
@@ -182,8 +187,8 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
         "to host": {"stream.synchronize in components/offload.py _pinned_copies": 1}
     },
     "weight stream": {
-        "whole": {"copy to host in components/weight_stream.py hexdigest": 1},
-        "sharded": {"copy to host in components/weight_stream.py hexdigest": 1},
+        "whole": {"copy to host in checkpoint/stream.py hexdigest": 1},
+        "sharded": {"copy to host in checkpoint/stream.py hexdigest": 1},
     },
     # A rollout asks for each token whether rows go on; a step returns numbers.
     "rl step": {

@@ -223,7 +223,7 @@ def bias_of_experts_stays_on_the_host(function):
 
 @fault(
     "checkpoint pinned",
-    "torchtitan.components.checkpoint:CheckpointManager._order_staging_after_compute",
+    "torchtitan.checkpoint.saving:Saver._order_staging_after_compute",
 )
 def staging_does_not_wait_for_the_update(function):
     return lambda self: None

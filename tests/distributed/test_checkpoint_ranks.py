@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.checkpoint_folder import (
+from torchtitan.checkpoint.folder import (
     HASHES_FILE,
     HashingWriter,
-    from_rank_zero,
     mark_unfinished,
 )
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
@@ -145,7 +145,7 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
         run.train()
         run.manager.save(step)
         saved.append(run.everything())
-        assert run.manager._copies.is_prepared
+        assert run.manager._saver.copies.is_prepared
     run.train()  # must not reach what is being written
     run.manager.close()
     return saved
@@ -265,7 +265,7 @@ def save_many_times(folder: str, async_mode: str) -> list[bool]:
                     stack.enter_context(fail_to_write_on(1))
                     stack.enter_context(contextlib.suppress(RuntimeError))
                 run.manager.save(step)
-                run.manager._async_wait()
+                run.manager._saver.wait()
     run.manager.close()
     assert not SavePlanner._cached_save_plan and not SavePlanner._cached_all_plans
     del saved[4]

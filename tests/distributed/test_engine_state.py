@@ -15,7 +15,7 @@ from tests.distributed.layout_matrix import (
     register_tiny,
     run_step,
 )
-from torchtitan.components.weight_stream import digest_of
+from torchtitan.checkpoint.stream import digest_of
 from torchtitan.config import ConfigManager
 from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
 from torchtitan.engine import TrainingEngine

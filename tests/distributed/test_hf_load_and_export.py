@@ -39,10 +39,10 @@ def three_experts():
 
 def load_and_export(family, args, files_folder, dump_folder):
     """In many parts."""
-    from torchtitan.components import checkpoint_hf
+    from torchtitan.checkpoint import hf
 
-    checkpoint_hf._BYTES_PER_PART = 10_000
-    checkpoint_hf._BYTES_PER_FILE = 20_000
+    hf._BYTES_PER_PART = 10_000
+    hf._BYTES_PER_FILE = 20_000
     spec = train_spec.get_train_spec(family)
     train_spec.register_train_spec("tiny", dataclasses.replace(spec, model_args={"tiny": args}))
     engine = TrainingEngine(

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from torchtitan.components.checkpoint_hf import load_from_hf
+from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
 

@@ -24,7 +24,7 @@ _PRELOADED = [
     "torch._dynamo",
     "torchtitan.trainer",
     "torchtitan.config.manager",
-    "torchtitan.components.checkpoint",
+    "torchtitan.checkpoint.manager",
     "torchtitan.components.metrics",
     "torchtitan.models.llama3",
     "torchtitan.rl.controller",

@@ -1,5 +1,6 @@
 """Checkpoints in one process: with fakes in place of DCP, and for real."""
 
+import gc
 import json
 import os
 import queue
@@ -20,13 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
-from torchtitan.components.checkpoint import (
-    CheckpointManager,
-    ModelWrapper,
-    Terminate,
-    purge_thread,
-)
-from torchtitan.components.checkpoint_folder import (
+from torchtitan.checkpoint.folder import (
     HASHES_FILE,
     UNFINISHED_MARKER,
     Contents,
@@ -35,6 +30,13 @@ from torchtitan.components.checkpoint_folder import (
     list_steps,
     mark_unfinished,
     remove_folder,
+)
+from torchtitan.checkpoint.retention import estimated_bytes
+from torchtitan.components.checkpoint import (
+    CheckpointManager,
+    ModelWrapper,
+    Terminate,
+    purge_thread,
 )
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
@@ -514,6 +516,18 @@ def test_contradicting_settings_are_refused(build_fake, settings, message):
         build_fake(**settings)
 
 
+def test_manager_that_is_dropped_is_closed_without_a_garbage_collection(build_fake):
+    gc.disable()
+    try:
+        manager = build_fake()
+        thread = manager.purge_thread
+        assert thread.is_alive()
+        del manager
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
 def test_purge_thread_ends_at_terminate(tmp_path):
     folders: queue.Queue = queue.Queue()
     (tmp_path / "step-1").mkdir()
@@ -754,7 +768,9 @@ def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
     run = Run(tmp_path, async_mode=mode)
-    with mock.patch(f"{MODULE}_folder.hash_file", side_effect=AssertionError("read again")):
+    with mock.patch(
+        "torchtitan.checkpoint.folder.hash_file", side_effect=AssertionError("read again")
+    ):
         run.train_and_save(1)
         run.manager.close()
     assert find_damage(str(tmp_path / "checkpoint" / "step-1")) is None
@@ -794,7 +810,7 @@ def test_files_are_hashed_once_to_find_and_load_the_newest_step(tmp_path):
     Run(tmp_path).train_and_save(1, 2)
     truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
     run = Run(tmp_path)
-    with mock.patch(f"{MODULE}.find_damage", side_effect=find_damage) as find:
+    with mock.patch("torchtitan.checkpoint.selection.find_damage", side_effect=find_damage) as find:
         assert run.manager.newest_step() == 1
         assert run.manager.load()
     assert [Path(call.args[0]).name for call in find.call_args_list] == ["step-2", "step-1"]
@@ -860,7 +876,7 @@ def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
     with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=500)):
         run.manager.claim_folder()
     # 2 layers of 4 * 4 + 4 numbers, with two moments each, in 4 bytes
-    assert run.manager._estimated_bytes() == 2 * 20 * 3 * 4
+    assert estimated_bytes([run.model]) == 2 * 20 * 3 * 4
     assert "up to 3 more of them are kept" in caplog.text
     assert "lower checkpoint.keep_latest_k" in caplog.text
 
@@ -878,7 +894,9 @@ def test_failed_write_leaves_an_unfinished_folder(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
     with (
-        mock.patch(f"{MODULE}.HashingWriter.finish", side_effect=OSError("disk full")),
+        mock.patch(
+            "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
+        ),
         pytest.raises(RuntimeError, match="step-2 could not be written.*disk full"),
     ):
         run.manager.save(2)
@@ -889,7 +907,9 @@ def test_failed_write_leaves_an_unfinished_folder(tmp_path):
 
 def test_failed_async_write_is_reported_by_the_next_save(tmp_path):
     run = Run(tmp_path, async_mode="async")
-    with mock.patch(f"{MODULE}.HashingWriter.finish", side_effect=OSError("disk full")):
+    with mock.patch(
+        "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
+    ):
         run.manager.save(1)
         with pytest.raises(RuntimeError, match="step-1 failed.*disk full"):
             run.manager.save(2)

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.components import checkpoint_hf
-from torchtitan.components.checkpoint_contents import (
+from torchtitan.checkpoint import hf
+from torchtitan.checkpoint.conversion import (
     load_weights,
     prepare_conversion,
     replacing,
     zero_weights,
 )
-from torchtitan.components.checkpoint_folder import find_damage, mark_unfinished
+from torchtitan.checkpoint.folder import find_damage, mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -75,10 +75,10 @@ def test_export_dtype_is_applied(tmp_path, hf_folder, hf_weights):
 
 def test_without_an_index_files_are_divided_by_size(tmp_path, hf_folder, hf_weights, monkeypatch):
     largest = max(tensor.nbytes for tensor in hf_weights.values())
-    monkeypatch.setattr(checkpoint_hf, "_BYTES_PER_FILE", 2 * largest)
+    monkeypatch.setattr(hf, "_BYTES_PER_FILE", 2 * largest)
     convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
     back = tmp_path / "back"
-    monkeypatch.delattr(checkpoint_hf, "hash_over_ranks")  # it would read the files again
+    monkeypatch.delattr(hf, "hash_over_ranks")  # it would read the files again
     convert_to_hf(str(tmp_path / "dcp"), str(back), *MODEL, None, "float32")
     assert find_damage(str(back)) is None
     index = json.loads((back / "model.safetensors.index.json").read_text())
@@ -93,7 +93,7 @@ def test_without_an_index_files_are_divided_by_size(tmp_path, hf_folder, hf_weig
 
 @pytest.mark.parametrize("largest_part", [1, 2**40])
 def test_config_stands_for_name_and_flavor(tmp_path, monkeypatch, largest_part):
-    monkeypatch.setattr(checkpoint_hf, "_BYTES_PER_PART", largest_part)
+    monkeypatch.setattr(hf, "_BYTES_PER_PART", largest_part)
     experts = {
         "model_type": "qwen3_moe",
         "hidden_size": 16,

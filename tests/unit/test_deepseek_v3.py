@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.components.checkpoint_hf import load_from_hf
+from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.deepseek_v3 import (
     DeepSeekV3Model,

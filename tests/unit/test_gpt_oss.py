@@ -353,7 +353,7 @@ def write_mxfp4(folder, hf_weights):
 
 
 def test_published_mxfp4_files_are_read(tmp_path):
-    from torchtitan.components.checkpoint_hf import load_from_hf
+    from torchtitan.checkpoint.hf import load_from_hf
 
     args = tiny_args(dim=64, moe_inter_dim=96)  # several groups of 32 in a row
     saved, model = built(args), built(args, seed=1)

@@ -37,11 +37,11 @@ import sys, torch
 import torch.distributed.checkpoint as dcp
 from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.components import checkpoint_hf
-from torchtitan.components.checkpoint_contents import prepare_conversion
+from torchtitan.checkpoint import hf
+from torchtitan.checkpoint.conversion import prepare_conversion
 
-checkpoint_hf._BYTES_PER_PART = 8 * 2**20  # in proportion to the model
-checkpoint_hf._BYTES_PER_FILE = int(sys.argv[2])
+hf._BYTES_PER_PART = 8 * 2**20  # in proportion to the model
+hf._BYTES_PER_FILE = int(sys.argv[2])
 
 def status(name):
     with open("/proc/self/status") as file:
@@ -56,7 +56,7 @@ def growth(call):
 
 def load():
     weights, adapter, _ = prepare_conversion("", "", hf_config=folder + "/hf")
-    checkpoint_hf.load_from_hf(weights, adapter, folder + "/hf")
+    hf.load_from_hf(weights, adapter, folder + "/hf")
 
 def read():
     convert_from_hf(folder + "/hf", folder + "/dcp", "", "", folder + "/hf", overwrite=True)
@@ -75,7 +75,7 @@ print(growth(load), growth(read), growth(lambda: write("float32")),
 
 def random_files(folder, config, n_files):
     """Files of that model; returns the bytes of all and of the largest."""
-    from torchtitan.components.checkpoint_contents import prepare_conversion
+    from torchtitan.checkpoint.conversion import prepare_conversion
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan.components.host_copies import HostCopies
+from torchtitan.checkpoint.host_copies import HostCopies
 
 
 def state(value: float, size: int = 3, **more) -> dict:

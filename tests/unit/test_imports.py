@@ -93,8 +93,9 @@ FORBIDDEN = {
     "tools": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
     "config": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"]
     + ["protocols", "job", "train"],
-    "distributed": ["models", "components", "engine", "trainer", "hf_datasets", "rl"],
+    "distributed": ["models", "components", "checkpoint", "engine", "trainer", "hf_datasets", "rl"],
     "components": ["engine", "trainer", "train", "rl"],
+    "checkpoint": ["engine", "trainer", "train", "hf_datasets", "rl"],
     "models": ["engine", "trainer", "train", "config.manager", "rl"],
     "generation": ["components", "engine", "trainer", "train", "config.manager", "rl"],
     "hf_datasets": ["engine", "trainer", "train", "models", "distributed", "rl"],

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtitan.components.run_record import (
+from torchtitan.checkpoint.run_record import (
     check_same_optimizer,
     differences,
     read_record,

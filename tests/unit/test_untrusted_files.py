@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import hostile
-from torchtitan.components import dcp
-from torchtitan.components.checkpoint_contents import saved_shapes_in
-from torchtitan.components.checkpoint_folder import path_inside
-from torchtitan.components.checkpoint_hf import _check_files
-from torchtitan.components.unpickling import read_dcp_metadata, read_plain
+from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.folder import path_inside
+from torchtitan.checkpoint.hf import _check_files
+from torchtitan.checkpoint.states import saved_shapes_in
 from torchtitan.protocols.state_dict_adapter import read_weight_map
+from torchtitan.tools.unpickling import read_dcp_metadata, read_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

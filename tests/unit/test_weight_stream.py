@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
-from torchtitan.components import weight_stream
-from torchtitan.components.weight_stream import (
+from torchtitan.checkpoint import stream as weight_stream
+from torchtitan.checkpoint.stream import (
     LocalShard,
     WeightStream,
     digest_of,

@@ -14,8 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.components.step_losses import SAMPLE_IDS
 from torchtitan.components.stop import leave_signals_to_trainer
-from torchtitan.components.unpickling import read_plain
 from torchtitan.tools.logging import logger
+from torchtitan.tools.unpickling import read_plain
 from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20

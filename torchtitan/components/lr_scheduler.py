@@ -15,6 +15,13 @@ from torchtitan.tools.logging import logger
 
 __all__ = ["LRSchedulersContainer", "build_lr_schedulers", "set_lrs"]
 
+# They fall from 1 to 0 while the progress goes from 0 to 1.
+_DECAY_CURVES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+
 
 class LRSchedulersContainer:
     """One scheduler per optimizer, all following the same schedule.
@@ -83,31 +90,8 @@ def build_lr_schedulers(
     floor. So no step has learning rate 0. `lr_scheduler.step_offset` is added to the count; -1
     gives the schedule of frameworks whose first step has factor 0/W.
     """
-    total_steps = training_steps
-    if lr_scheduler_config.total_steps is not None:
-        total_steps = lr_scheduler_config.total_steps
-    warmup_steps = _warmup_steps(lr_scheduler_config, total_steps)
-    decay_steps = _decay_steps(lr_scheduler_config, total_steps, warmup_steps)
-    decay_start = total_steps + 1 - decay_steps
-    decay_type = lr_scheduler_config.decay_type
-    floor = lr_scheduler_config.min_lr_factor
-    step_offset = getattr(lr_scheduler_config, "step_offset", 0)
-
-    def factor(epoch: int) -> float:
-        """Factor on the peak learning rate; `epoch` counts the steps already done."""
-        epoch += step_offset
-        if epoch < warmup_steps:
-            return max(0.0, (epoch + 1) / warmup_steps)
-        if epoch < decay_start or decay_steps == 0:
-            return 1.0
-        # Whoever trains on past the schedule's end stays at the floor.
-        progress = min(1.0, (epoch + 1 - decay_start) / decay_steps)
-        return floor + (1 - floor) * _decay_curve(decay_type, progress)
-
-    return LRSchedulersContainer(optimizers, factor)
-
-
-def _warmup_steps(config: LRSchedulerConfig, total_steps: int) -> int:
+    config = lr_scheduler_config
+    total_steps = training_steps if config.total_steps is None else config.total_steps
     warmup_steps = int(config.warmup_steps)
     if warmup_steps > total_steps:
         logger.warning(
@@ -116,15 +100,10 @@ def _warmup_steps(config: LRSchedulerConfig, total_steps: int) -> int:
             warmup_steps,
             total_steps,
         )
-        return total_steps
-    return warmup_steps
-
-
-def _decay_steps(config: LRSchedulerConfig, total_steps: int, warmup_steps: int) -> int:
-    room = total_steps - warmup_steps
-    if config.decay_ratio is None:
-        return room
-    decay_steps = round(total_steps * config.decay_ratio)
+        warmup_steps = total_steps
+    decay_steps = room = total_steps - warmup_steps
+    if config.decay_ratio is not None:
+        decay_steps = round(total_steps * config.decay_ratio)
     if decay_steps > room:
         logger.warning(
             "lr_scheduler.decay_ratio asks for %d decay steps, but %d warm-up steps leave room "
@@ -134,18 +113,24 @@ def _decay_steps(config: LRSchedulerConfig, total_steps: int, warmup_steps: int)
             room,
             total_steps,
         )
-        return room
-    return decay_steps
+        decay_steps = room
+    decay_start = total_steps + 1 - decay_steps
+    decay_type, floor = config.decay_type, config.min_lr_factor
+    step_offset = getattr(config, "step_offset", 0)
 
+    def factor(epoch: int) -> float:
+        """Factor on the peak learning rate; `epoch` counts the steps already done."""
+        epoch += step_offset
+        if epoch < warmup_steps:
+            return max(0.0, (epoch + 1) / warmup_steps)
+        if epoch < decay_start or decay_steps == 0:
+            return 1.0
+        # Training that goes on past the schedule's end stays at the floor.
+        progress = min(1.0, (epoch + 1 - decay_start) / decay_steps)
+        if decay_type not in _DECAY_CURVES:
+            raise ValueError(
+                f"lr_scheduler.decay_type must be 'linear', 'sqrt' or 'cosine', got {decay_type!r}"
+            )
+        return floor + (1 - floor) * _DECAY_CURVES[decay_type](progress)
 
-def _decay_curve(decay_type: str, progress: float) -> float:
-    """Fall from 1 to 0 while `progress` goes from 0 to 1."""
-    if decay_type == "linear":
-        return 1 - progress
-    if decay_type == "sqrt":
-        return 1 - math.sqrt(progress)
-    if decay_type == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    raise ValueError(
-        f"lr_scheduler.decay_type must be 'linear', 'sqrt' or 'cosine', got {decay_type!r}"
-    )
+    return LRSchedulersContainer(optimizers, factor)

@@ -1,20 +1,16 @@
 """Moving a model, its gradients and its optimizer's state to host memory and back.
 
-Parameter objects stay the same ones, tied ones tied, so that optimizers and whoever else holds
-them need not be told.
+Parameter objects stay the same ones, tied ones tied, so that optimizers and clients may hold them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools import host
-
-if TYPE_CHECKING:
-    from torchtitan.components.optimizer import OptimizersContainer
 
 HOST = torch.device("cpu")
 
@@ -28,7 +24,7 @@ class Offloader:
     def __init__(
         self,
         model_parts: list[nn.Module],
-        optimizers: "OptimizersContainer",
+        optimizers: OptimizersContainer,
         device: torch.device,
     ) -> None:
         self.model_parts = model_parts
@@ -124,10 +120,25 @@ class Offloader:
     def replace(self, kinds: Iterable[str], relocate: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor of these kinds by what `relocate` makes of it, in place."""
         self._reshard()
-        gradients = self._take_gradients()
+        gradients, self._detached = self._detached, {}
+        for parameter in (p for part in self.model_parts for p in part.parameters()):
+            if parameter.grad is not None:
+                gradients[parameter] = parameter.grad
+                # Parameters that are DTensors are swapped, which a gradient would prevent.
+                parameter.grad = None
+        seen: dict[int, Tensor] = {}
+
+        def relocate_once(tensor: Tensor) -> Tensor:
+            """A tensor that several modules share is moved at its first one."""
+            if id(tensor) in seen:
+                return tensor.detach()
+            seen[id(tensor)] = tensor  # held, so that no other tensor gets its id
+            return relocate(tensor)
+
         if "model" in kinds:
             for part in self.model_parts:
-                part._apply(_once_each(relocate))
+                seen.clear()
+                part._apply(relocate_once)
         if "grad" in kinds:
             gradients = {parameter: relocate(grad) for parameter, grad in gradients.items()}
         for parameter, grad in gradients.items():
@@ -144,19 +155,9 @@ class Offloader:
         if self.places["optimizer"] != self.places["model"]:
             _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
-    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
-        gradients, self._detached = self._detached, {}
-        for part in self.model_parts:
-            for parameter in part.parameters():
-                if parameter.grad is not None:
-                    gradients[parameter] = parameter.grad
-                    # Parameters that are DTensors are swapped, which a gradient would prevent.
-                    parameter.grad = None
-        return gradients
-
 
 def release_pinned_memory() -> None:
-    """Give back to the system the pinned host memory that torch keeps and nobody uses."""
+    """Give back to the system the pinned host memory that torch keeps unused."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
     (empty or torch._C._host_emptyCache)()
 
@@ -170,16 +171,3 @@ def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -
             for key, value in state.items():
                 if isinstance(value, Tensor) and (key != "step" or counts_on_device):
                     state[key] = relocate(value)
-
-
-def _once_each(relocate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`relocate`, with a tensor that several modules share moved at its first one."""
-    seen: dict[int, Tensor] = {}
-
-    def relocate_once(tensor: Tensor) -> Tensor:
-        if id(tensor) in seen:
-            return tensor.detach()
-        seen[id(tensor)] = tensor  # held, so that no other tensor gets its id
-        return relocate(tensor)
-
-    return relocate_once

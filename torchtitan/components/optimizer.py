@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -89,13 +90,14 @@ class OptimizersContainer(Optimizer, Generic[T]):
         state_dict: dict[str, Any] = {}
         for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
             fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+            of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
             if fresh:
-                # torch makes missing states by a step with zero gradients, and counts it.
-                get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
-                _forget_steps(fresh)
-            state_dict.update(
-                get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
-            )
+                # torch made the missing states by a step with zero gradients, and counted it.
+                for state in (state for o in fresh for state in o.state.values()):
+                    if "step" in state:
+                        state["step"] = state["step"] * 0
+                of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+            state_dict.update(of_part)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Set up what makes this a torch Optimizer, hooks above all."""
         Optimizer.__init__(self, all_params, optimizer_kwargs)
-        # The base class made an empty state and groups that nobody steps. Without them,
+        # The base class made an empty state and groups that are never stepped. Without them,
         # __getattr__ answers with the real ones.
         del self.state, self.param_groups
 
@@ -192,9 +194,26 @@ def build_optimizers(
         raise NotImplementedError(
             "optimizers under torchft are not available yet; set fault_tolerance.enable = false"
         )
-    optimizer_cls = _optimizer_class(optimizer_config.name)
-    optimizer_kwargs = _optimizer_kwargs(optimizer_config)
-    if not optimizer_config.early_step_in_backward:
+    config = optimizer_config
+    if config.name not in _OPTIMIZER_CLASSES:
+        raise NotImplementedError(
+            f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {config.name!r}"
+        )
+    if config.implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
+            f"got {config.implementation!r}"
+        )
+    optimizer_cls = _OPTIMIZER_CLASSES[config.name]
+    optimizer_kwargs = {
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if not config.early_step_in_backward:
         return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs)
     degrees = {
         "pipeline_parallel_degree": parallel_dims.pp,
@@ -235,7 +254,7 @@ def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """Inside, steps change nothing if `skip`, a bool on the device, is True; nobody reads it."""
+    """Inside, steps change nothing if `skip`, a bool on the device that stays there, is True."""
     for optimizer in optimizers:
         optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
     try:
@@ -245,13 +264,6 @@ def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterat
             del optimizer.found_inf
 
 
-def _forget_steps(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0
-
-
 class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The `state` mappings of several optimizers, read and written as one."""
 
@@ -259,13 +271,13 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
         self._optimizers = optimizers
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
-        return self._holder(param).state[param]
+        return self._holder(param)[param]
 
     def __setitem__(self, param: nn.Parameter, value: dict[str, Any]) -> None:
-        self._holder(param).state[param] = value
+        self._holder(param)[param] = value
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        del self._holder(param).state[param]
+        del self._holder(param)[param]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (param for optimizer in self._optimizers for param in optimizer.state)
@@ -274,42 +286,16 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
     def __contains__(self, param: object) -> bool:
+        # Without a look-up: an optimizer's state is a defaultdict, which would grow an entry.
         return any(param in optimizer.state for optimizer in self._optimizers)
 
-    def _holder(self, param: nn.Parameter) -> Optimizer:
-        # `in` first: an optimizer's state is a defaultdict, which would grow an entry.
+    def _holder(self, param: nn.Parameter) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         for optimizer in self._optimizers:
-            if param in optimizer.state:
-                return optimizer
-        # A parameter that was never stepped has no state yet, but belongs to somebody.
-        for optimizer in self._optimizers:
-            if any(param is p for group in optimizer.param_groups for p in group["params"]):
-                return optimizer
+            # A parameter that was never stepped has no state yet, but belongs to an optimizer.
+            groups = optimizer.param_groups
+            if param in optimizer.state or any(param is p for g in groups for p in g["params"]):
+                return optimizer.state
         raise KeyError(param)
-
-
-def _optimizer_class(name: str) -> type[Optimizer]:
-    if name not in _OPTIMIZER_CLASSES:
-        raise NotImplementedError(
-            f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {name!r}"
-        )
-    return _OPTIMIZER_CLASSES[name]
-
-
-def _optimizer_kwargs(config: OptimizerConfig) -> dict[str, Any]:
-    if config.implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
-            f"got {config.implementation!r}"
-        )
-    kernel = {name: name == config.implementation for name in ("fused", "foreach")}
-    betas = config.beta1, config.beta2
-    return kernel | {
-        "lr": config.lr,
-        "betas": betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
 
 
 def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
@@ -323,7 +309,7 @@ def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
 
 @torch.no_grad()
 def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
-    """Move each expert's routing bias towards an even load, and start counting anew.
+    """Move each expert's routing bias towards an even load, and start counting again.
 
     Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664), with the sum of the
     changes kept at zero so that the biases don't drift. Counts: one row of E experts per block.
@@ -331,7 +317,11 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return
     counts = torch.stack([_expert_counts(block) for block in blocks])
-    for block, tokens in zip(blocks, _sum_over_ranks(counts, parallel_dims), strict=True):
+    if is_dtensor(counts):
+        counts = counts.full_tensor()
+    elif (mesh := parallel_dims.get_optional_mesh("loss")) is not None:
+        torch.distributed.all_reduce(counts, group=mesh.get_group())
+    for block, tokens in zip(blocks, counts, strict=True):
         tokens = tokens.float()
         delta = block.moe.load_balance_coeff * torch.sign(tokens.mean() - tokens)
         block.moe.expert_bias.add_(delta - delta.mean())
@@ -347,17 +337,6 @@ def _expert_counts(block: Any) -> torch.Tensor:
     recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
     if recomputed and not hasattr(block, "_orig_mod"):
         counts = counts // 2
-    return counts
-
-
-def _sum_over_ranks(counts: torch.Tensor, parallel_dims: ParallelDims) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if isinstance(counts, DTensor):
-        return counts.redistribute(placements=[Replicate()] * counts.device_mesh.ndim).to_local()
-    mesh = parallel_dims.get_optional_mesh("loss")
-    if mesh is not None:
-        torch.distributed.all_reduce(counts, group=mesh.get_group())
     return counts
 
 

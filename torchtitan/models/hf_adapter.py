@@ -24,11 +24,10 @@ from torchtitan.distributed.tensor_views import (
     unstack,
     unstacked_shards,
 )
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_template
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
-    from torch.distributed.tensor import DTensor
 
     from torchtitan.protocols.model import BaseModelArgs
 
@@ -48,8 +47,6 @@ HF_LINEARS = {
 }
 
 _HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Fused(NamedTuple):
@@ -74,11 +71,6 @@ HF_EXPERTS: dict[str, str | Fused | None] = {
     ),
     "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
 }
-
-
-def to_template(name: str) -> tuple[str, list[str]]:
-    """Return the name with `{}` for its numbers, and the numbers."""
-    return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
 def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> dict[str, str]:
@@ -164,7 +156,7 @@ class KeyMapAdapter(StateDictAdapter):
         chosen: dict[str, str] = {}
         there = self._hf_templates
         for hf, entry in self.from_hf_map.items():
-            for ours in _ours_of(entry):
+            for ours in entry.ours if isinstance(entry, Fused) else filter(None, [entry]):
                 if ours not in chosen or (there and hf in there and chosen[ours] not in there):
                     chosen[ours] = hf
         if there:
@@ -228,21 +220,26 @@ class KeyMapAdapter(StateDictAdapter):
             template, numbers = to_template(name)
             if (hf_template := self._hf_template_of(name, to_hf_map)) is None:
                 continue
-            entry = self.from_hf_map[hf_template]
-            if isinstance(entry, Fused):
-                hf_name = hf_template.format(*numbers)
-                fused[hf_name][template] = self._reorder(template, tensor, to_hf=True)
-                if len(fused[hf_name]) == len(entry.ours):
-                    hf_state_dict[hf_name] = _fuse(entry, fused.pop(hf_name))
-            elif _is_stack(hf_template, template):
+            if _is_stack(hf_template, template):
                 experts, self._layouts[name] = unstack(tensor)
                 for expert, part in experts.items():
                     hf_name = hf_template.format(*numbers, expert)
                     hf_state_dict[hf_name] = self._reorder(template, part, to_hf=True)
-            else:
-                hf_state_dict[hf_template.format(*numbers)] = self._reorder(
-                    template, tensor, to_hf=True
+                continue
+            hf_name = hf_template.format(*numbers)
+            tensor = self._reorder(template, tensor, to_hf=True)
+            entry = self.from_hf_map[hf_template]
+            if not isinstance(entry, Fused):
+                hf_state_dict[hf_name] = tensor
+                continue
+            parts = fused[hf_name]
+            parts[template] = tensor
+            if len(parts) == len(entry.ours):
+                joined = join_rows([parts[ours] for ours in entry.ours])
+                hf_state_dict[hf_name] = (
+                    swap_rows_and_columns(joined) if entry.transposed else joined
                 )
+                del fused[hf_name]
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -259,16 +256,17 @@ class KeyMapAdapter(StateDictAdapter):
             hf_template, numbers = to_template(hf_name)
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
-                for template, part in _unfuse(entry, tensor).items():
-                    state_dict[template.format(*numbers)] = self._reorder(
-                        template, part, to_hf=False
-                    )
-            elif _is_stack(hf_template, entry):
-                *numbers, expert = numbers
-                part = self._reorder(entry, tensor, to_hf=False)
-                stacks.setdefault(entry.format(*numbers), {})[int(expert)] = part
+                joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
+                parts = dict(zip(entry.ours, split_rows(joined, len(entry.ours)), strict=True))
             else:
-                state_dict[entry.format(*numbers)] = self._reorder(entry, tensor, to_hf=False)
+                parts = {entry: tensor}
+            for template, part in parts.items():
+                part = self._reorder(template, part, to_hf=False)
+                if _is_stack(hf_template, template):
+                    *outer, expert = numbers
+                    stacks.setdefault(template.format(*outer), {})[int(expert)] = part
+                else:
+                    state_dict[template.format(*numbers)] = part
         for name, experts in stacks.items():
             state_dict[name] = stack(experts, self._layouts.get(name), name)
         if self._is_tied and TOK_EMBEDDINGS in state_dict:
@@ -287,24 +285,8 @@ class KeyMapAdapter(StateDictAdapter):
         )
 
 
-def _ours_of(entry: str | Fused | None) -> tuple[str, ...]:
-    if isinstance(entry, Fused):
-        return entry.ours
-    return () if entry is None else (entry,)
-
-
 def _is_stack(hf_template: str, template: str) -> bool:
     return hf_template.count("{}") > template.count("{}")
-
-
-def _fuse(entry: Fused, tensors: dict[str, Tensor]) -> Tensor:
-    joined = join_rows([tensors[template] for template in entry.ours])
-    return swap_rows_and_columns(joined) if entry.transposed else joined
-
-
-def _unfuse(entry: Fused, tensor: Tensor) -> dict[str, Tensor]:
-    joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
-    return dict(zip(entry.ours, split_rows(joined, len(entry.ours)), strict=True))
 
 
 def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -> None:
@@ -352,7 +334,7 @@ def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[Local
                 yield shard._replace(tensor=rows, offsets=(hf_row, *other_offsets))
 
 
-def _heads_are_whole(tensor: "DTensor", n_heads: int) -> bool:
+def _heads_are_whole(tensor: Tensor, n_heads: int) -> bool:
     """True if each rank holds whole heads, in order, so that they can be reordered in place."""
     from torch.distributed.tensor import Shard
 

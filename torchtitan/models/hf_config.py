@@ -58,14 +58,29 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
 
 def _match(config: Config) -> HFMatch:
-    config = _same_spelling(config)
-    family, to_args = _family_of(config)
     from torchtitan.protocols.train_spec import get_train_spec
 
-    flavors = get_train_spec(family).model_args
+    config = _same_spelling(config)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise _refusal(config, "model_type", f"known are {', '.join(_FAMILIES)}")
+    family = _FAMILIES[model_type]
+    flavors = get_train_spec(family.name).model_args
     args_cls = type(next(iter(flavors.values())))
     try:
-        model_args = _build(args_cls, to_args(config))
+        _require(config, "hidden_act", {"silu"}, "feed-forwards are gated by SiLU")
+        eos = config.get("eos_token_id")
+        values = {
+            "rope_theta": _rope(config).get("rope_theta", family.default_rope_theta),
+            "enable_weight_tying": config.get("tie_word_embeddings", False),
+            "eos_id": eos[0] if isinstance(eos, list) else eos,
+        } | family.to_args(config)
+        if values["eos_id"] is None:
+            del values["eos_id"]
+        experts = {k.removeprefix(_MOE): v for k, v in values.items() if k.startswith(_MOE)}
+        model_args = args_cls(**{k: v for k, v in values.items() if not k.startswith(_MOE)})
+        if experts:
+            model_args.moe_args = dataclasses.replace(model_args.moe_args, **experts)
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(
             f"A field of the Hugging Face config is missing or not of its kind "
@@ -77,7 +92,7 @@ def _match(config: Config) -> HFMatch:
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
-    return HFMatch(family, same[0] if same else None, model_args)
+    return HFMatch(family.name, same[0] if same else None, model_args)
 
 
 def differing(a: "DecoderArgs", b: "DecoderArgs") -> dict[str, tuple[Any, Any]]:
@@ -90,6 +105,8 @@ def differing(a: "DecoderArgs", b: "DecoderArgs") -> dict[str, tuple[Any, Any]]:
 
 # HF field -> ours, in one table per group of families.
 
+_MOE = "moe_args."  # in front of the names of its fields
+
 _COMMON = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -100,48 +117,37 @@ _COMMON = {
 }
 _GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
 _LLAMA = _COMMON | _GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
-_QWEN = _LLAMA
-_QWEN_MOE = _QWEN | {
-    "moe_intermediate_size": "moe_inter_dim",
+_EXPERTS = {
     "num_local_experts": "moe_args.num_experts",
     "num_experts_per_tok": "moe_args.top_k",
 }
-_DEEPSEEK = _COMMON | {
-    "intermediate_size": "inter_dim",
-    "moe_intermediate_size": "moe_inter_dim",
-    "first_k_dense_replace": "n_dense_layers",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "num_local_experts": "moe_args.num_experts",
-    "n_shared_experts": "moe_args.num_shared_experts",
-    "num_experts_per_tok": "moe_args.top_k",
-    "routed_scaling_factor": "moe_args.route_scale",
+_QWEN_MOE = _LLAMA | _EXPERTS | {"moe_intermediate_size": "moe_inter_dim"}
+_DEEPSEEK = (
+    _COMMON
+    | _EXPERTS
+    | {
+        "intermediate_size": "inter_dim",
+        "moe_intermediate_size": "moe_inter_dim",
+        "first_k_dense_replace": "n_dense_layers",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_nope_head_dim": "qk_nope_head_dim",
+        "qk_rope_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "n_shared_experts": "moe_args.num_shared_experts",
+        "routed_scaling_factor": "moe_args.route_scale",
+    }
+)
+_WIDE_EXPERTS = (
+    _COMMON
+    | _GROUPED_HEADS
+    | _EXPERTS
+    | {"head_dim": "head_dim", "intermediate_size": "moe_inter_dim"}
+)
+_LLAMA4 = _WIDE_EXPERTS | {
+    "intermediate_size_mlp": "hidden_dim",
+    "attention_chunk_size": "fixed_attn_block_size",
 }
-_LLAMA4 = (
-    _COMMON
-    | _GROUPED_HEADS
-    | {
-        "head_dim": "head_dim",
-        "intermediate_size": "moe_inter_dim",
-        "intermediate_size_mlp": "hidden_dim",
-        "num_local_experts": "moe_args.num_experts",
-        "num_experts_per_tok": "moe_args.top_k",
-        "attention_chunk_size": "fixed_attn_block_size",
-    }
-)
-_GPT_OSS = (
-    _COMMON
-    | _GROUPED_HEADS
-    | {
-        "head_dim": "head_dim",
-        "intermediate_size": "moe_inter_dim",
-        "sliding_window": "sliding_window_size",
-        "num_local_experts": "moe_args.num_experts",
-        "num_experts_per_tok": "moe_args.top_k",
-    }
-)
+_GPT_OSS = _WIDE_EXPERTS | {"sliding_window": "sliding_window_size"}
 _LLAMA3_SCALING = {
     "factor": "scaling_factor",
     "low_freq_factor": "low_freq_factor",
@@ -164,21 +170,10 @@ _SIZES = {
     "topk_group",
     "original_max_position_embeddings",
 } - {"rms_norm_eps", "routed_scaling_factor"}
-_FRACTIONS = {
-    "rms_norm_eps",
-    "routed_scaling_factor",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "floor_scale",
-    "attn_scale",
-    "swiglu_limit",
-}
+_FRACTIONS = set(
+    "rms_norm_eps routed_scaling_factor rope_theta factor low_freq_factor high_freq_factor "
+    "beta_fast beta_slow mscale mscale_all_dim floor_scale attn_scale swiglu_limit".split()
+)
 _SWITCHES = {"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"}
 
 _SAME_FIELD = {  # older or newer names of one field
@@ -214,17 +209,21 @@ def _qwen3(config: Config) -> dict[str, Any]:
         "qkv_bias": is_qwen2,
     }
     if config["model_type"] != "qwen3_moe":
-        return _take(config, _QWEN) | args
+        return _take(config, _LLAMA) | args
     _require(config, "decoder_sparse_step", {1}, "every layer has experts")
     if config.get("mlp_only_layers"):
         raise _refusal(config, "mlp_only_layers", "every layer has experts")
-    experts = {
-        "num_shared_experts": 0,
-        "score_func": "softmax",
-        "route_norm": config.get("norm_topk_prob", False),
-        "score_before_experts": False,
-    }
-    return _take(config, _QWEN_MOE) | args | {"moe_enabled": True} | _in_moe_args(experts)
+    return (
+        _take(config, _QWEN_MOE)
+        | args
+        | {
+            "moe_enabled": True,
+            "moe_args.num_shared_experts": 0,
+            "moe_args.score_func": "softmax",
+            "moe_args.route_norm": config.get("norm_topk_prob", False),
+            "moe_args.score_before_experts": False,
+        }
+    )
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
@@ -237,35 +236,23 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
     _require(config, "topk_method", methods, f"{config['model_type']} routes otherwise")
     n_groups = config.get("n_group")
     is_grouped = method != "greedy" and n_groups not in (None, 1)
-    experts = {
-        "score_func": config.get("scoring_func", "softmax" if is_v2 else "sigmoid"),
-        "route_norm": config.get("norm_topk_prob", not is_v2),
-        "score_before_experts": False,
-        "num_expert_groups": n_groups if is_grouped else None,
-        "num_limited_groups": config.get("topk_group") if is_grouped else None,
-        "group_score": "max" if is_v2 else "top2_sum",
+    args = {
+        "q_lora_rank": config.get("q_lora_rank") or 0,
+        "moe_args.score_func": config.get("scoring_func", "softmax" if is_v2 else "sigmoid"),
+        "moe_args.route_norm": config.get("norm_topk_prob", not is_v2),
+        "moe_args.score_before_experts": False,
+        "moe_args.num_expert_groups": n_groups if is_grouped else None,
+        "moe_args.num_limited_groups": config.get("topk_group") if is_grouped else None,
+        "moe_args.group_score": "max" if is_v2 else "top2_sum",
     }
-    return (
-        _take(config, _DEEPSEEK)
-        | {"q_lora_rank": config.get("q_lora_rank") or 0}
-        | _deepseek_yarn(config)
-        | _in_moe_args(experts)
-    )
-
-
-def _deepseek_yarn(config: Config) -> dict[str, Any]:
     rope = _rope(config)
-    if _require_rope_type(config, {"default", "yarn"}) == "default":
-        return {"rope_factor": 1.0}
-    # Otherwise cos and sin are scaled too, which is done here by the softmax scale alone.
-    if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
-        raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
-    _check_yarn(rope, truncate=True)
-    return _take(rope, _YARN) | {
-        "beta_fast": rope.get("beta_fast", 32),
-        "beta_slow": rope.get("beta_slow", 1),
-        "mscale": rope["mscale_all_dim"],
-    }
+    if rope["rope_type"] == "yarn":
+        # Otherwise cos and sin are scaled too; here only the softmax scale is.
+        if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
+            raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
+        args["mscale"] = rope["mscale"]
+    yarn = _yarn(config, truncate=True, betas=("beta_fast", "beta_slow"))
+    return _take(config, _DEEPSEEK) | args | yarn
 
 
 def _llama4(config: Config) -> dict[str, Any]:
@@ -297,34 +284,27 @@ def _llama4(config: Config) -> dict[str, Any]:
         | _llama3_rope(config)
         | {"interleave_moe_layer_step": step, "every_n_layers_nope": interval}
         | switches
-        | _in_moe_args({"num_shared_experts": 1, "score_func": "sigmoid"})
+        | {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
     )
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
-    rope = _rope(config)
     _require(config, "attention_bias", {True}, "its projections have biases")
     _require(config, "swiglu_alpha", {1.702}, "the activation's slope is fixed")
     if config.get("layer_types"):
         kinds = ["full_attention" if n % 2 else "sliding_attention"
                  for n in range(config["num_hidden_layers"])]  # fmt: skip
         _require_layers(config, "layer_types", kinds)
-    yarn: dict[str, Any] = {"rope_factor": 1.0}
-    if _require_rope_type(config, {"default", "yarn"}) == "yarn":
-        _check_yarn(rope, truncate=False)
-        yarn = _take(rope, _YARN) | {
-            "ntk_beta": rope.get("beta_fast", 32.0),
-            "ntk_alpha": rope.get("beta_slow", 1.0),
-        }
     experts = {
-        "num_shared_experts": 0,
-        "score_func": "softmax",
-        "route_norm": True,
-        "gate_bias": True,
-        "score_before_experts": False,
+        "moe_args.num_shared_experts": 0,
+        "moe_args.score_func": "softmax",
+        "moe_args.route_norm": True,
+        "moe_args.gate_bias": True,
+        "moe_args.score_before_experts": False,
     }
     swiglu = {"swiglu_limit": config.get("swiglu_limit", 7.0)}
-    return _take(config, _GPT_OSS) | yarn | swiglu | _in_moe_args(experts)
+    yarn = _yarn(config, truncate=False, betas=("ntk_beta", "ntk_alpha"))
+    return _take(config, _GPT_OSS) | yarn | swiglu | experts
 
 
 class _Family(NamedTuple):
@@ -382,25 +362,6 @@ def _check_numbers(config: Config) -> None:
             raise _refusal(config, name, "it must be true or false")
 
 
-def _family_of(config: Config) -> tuple[str, Callable[[Config], dict[str, Any]]]:
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise _refusal(config, "model_type", f"known are {', '.join(_FAMILIES)}")
-    family = _FAMILIES[model_type]
-
-    def to_args(config: Config) -> dict[str, Any]:
-        _require(config, "hidden_act", {"silu"}, "feed-forwards are gated by SiLU")
-        eos = config.get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) else eos
-        common = {
-            "rope_theta": _rope(config).get("rope_theta", family.default_rope_theta),
-            "enable_weight_tying": config.get("tie_word_embeddings", False),
-        }
-        return common | ({} if eos is None else {"eos_id": eos}) | family.to_args(config)
-
-    return family.name, to_args
-
-
 def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
     """Ours -> value. A model without num_key_value_heads has as many as query heads."""
     defaults = {"num_key_value_heads": config.get("num_attention_heads")}
@@ -433,11 +394,17 @@ def _require_rope_type(config: Config, allowed: set[str]) -> str:
     return rope["rope_type"]
 
 
-def _check_yarn(rope: Config, truncate: bool) -> None:
+def _yarn(config: Config, truncate: bool, betas: tuple[str, str]) -> dict[str, Any]:
+    """betas: ours for beta_fast and beta_slow."""
+    if _require_rope_type(config, {"default", "yarn"}) == "default":
+        return {"rope_factor": 1.0}
+    rope = _rope(config)
     if rope.get("truncate", True) is not truncate:
         raise _refusal(rope, "truncate", f"the band of frequencies is made with {truncate}")
     if rope.get("attention_factor") is not None:
         raise _refusal(rope, "attention_factor", "it follows from factor")
+    fast, slow = betas
+    return _take(rope, _YARN) | {fast: rope.get("beta_fast", 32), slow: rope.get("beta_slow", 1)}
 
 
 def _require(config: Config, name: str, allowed: set[Any], reason: str) -> None:
@@ -460,35 +427,12 @@ def _refusal(config: Config, name: str, reason: str) -> ValueError:
 # Args
 
 
-def _in_moe_args(values: dict[str, Any]) -> dict[str, Any]:
-    return {f"moe_args.{name}": value for name, value in values.items()}
-
-
-def _build(args_cls: "type[DecoderArgs]", values: dict[str, Any]) -> "DecoderArgs":
-    """Args from values, of which those called moe_args.* go into `moe_args`."""
-    prefix = "moe_args."
-    experts = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-    args = args_cls(**{k: v for k, v in values.items() if not k.startswith(prefix)})
-    if experts:
-        args.moe_args = dataclasses.replace(args.moe_args, **experts)
-    return args
-
-
 # Choices that a run makes, or that nothing reads.
-_NO_FACTS = {
-    "max_seq_len",
-    "eos_id",
-    "attn_type",
-    "attn_mask_type",
-    "depth_init",
-    "max_batch_size",
-    "dtype",
-    "expert_parallel_comm_backend",
-    "_enforced",
-    "moe_args.use_grouped_mm",
-    "moe_args.load_balance_coeff",
-    "moe_args._debug_force_load_balance",
-}
+_NO_FACTS = set(
+    "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
+    "expert_parallel_comm_backend _enforced moe_args.use_grouped_mm "
+    "moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
+)
 # Sizes that follow from fields in more than one way -> the fields.
 _DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],

@@ -3,14 +3,13 @@
 import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     from torchtitan.distributed.tensor_views import LocalShard
@@ -18,6 +17,12 @@ if TYPE_CHECKING:
 
 _INDEX_FILE = "model.safetensors.index.json"
 _MOST_DIGITS = 9  # of a file's number
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def to_template(name: str) -> tuple[str, list[str]]:
+    """Return the name with `{}` for its numbers, and the numbers."""
+    return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
 class BaseStateDictAdapter(ABC):
@@ -48,7 +53,7 @@ class BaseStateDictAdapter(ABC):
     ) -> "HuggingFaceStorageReader":
         """A DCP reader of the safetensors files in `path`."""
 
-    def groups_of(self, names: "Iterable[str]") -> list[list[str]]:
+    def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         """Divide our names into groups that `to_hf` can translate each by itself.
 
         Here those of one module stay together; names that have no HF name may be left out.
@@ -74,7 +79,7 @@ class BaseStateDictAdapter(ABC):
             "(sharded=False), or give it a method shards_to_hf"
         )
 
-    def spelled_like(self, hf_names: "Collection[str]") -> "BaseStateDictAdapter":
+    def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that asks for the names in `hf_names`, where tools name differently."""
         return self
 
@@ -111,9 +116,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         return HuggingFaceStorageReader(path)
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        table = getattr(self, "from_hf_map", {})
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "{}", hf_key)
-        return name in table and table[name] is None
+        return getattr(self, "from_hf_map", {}).get(to_template(hf_key)[0], hf_key) is None
 
 
 def read_weight_map(path: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.components.stop import StopRequest
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.engine import closed_on_error

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.weight_stream import WeightStream, digest_of
+from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 

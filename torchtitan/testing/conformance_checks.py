@@ -992,7 +992,7 @@ def offload_and_reload(kit: Kit) -> None:
 @check("1e")
 def export_of_weights(kit: Kit) -> None:
     """iter_hf_weights streams every HF name, whole, with a version and a digest to compare."""
-    from torchtitan.components.weight_stream import digest_of
+    from torchtitan.checkpoint.stream import digest_of
 
     with kit.own_engine() as engine:
         first = engine.iter_hf_weights()

@@ -11,16 +11,16 @@ from torchtitan.tools.logging import logger, warn_once
 
 LOCK_FILE = ".lock"
 
-# Path -> open file and number of holders, for a process has one lock on a file, however many
-# of its objects want it, and loses it as soon as any of them closes the file.
+# Path -> open file and number of holders: a process has one lock on a file, whichever of its
+# objects wants it, and loses it as soon as any of them closes the file.
 _held: dict[str, tuple[int, int]] = {}
 
 
 class FolderLock:
     """Holds `folder`, which is made if needed, for this process until `release` or its death.
 
-    It is a POSIX record lock: child processes don't inherit it, so a data worker that lives on
-    for a while does not keep it, and NFS knows it. The file says who holds it, and stays.
+    It is a POSIX record lock, which NFS knows and child processes don't inherit: a data worker that
+    outlives the job does not keep it. The file says who holds it, and stays.
     Raises RunError if another process holds the folder.
     """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.layout_matrix import register_tiny
-from torchtitan.components.weight_stream import WeightStream
+from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.rl.generator import CopyGenerator
 from torchtitan.rl.types import SamplingConfig

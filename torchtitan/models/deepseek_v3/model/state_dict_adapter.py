@@ -9,9 +9,9 @@ from torchtitan.models.hf_adapter import (
     KeyMapAdapter,
     block_hf_key_map,
     dense_hf_key_map,
-    to_template,
 )
 from torchtitan.models.hf_quantized import build_fp8_reader
+from torchtitan.protocols.state_dict_adapter import to_template
 
 _DIRECT_QUERIES = {"self_attn.q_proj": "attention.wq"}
 _LATENT_QUERIES = {

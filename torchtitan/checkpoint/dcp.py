@@ -1,21 +1,27 @@
-"""torch's distributed checkpoint (DCP), with a `load` that executes nothing from the files.
+"""torch's distributed checkpoint (DCP), with three changes.
 
-torch's own reads `.metadata` and every entry that is no tensor with pickle, which calls whatever
-function the file names.
+`load` executes nothing from the files: torch's own reads `.metadata` and every entry that is no
+tensor with pickle, which calls whatever function the file names. `SavePlans` remembers who writes
+what. `one_error` makes one sentence of what went wrong.
 """
 
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemReader,
     async_save,
     save,
@@ -29,14 +35,40 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchtitan.components.checkpoint_folder import DCP_METADATA, all_ranks, path_inside
-from torchtitan.components.unpickling import read_dcp_metadata, refusal
+from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
+from torchtitan.distributed.ranks import on_all_ranks
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.unpickling import read_dcp_metadata, refusal
 
-__all__ = ["CheckpointException", "SafeReader", "async_save", "load", "save"]
+__all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
+
+
+@contextmanager
+def one_error(what: str, advice: Callable[[], str] = str) -> Iterator[None]:
+    """Make one sentence, a RunError, of the file system's errors and of DCP's exception, a
+    BaseException that quotes every rank's stack. It ends with `advice()`."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
+        ranks = ", ".join(map(str, sorted(error.failures)))
+        told = f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}"
+        raise RunError(told + advice()) from error
+    except OSError as error:
+        raise RunError(f"{what}: {type(error).__name__}: {error}{advice()}") from error
+
+
+# Loading
 
 
 def load(
@@ -54,10 +86,15 @@ def load(
     if storage_reader is None:
         assert checkpoint_id is not None
         storage_reader = reader = SafeReader(checkpoint_id)
+
+        def read_metadata() -> None:
+            try:
+                reader.read_metadata()
+            except OSError as error:
+                raise ValueError(str(error)) from error
+
         # Here, since torch's own attempt logs a stack and then looks for another file.
-        for problem in all_ranks(_problem_with_metadata(reader)):
-            if problem is not None:
-                raise ValueError(problem)
+        on_all_ranks(read_metadata)
     planner = _SafePlanner(compare_kinds=isinstance(storage_reader, SafeReader))
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
@@ -69,13 +106,12 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
-            kinds = [
-                (d.is_floating_point, d.is_complex) for d in (entry.properties.dtype, tensor.dtype)
-            ]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"{name} is saved as {entry.properties.dtype}, and is {tensor.dtype} here"
-                )
+            saved, own = entry.properties.dtype, tensor.dtype
+            if (saved.is_floating_point, saved.is_complex) != (
+                own.is_floating_point,
+                own.is_complex,
+            ):
+                raise ValueError(f"{name} is saved as {saved}, and is {own} here")
 
 
 class SafeReader(FileSystemReader):
@@ -158,14 +194,6 @@ def _kind(value: Any) -> type:
     return list if isinstance(value, tuple) else type(value)
 
 
-def _problem_with_metadata(reader: SafeReader) -> str | None:
-    try:
-        reader.read_metadata()
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
-
-
 def _in_short(error: Exception) -> str:
     """The reason, without torch's pages about how to trust a file."""
     text = str(error)
@@ -200,3 +228,54 @@ def _check_type(value: Any, *types: type) -> None:
     if not isinstance(value, types):
         wanted = " or ".join(cls.__name__ for cls in types)
         raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
+
+
+# Saving
+
+# What DCP remembers, in the class, by a key.
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+_numbers = itertools.count()
+
+
+class SavePlans:
+    """Who writes what, remembered from one save of a manager to the next.
+
+    For each save every rank lists its tensors, rank 0 merges the lists of all ranks, and each gets
+    back what it has to write: work that grows with the model times the ranks, and comes out the
+    same every time. DCP can remember it: a rank whose list is as before says only that.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def arguments(self) -> dict[str, Any]:
+        """What `save` gets for the next save. A single rank agrees with nobody."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {}
+        return {"planner": _RememberingPlanner(self._key)}
+
+    def forget(self) -> None:
+        for name in _CACHES:
+            getattr(SavePlanner, name, {}).pop(getattr(self, "_key", None), None)
+        self._key = f"torchtitan {next(_numbers)}"
+
+
+class _RememberingPlanner(DefaultSavePlanner):
+    """key: DCP's own is one for all managers of this process."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = key
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        # DCP compares names and shapes, but not dtypes, which .metadata has too.
+        if not plan.usable and self.plan != SavePlanner._cached_save_plan[self._cached_plans_key]:
+            plan = self._pending_local_plan = self.plan
+        return plan

@@ -59,16 +59,12 @@ def _read(file: IO[bytes], names: _Names, what: str) -> Any:
         raise ValueError(f"{what} cannot be read: {error or type(error).__name__}") from error
     finally:
         for cls, attributes in zip(classes, before, strict=True):
-            _restore(cls, attributes)
-
-
-def _restore(cls: type, attributes: dict[str, Any]) -> None:
-    now = dict(vars(cls))
-    for name in now.keys() - attributes.keys():
-        delattr(cls, name)
-    for name, value in attributes.items():
-        if now.get(name) is not value:
-            setattr(cls, name, value)
+            now = dict(vars(cls))
+            for name in now.keys() - attributes.keys():
+                delattr(cls, name)
+            for name, value in attributes.items():
+                if now.get(name) is not value:
+                    setattr(cls, name, value)
 
 
 def _storage_from_bytes(data: bytes) -> Any:
@@ -102,7 +98,7 @@ def _dcp_names() -> _Names:
         metadata.TensorStorageMetadata,
     ]
     names: _Names = {(cls.__module__, cls.__name__): cls for cls in classes}
-    # The folder it was written to, which nobody reads.
+    # The folder it was written to, which is not read.
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
             names[module, name] = lambda *parts: "/".join(map(str, parts))

@@ -1,7 +1,7 @@
 """Weights in Hugging Face files: safetensors, with an index of what stands where.
 
-Reading and writing go through a model in parts, so that translating layouts needs memory for a
-part's copies only. Functions said to be collective must be called by every rank.
+Reading and writing go through a model in parts, so that translating layouts needs memory for the
+copies of one part only.
 """
 
 import json
@@ -10,62 +10,45 @@ import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
 
-from torchtitan.components import dcp
-from torchtitan.components.checkpoint_contents import (
+from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.folder import (
+    HF_INDEX,
+    HashedFile,
+    finish_writing,
+    hash_over_ranks,
+    path_inside,
+    start_writing,
+)
+from torchtitan.checkpoint.states import (
     Shapes,
     check_same_model,
-    one_error,
     saved_shapes,
     shapes_of,
     shorten,
 )
-from torchtitan.components.checkpoint_folder import (
-    HF_INDEX,
-    HashedFile,
-    all_ranks,
-    finish_writing,
-    from_rank_zero,
-    hash_over_ranks,
-    on_all_ranks,
-    path_inside,
-    start_writing,
-)
-from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.protocols.state_dict_adapter import read_weight_map
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _BYTES_PER_FILE = 5 * 10**9  # as transformers has it
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
 
 # Reading
 
 
 def load_from_hf(
     state_dict: dict[str, Any],
-    adapter: "BaseStateDictAdapter",
+    adapter: BaseStateDictAdapter,
     path: str,
     from_quantized: bool = False,
     model_description: str = "the model",
@@ -111,12 +94,14 @@ def load_from_hf(
     loaded = {}
     for part in parts:
         hf_part = adapter.to_hf(part)
-        with one_error(f"The safetensors files in {path} could not be read"):
+        with dcp.one_error(f"The safetensors files in {path} could not be read"):
             dcp.load(hf_part, storage_reader=reader)
         for name, tensor in adapter.from_hf(hf_part).items():
             if name in state_dict:
-                _copy_unless_same(state_dict[name], tensor)
-                loaded[name] = state_dict[name]
+                target = loaded[name] = state_dict[name]
+                ours, theirs = local_tensor(target), local_tensor(tensor)
+                if (ours.data_ptr(), ours.stride()) != (theirs.data_ptr(), theirs.stride()):
+                    target.copy_(tensor)
     if kept := sorted(state_dict.keys() - loaded.keys()):
         logger.warning(f"Not in {path}, left as they are: {shorten(kept)}")
     return loaded
@@ -156,9 +141,8 @@ def _check_files(folder: str) -> list[str]:
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entries in turn, in parts of bounded size; those of one module stay together, for
-    adapters join some of them. Ranks that share tensors cut at the same places, for adapters may
-    have to gather some."""
+    """The entries in parts of bounded size. Those of one module stay together, for adapters join
+    some of them; ranks that share tensors cut at the same places, for adapters gather some."""
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
     for name, tensor in state_dict.items():
@@ -174,7 +158,7 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _share_of(tensor: Tensor) -> int:
     """Bytes on each rank, were the shards all of one size."""
-    n_bytes = tensor.numel() * tensor.element_size()
+    n_bytes = tensor.nbytes
     if is_dtensor(tensor):
         for axis, placement in enumerate(tensor.placements):
             if not placement.is_replicate():
@@ -182,22 +166,12 @@ def _share_of(tensor: Tensor) -> int:
     return n_bytes
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _copy_unless_same(target: Tensor, source: Tensor) -> None:
-    ours, theirs = _local(target), _local(source)
-    if (ours.data_ptr(), ours.stride()) != (theirs.data_ptr(), theirs.stride()):
-        target.copy_(source)
-
-
 # Writing
 
 
 def save_to_hf(
     state_dict: dict[str, Any],
-    adapter: "BaseStateDictAdapter",
+    adapter: BaseStateDictAdapter,
     folder: str,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -210,7 +184,9 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
     if dist.is_initialized():
         _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
-        hashes = hash_over_ranks(folder, from_rank_zero(lambda: _hf_files(folder)))
+        names = from_rank_zero(lambda: os.listdir(folder))
+        names = [name for name in names if name.endswith(".safetensors") or name == HF_INDEX]
+        hashes = hash_over_ranks(folder, names)
     else:
         hashes = _write_alone(state_dict, adapter, folder, dtype)
     from_rank_zero(lambda: finish_writing(folder, hashes))
@@ -218,17 +194,13 @@ def save_to_hf(
 
 
 def _to_hf(
-    part: dict[str, Any], adapter: "BaseStateDictAdapter", dtype: torch.dtype | None
+    part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     tensors = adapter.to_hf(part)
     for name, tensor in tensors.items():
         if dtype is not None and tensor.is_floating_point():
             tensors[name] = tensor.to(dtype)
     return tensors
-
-
-def _hf_files(folder: str) -> list[str]:
-    return [n for n in os.listdir(folder) if n.endswith(".safetensors") or n == HF_INDEX]
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
@@ -255,14 +227,10 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
     return index
 
 
-def _write_over_ranks(
-    tensors: dict[str, Any], adapter: "BaseStateDictAdapter", folder: str
-) -> None:
-    from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
-
+def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str) -> None:
     # An adapter may give views with rows and columns swapped, which the format has no word for.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     sharded = os.path.join(folder, "sharded")
     writer = HuggingFaceStorageWriter(
@@ -295,16 +263,18 @@ def _write_over_ranks(
 
 def _write_alone(
     state_dict: dict[str, Any],
-    adapter: "BaseStateDictAdapter",
+    adapter: BaseStateDictAdapter,
     folder: str,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
     """Write every tensor straight to its file; returns file name -> SHA-256."""
+    from safetensors.torch import _TYPES
+
+    name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
     for part in _parts_of(state_dict):
         for name, tensor in _to_hf(part, adapter, dtype).items():
-            kind = _SAFETENSORS_DTYPES[tensor.dtype]
-            entries[name] = (kind, list(tensor.shape), tensor.numel() * tensor.element_size())
+            entries[name] = name_of[tensor.dtype], list(tensor.shape), tensor.nbytes
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())

@@ -1,20 +1,16 @@
 """A step folder on disk: when it counts as whole, and what its files must hash to.
 
-A folder is written in this order, so that a process killed anywhere leaves one that is seen to
-be unfinished:
+A folder is written in this order, so that one whose writer was killed is seen to be unfinished:
 
-1. the marker `.incomplete` is created (by rank 0, before any other file), then, if a caller named
-   the folder, `.keep`, which stays,
+1. rank 0 creates the marker `.incomplete`, then, if a caller named the folder, `.keep`,
 2. every rank writes its files, hashing what it writes,
 3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
-4. the marker is removed.
+4. rank 0 removes `.incomplete`; `.keep` stays.
 
 It is removed in the other order: the marker comes first and goes last.
 
 Folders without marker and hashes, such as older tools write, are taken as whole when they hold
 `.metadata` or safetensors files; they cannot be verified.
-
-Functions said to be collective must be called by every rank, and give every rank one answer.
 """
 
 import hashlib
@@ -23,24 +19,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.components.host_copies import HostCopies
 
 UNFINISHED_MARKER = ".incomplete"
 KEPT_MARKER = ".keep"
@@ -51,8 +45,6 @@ HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
 WEIGHT_FILES = (DCP_METADATA, HASHES_FILE, RUN_RECORD, HF_INDEX, "*.distcp", "*.safetensors")
 GIB = 1024**3
-
-T = TypeVar("T")
 
 
 class Contents(Enum):
@@ -69,6 +61,10 @@ class StepFolder(NamedTuple):
     step: int
     path: str
     contents: Contents
+
+    @property
+    def is_finished(self) -> bool:
+        return self.contents in (Contents.DCP, Contents.HF)
 
 
 def contents_of(folder: str) -> Contents:
@@ -90,10 +86,10 @@ def contents_of(folder: str) -> Contents:
 
 
 def path_inside(folder: str, name: str) -> str:
-    """The path of the file `name` of `folder`, where links have been followed.
+    """The path of the file `name` of `folder`, with links followed.
 
     Raises ValueError if it lies elsewhere, by its name or by a link. The links of Hugging Face's
-    cache, from snapshots/<revision> to the blobs of the same repository, are taken.
+    cache, from snapshots/<revision> to the blobs of the same repository, are allowed.
     """
     root, path = Path(folder).resolve(), Path(folder, name).resolve()
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
@@ -105,7 +101,7 @@ def path_inside(folder: str, name: str) -> str:
 
 
 def list_steps(folder: str) -> list[StepFolder]:
-    """The `step-<N>` folders under `folder`, oldest step first. Other names are left alone."""
+    """The `step-<N>` folders under `folder`, oldest step first. Other names are ignored."""
     if not os.path.isdir(folder):
         return []
     found = []
@@ -116,6 +112,14 @@ def list_steps(folder: str) -> list[StepFolder]:
             contents = contents_of(entry.path) if os.listdir(entry.path) else Contents.UNFINISHED
             found.append(StepFolder(int(match.group(1)), entry.path, contents))
     return sorted(found, key=lambda folder: folder.step)
+
+
+def newest_finished_step(folder: str) -> int:
+    """-1 if there is none. Finished steps may be damaged."""
+    return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
+
+
+# Marking, finishing and removing
 
 
 def mark_unfinished(folder: str) -> None:
@@ -129,16 +133,6 @@ def mark_kept(folder: str) -> None:
     _write_synced(os.path.join(folder, KEPT_MARKER), "")
 
 
-def is_kept(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, KEPT_MARKER))
-
-
-def is_of_this_package(folder: str) -> bool:
-    """Whether this package wrote `folder`: others' hold neither marker nor hashes, but something."""
-    names = os.listdir(folder)
-    return not names or UNFINISHED_MARKER in names or HASHES_FILE in names
-
-
 def start_writing(folder: str) -> None:
     """Create or empty `folder` and mark it unfinished. Removes only what a checkpoint consists
     of: an older `.metadata` beside new files would be loaded in their place."""
@@ -150,7 +144,7 @@ def start_writing(folder: str) -> None:
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
-    """Record the hashes (file name -> SHA-256), then take the marker away: `folder` is whole."""
+    """Record the hashes (file name -> SHA-256), then remove the marker: `folder` is whole."""
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
     _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
@@ -158,7 +152,7 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a step folder; killed on the way, this leaves one that is seen to be unfinished."""
+    """Remove a step folder; if killed on the way, it is left as an unfinished one."""
     mark_unfinished(folder)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
@@ -169,6 +163,16 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
+def _write_synced(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# Hashes
+
+
 def hash_file(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -176,11 +180,10 @@ def hash_file(path: str) -> str:
 
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
     """Hash the named files of `folder`, each by one of the ranks. Collective."""
-
-    def hash_own_share() -> dict[str, str]:
-        return {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
-
-    return {name: digest for part in on_all_ranks(hash_own_share) for name, digest in part.items()}
+    parts = on_all_ranks(
+        lambda: {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
+    )
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def find_damage(folder: str) -> str | None:
@@ -195,59 +198,42 @@ def find_damage(folder: str) -> str | None:
         return str(error)
     if contents == Contents.DAMAGED and not expected:
         return f"{DCP_METADATA} is missing"
-    problems = [_problem_with(folder, name, expected[name]) for name in _own_share(list(expected))]
+
+    def problem_with(name: str) -> str | None:
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            return f"{name} is missing"
+        try:
+            digest = hash_file(path)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if digest != expected[name]:
+            return f"{name} does not have the content that was written (SHA-256 differs)"
+        return None
+
+    problems = [problem_with(name) for name in _own_share(list(expected))]
     return next((p for part in all_ranks(problems) for p in part if p), None)
 
 
-def from_rank_zero(ask: Callable[[], T]) -> T:
-    """What `ask()` returns or raises on rank 0, on every rank. Collective.
-
-    Ranks may see a network file system differently for a while; rank 0's view decides.
-    """
+def _own_share(names: list[str]) -> list[str]:
     if not dist.is_initialized():
-        return ask()
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = ask()
-        except Exception as error:  # raised below, on every rank
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+        return names
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def all_ranks(value: T) -> list[T]:
-    """The `value` of every rank, in rank order. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _read_hashes(folder: str) -> dict[str, str]:
+    """File name -> SHA-256; empty without a hash file. Raises ValueError if it was cut."""
+    path = os.path.join(folder, HASHES_FILE)
+    if not os.path.isfile(path):
+        return {}
+    header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
+    entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
+    if header != f"# {len(entries)} files" or not all(entries):
+        raise ValueError(f"{HASHES_FILE} is not as it was written")
+    return {entry.group(2): entry.group(1) for entry in entries}
 
 
-def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """What `work()` returns on every rank, in rank order. Collective.
-
-    What it raises on one rank is raised on all, so that none waits for another that has stopped.
-    """
-    own: tuple[Any, Exception | None] = None, None
-    try:
-        own = work(), None
-    except Exception as error:  # raised below, on every rank
-        own = None, error
-    answers = all_ranks(own)
-    if failure := next((error for _, error in answers if error is not None), None):
-        raise failure
-    return [result for result, _ in answers]
-
-
-class _RankWrites(NamedTuple):
-    """What one rank tells the coordinator when its files are written."""
-
-    results: list[WriteResult]
-    hashes: dict[str, str]
+# Writing
 
 
 class HashedFile:
@@ -309,7 +295,7 @@ class HashingWriter(FileSystemWriter):
         self,
         path: str,
         record: dict[str, Any] | None = None,
-        copies: "HostCopies | None" = None,
+        copies: HostCopies | None = None,
     ) -> None:
         super().__init__(path)
         self.fs = _HashingFileSystem()
@@ -327,17 +313,17 @@ class HashingWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """The coordinator gets (DCP's results, file name -> SHA-256) from each rank."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        hashes = {name: self.fs.hashes[name] for name in names}
         written: Future[Any] = Future()
-        written.set_result(_RankWrites(results, hashes))
+        written.set_result((results, {name: self.fs.hashes[name] for name in names}))
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Called on the coordinator once every rank has written."""
-        super().finish(metadata, [rank.results for rank in results])
-        hashes = {name: digest for rank in results for name, digest in rank.hashes.items()}
+        super().finish(metadata, [of_rank for of_rank, _ in results])
+        hashes = {name: digest for _, of_rank in results for name, digest in of_rank.items()}
         if self.record:
             with self.fs.create_stream(os.path.join(self.path, RUN_RECORD), "wb") as file:
                 file.write(json.dumps(self.record, indent=1).encode())
@@ -349,41 +335,3 @@ class HashingWriter(FileSystemWriter):
             f"Checkpoint {self.path} is complete: {size / GIB:.3f} GiB from {len(results)} "
             f"rank(s) in {time.monotonic() - self._started:.2f} s"
         )
-
-
-def _own_share(names: list[str]) -> list[str]:
-    if not dist.is_initialized():
-        return names
-    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
-
-
-def _read_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file. Raises ValueError if it was cut."""
-    path = os.path.join(folder, HASHES_FILE)
-    if not os.path.isfile(path):
-        return {}
-    header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
-    entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
-    if header != f"# {len(entries)} files" or not all(entries):
-        raise ValueError(f"{HASHES_FILE} is not as it was written")
-    return {entry.group(2): entry.group(1) for entry in entries}
-
-
-def _problem_with(folder: str, name: str, expected: str) -> str | None:
-    path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return f"{name} is missing"
-    try:
-        digest = hash_file(path)
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    if digest != expected:
-        return f"{name} does not have the content that was written (SHA-256 differs)"
-    return None
-
-
-def _write_synced(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

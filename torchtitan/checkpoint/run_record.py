@@ -8,14 +8,12 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchtitan.components.checkpoint_folder import RUN_RECORD
+from torchtitan.checkpoint.folder import RUN_RECORD
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import JobConfig
 
 _MOST_CHARACTERS = 100_000
 
@@ -53,7 +51,7 @@ _OPTIMIZER = "optimizer.name"
 
 
 def record_of(
-    config: "JobConfig", global_batch_size: int, tokenizer: "BaseTokenizer | None"
+    config: JobConfig, global_batch_size: int, tokenizer: BaseTokenizer | None
 ) -> dict[str, Any]:
     """What of this run matters to one that goes on from its checkpoints."""
     record: dict[str, Any] = {}

@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import torch
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.utils import _pytree as pytree
 
 from torchtitan.distributed.dtensor import local_tensor
@@ -41,8 +42,6 @@ class HostCopies:
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The states with copies in place of their tensors; good until the next call."""
-        from torch.distributed._state_dict_utils import _copy_state_dict
-
         self.close()
         if self._layout != _layout_of(state_dict):
             self._take_memory(state_dict)
@@ -55,19 +54,16 @@ class HostCopies:
             self._touching = None
 
     def _take_memory(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed._state_dict_utils import _create_cpu_state_dict
-
         self._kept = None  # given back before as much is taken again
         self._kept = _create_cpu_state_dict(state_dict)
         self._layout = _layout_of(state_dict)
 
 
 def _layout_of(state_dict: dict[str, Any]) -> Any:
+    def of_leaf(leaf: Any) -> Any:
+        if torch.is_tensor(leaf):
+            return leaf.shape, leaf.dtype, getattr(leaf, "placements", None)
+        return None
+
     leaves, structure = pytree.tree_flatten(state_dict)
-    tensors = [
-        (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
-        if torch.is_tensor(leaf)
-        else None
-        for leaf in leaves
-    ]
-    return structure, tensors
+    return structure, list(map(of_leaf, leaves))

@@ -1,0 +1,245 @@
+"""A model's weights under Hugging Face names, one after another, for a server.
+
+Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
+tell the receiver that it has the very weights that were sent.
+"""
+
+import copy
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.tensor_views import LocalShard, local_shard
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+# Bytes are read as words of 64 bits, and rows of this many words are summed up.
+_WORDS_PER_ROW = 2**15
+_ROWS_AT_ONCE = 2**9
+
+
+class WeightStream:
+    """Iterates over (HF name, tensor) of all weights, in the order of the model.
+
+    Whole tensors: collective, and the same on every rank, those of other pipeline stages too. All
+    ranks have to iterate to the end. Experts come as the family's files have them, all of them. A
+    tied output weight comes, too, as the tensor of the embedding.
+    Tensors may be the live parameters' memory: copy what is to outlast the next optimizer step.
+
+    sharded: `LocalShard`s instead, views of what this rank holds of its own stage, without any
+        communication. Replicas come from each rank that holds one; one weight may come in pieces.
+    dtype: what floating-point parameters are cast to; buffers and routers keep theirs, as every
+        parameter does with None.
+
+    version: how many optimizer steps have changed the weights. digest: `digest_of` what came, None
+    until the end has. Of whole tensors it is the same for every layout of ranks.
+
+    Raises RuntimeError if an optimizer step changes the weights in between.
+    """
+
+    version: int
+    digest: str | None
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        adapter: BaseStateDictAdapter,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None = None,
+        sharded: bool = False,
+        current_version: Callable[[], int] = lambda: 0,
+        stage_indices: list[int] | None = None,
+        pp_group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        """stage_indices, pp_group: of the model parts, under pipeline parallelism."""
+        self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
+        self._adapter = copy.copy(adapter)  # it remembers what it translated last
+        self._device, self._dtype, self._sharded = device, dtype, sharded
+        self._current_version = current_version
+        self._pp_group = pp_group
+        self.version, self.digest = current_version(), None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
+        self.version, self.digest = self._current_version(), None
+        digest = WeightDigest()
+        aliases = self._adapter.hf_aliases()
+        for name, tensor in self._shards() if self._sharded else self._whole_tensors():
+            for hf_name in filter(None, (name, aliases.get(name))):
+                digest.add(hf_name, tensor, same_as=None if hf_name == name else name)
+                yield hf_name, tensor
+                if self._current_version() != self.version:
+                    raise RuntimeError(
+                        f"The weights went from version {self.version} to "
+                        f"{self._current_version()} while they were streamed; finish the "
+                        "iteration before the optimizer's step"
+                    )
+        self.digest = digest.hexdigest()
+
+    @torch.no_grad()
+    def _shards(self) -> Iterator[tuple[str, LocalShard]]:
+        for part in self._parts.values():
+            state, keeps_dtype = self._state_of(part)
+            for names in self._adapter.groups_of(state):
+                for name in names:
+                    tensor = state[name]
+                    shard = local_shard(tensor)
+                    if shard is None:
+                        continue
+                    if not keeps_dtype(name):
+                        shard = shard._replace(tensor=shard.tensor.to(self._dtype))
+                    yield from self._adapter.shards_to_hf(name, shard)
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self._pp_group is None:
+            for part in self._parts.values():
+                for group in self._groups(part):
+                    yield from group
+            return
+        stages: list[Any] = [None] * self._pp_group.size()
+        dist.all_gather_object(stages, list(self._parts), group=self._pp_group)
+        holder = {stage: rank for rank, held in enumerate(stages) for stage in held}
+        for stage in sorted(holder):
+            yield from self._from_stage(stage, holder[stage])
+
+    def _from_stage(self, stage: int, holder: int) -> Iterator[tuple[str, Tensor]]:
+        """What the rank `holder` of the pipeline has of one stage, on all of its ranks."""
+        source = dist.get_global_rank(self._pp_group, holder)
+        groups = self._groups(self._parts[stage]) if stage in self._parts else None
+        while True:
+            group = next(groups, None) if groups else None
+            header = [group and [(name, t.shape, t.dtype) for name, t in group]]
+            dist.broadcast_object_list(header, src=source, group=self._pp_group)
+            if header[0] is None:
+                return
+            if groups is None:
+                group = [
+                    (name, torch.empty(shape, dtype=dtype, device=self._device))
+                    for name, shape, dtype in header[0]
+                ]
+            for _, tensor in group:
+                dist.broadcast(tensor, src=source, group=self._pp_group)
+            yield from group
+
+    @torch.no_grad()
+    def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+        """The (HF name, whole tensor) that are gathered at once."""
+        state, keeps_dtype = self._state_of(part)
+        for names in self._adapter.groups_of(state):
+            whole = {}
+            for name in names:
+                tensor = state[name].to(self._device, non_blocking=True)  # from pinned memory
+                if not keeps_dtype(name):
+                    tensor = tensor.to(self._dtype)  # before it travels
+                whole[name] = whole_tensor(tensor)
+            if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
+                yield group
+
+    def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:
+        """The live tensors of a part by name, and which of them keep their dtype."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        from torchtitan.distributed.fsdp import reshard_model
+
+        reshard_model(part)
+        state = {name: t.detach() for name, t in get_model_state_dict(part).items()}
+        buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
+
+        def keeps_dtype(name: str) -> bool:
+            return (
+                self._dtype is None
+                or name in buffers
+                or not state[name].is_floating_point()
+                or self._adapter.keeps_dtype(name)
+            )
+
+        return state, keeps_dtype
+
+
+# ---- digest ----
+
+
+def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
+    """The digest of (name, tensor) pairs, in any order and on any device.
+
+    It tells of every name, dtype, shape and value, bit for bit, and finds accidents, not forgery.
+    """
+    digest = WeightDigest()
+    for name, tensor in pairs:
+        digest.add(name, tensor)
+    return digest.hexdigest()
+
+
+class WeightDigest:
+    """`digest_of` pairs that come one by one; it doesn't wait for the device until the end."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, Tensor]] = []
+        self._by_name: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor | LocalShard, same_as: str | None = None) -> None:
+        """same_as: the name of the same tensor, added before, which spares a look at the bytes."""
+        where = ""
+        if isinstance(tensor, LocalShard):
+            where = f" at {tuple(tensor.offsets)} of {tuple(tensor.shape)}"
+            tensor = tensor.tensor
+        known = same_as in self._by_name
+        value = self._by_name[name] = self._by_name[same_as] if known else fingerprint(tensor)
+        self._lines.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}{where}", value))
+
+    def hexdigest(self) -> str:
+        lines = []
+        for device in {value.device for _, value in self._lines}:
+            here = [(what, value) for what, value in self._lines if value.device == device]
+            numbers = torch.stack([value for _, value in here]).tolist()  # the one wait
+            lines += [f"{what} {n}" for (what, _), n in zip(here, numbers, strict=True)]
+        lines.sort()
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """One int64 that any changed bit changes, on the tensor's device.
+
+    The bytes, as words of 64 bits, are summed up row by row with odd weights, modulo 2^64; so are
+    the sums, until there is one. Integers add up to the same in any order, so CPU and accelerator
+    agree. hashlib would be ten times as slow and need the weights on the host.
+    """
+    flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    n_whole = flat.numel() // 8 * 8
+    aligned = flat[:n_whole].clone() if flat.storage_offset() % 8 else flat[:n_whole]
+    words = aligned.view(torch.int64)
+    if n_whole != flat.numel():
+        last = flat.new_zeros(8)
+        last[: flat.numel() - n_whole] = flat[n_whole:]
+        words = torch.cat([words, last.view(torch.int64)])
+    weights = _weights(str(flat.device))
+    while words.numel() > 1:
+        n_rows = words.numel() // _WORDS_PER_ROW
+        rest = words[n_rows * _WORDS_PER_ROW :]
+        sums = _sums_of(words[: n_rows * _WORDS_PER_ROW].view(n_rows, _WORDS_PER_ROW), weights)
+        words = torch.cat([*sums, (rest * weights[: rest.numel()]).sum().view(1)])
+    return words.sum()
+
+
+def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
+    if rows.device.type == "cpu":
+        return [torch.mv(rows, weights)]
+    # Accelerators have no such product of integers; in pieces, for this one takes memory.
+    return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: str) -> Tensor:
+    """Odd, so that a change of one word cannot vanish; the same everywhere."""
+    draw = random.Random(0)
+    words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
+    signed = [word - 2**64 if word >= 2**63 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
