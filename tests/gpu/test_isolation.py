@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan.testing.isolation import (
+from tests.isolation.certificate import (
     ACCELERATOR_KERNELS,
     ACCELERATOR_SHAPES,
     Certificate,
     Subject,
     certify,
 )
-from torchtitan.testing.isolation_faults import FAULTS
+from tests.isolation.faults import FAULTS
 
 
 def test_fifty_packings_are_isolated_within_the_rounding_of_bf16():

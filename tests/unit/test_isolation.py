@@ -1,6 +1,6 @@
 """Packed documents are isolated: hypothesis looks for a packing that says otherwise.
 
-The checks are those of `python -m torchtitan.testing.isolation`, whose oracle knows nothing of
+The checks are those of `python -m tests.isolation.certificate`, whose oracle knows nothing of
 torchtitan.models; see there for tolerances.
 """
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.testing.isolation import (
+from tests.isolation.certificate import (
     ACCELERATOR_KERNELS,
     ACCELERATOR_SHAPES,
     Case,
@@ -22,7 +22,7 @@ from torchtitan.testing.isolation import (
     attend_alone,
     certify,
 )
-from torchtitan.testing.packings import (
+from tests.isolation.packings import (
     SEPARATORS,
     Segment,
     make_batch,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from torchtitan.testing import isolation
-from torchtitan.testing.isolation import Certificate, Subject, attend_dense, certify
-from torchtitan.testing.isolation_faults import FAULTS, packings_until_caught
-from torchtitan.testing.packings import row_length
+from tests.isolation import certificate as isolation
+from tests.isolation.certificate import Certificate, Subject, attend_dense, certify
+from tests.isolation.faults import FAULTS, packings_until_caught
+from tests.isolation.packings import row_length
 
 
 def test_there_are_at_least_twenty_faults():

@@ -61,7 +61,9 @@ def test_defaults_are_those_a_client_that_names_few_keys_relies_on():
     assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (500, 10)
     assert config.checkpoint.folder == "checkpoint"
     assert config.parallelism.data_parallel_shard_degree == -1
+    assert config.activation_checkpoint.mode == "selective"
     assert config.activation_checkpoint.selective_ac_option == "2"
+    assert config.job.dump_folder == "./outputs"
     assert config.lr_scheduler.step_offset == 0
     assert config.model.attn_type is None and config.model.attn_mask_type is None
 

@@ -6,10 +6,10 @@ and of earlier tokens have to stay as they are, to the last bit, on every device
 (Not so where one scale serves a whole tensor, as in dynamic float8: there a token's rounding
 depends on the others.)
 
-A mixture of experts is the exception that is allowed for. How many tokens an expert gets decides
-which kernel multiplies them, and with it the rounding of each one's result: numbers then count as
-moved only beyond a tolerance. A token whose choice between two experts is a tie within rounding may
-change its expert and be reported; another step, which exchanges another token, tells.
+With a mixture of experts a sound model may be reported: how many tokens an expert gets decides
+which kernel multiplies them, and with it the rounding of each one's result, and a token whose choice
+between two experts is a tie within rounding may change its expert. Another step, which exchanges
+another token, tells.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -29,11 +29,6 @@ from torchtitan.tools.logging import logger, warn_once
 
 Batch = dict[str, Any]
 
-# Of models with experts, relative to the largest number of the same token. One fp32 matrix product
-# differs by up to 7e-7 between groups of different sizes (CPU); seeing another token changes far more.
-_TOLERANCE_WITH_EXPERTS = {torch.float32: 1e-4, torch.float64: 1e-4}
-_TOLERANCE_OF_HALF_PRECISION = 5e-2
-
 
 class IsolationProbe:
     """Exchanges a token of a batch and looks which logits move.
@@ -47,7 +42,6 @@ class IsolationProbe:
     seed: with the step, decides which token is exchanged.
     device: the model's.
     pipeline_group: the ranks that hold the parts of one model, if not this rank alone.
-    has_experts: whether any part of the model is a mixture of experts.
     """
 
     def __init__(
@@ -59,7 +53,6 @@ class IsolationProbe:
         seed: int,
         device: torch.device,
         pipeline_group: torch.distributed.ProcessGroup | None = None,
-        has_experts: bool = False,
     ):
         self.forward = forward
         self.models = models
@@ -68,7 +61,6 @@ class IsolationProbe:
         self.seed = seed
         self.device = device
         self.pipeline_group = pipeline_group
-        self.has_experts = has_experts
         if not packing.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
@@ -144,11 +136,10 @@ class IsolationProbe:
 
     def _moved(self, before: Tensor, after: Tensor) -> Tensor:
         """bool [B, T] on the CPU: where [B, T, n] differs; nan is equal to nan."""
-        tolerance = 0.0
-        if self.has_experts:
-            tolerance = _TOLERANCE_WITH_EXPERTS.get(before.dtype, _TOLERANCE_OF_HALF_PRECISION)
         rows = zip(before, after, strict=True)  # one by one: logits are large
-        return torch.stack([_differs(a, b, tolerance) for a, b in rows]).cpu()
+        return torch.stack(
+            [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
+        ).cpu()
 
     def _run(self, batch: Batch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
@@ -249,19 +240,6 @@ def _seen_from(place: tuple[int, int] | None, starts: Tensor) -> Tensor:
         row, column = place
         seen[row, column:] = starts[row, column:] == starts[row, column]
     return seen
-
-
-def _differs(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """bool [T]: where a and b [T, n] differ by more than this share of the token's largest number.
-
-    Numbers that are equal or nan in both are the same, infinite ones included.
-    """
-    different = (a != b) & ~(a.isnan() & b.isnan())
-    if tolerance:
-        largest = a.abs().amax(dim=-1, keepdim=True)
-        # Not "larger than": what is nan in one of them alone has to count.
-        different &= ~((a - b).abs() <= tolerance * largest)
-    return different.any(dim=-1)
 
 
 def _layer_number(name: str) -> int:

@@ -33,6 +33,10 @@ _PRELOADED_MODULES = [
     "torch.distributed.checkpoint",
 ]
 _SECONDS_FOR_OTHER_FAILURES = 1.0
+_STACK_FILE = "{folder}/rank_{rank}.stack"
+
+Ranks = list[tuple[BaseProcess, Connection]]
+"""The processes, in rank order, and the pipes that they send their results through."""
 
 
 class RankFailure(RuntimeError):
@@ -49,72 +53,65 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 120,
     init_process_group: bool = True,
-    progress: Path | None = None,
     on_accelerators: bool = False,
 ) -> list[Any]:
     """Results of `fn(*args)` from `world_size` new processes, in rank order.
 
     `fn`, `args` and the results must be picklable, so `fn` lives at the top of a module.
     Each rank has one torch thread, no accelerator, a copy of this process's environment, and
-    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). With
-    `init_process_group` it also has a gloo process group, which is destroyed afterwards;
-    without, `fn` makes its own. With `progress`, a file that `fn` writes to, the timeout counts
-    from the last time that it did. With `on_accelerators` each rank has an accelerator of its
-    own, and the process group is NCCL's, or whatever serves that kind, beside gloo for tensors of
-    the host; results must be on the host.
+    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+
+    init_process_group: each rank has a gloo process group, which is destroyed afterwards;
+        otherwise `fn` makes its own.
+    on_accelerators: each rank has an accelerator of its own, and the process group is NCCL's, or
+        whatever serves that kind, beside gloo for tensors of the host; results must be on the host.
 
     Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
     outlives the call.
     """
     call = pickle.dumps((fn, args))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        free_port = probe.getsockname()[1]
+    environment = dict(os.environ) | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port),
+    }
+    # CUDA does not survive a fork, should one of the modules have asked for its devices.
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not on_accelerators
+    context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+    if can_fork:
+        context.set_forkserver_preload(_PRELOADED_MODULES)
+    if not on_accelerators:
+        # These ranks are CPU ranks on a machine with accelerators too.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+    ranks: Ranks = []
     with tempfile.TemporaryDirectory(prefix="gloo_ranks_") as folder:
-        environment = dict(os.environ) | {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(_free_port()),
-        }
-        if not on_accelerators:
-            # These ranks are CPU ranks on a machine with accelerators too.
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        context = _process_context(on_accelerators)
-        processes: list[BaseProcess] = []
-        pipes: list[Connection] = []
+        group_timeout = timedelta(seconds=timeout_seconds) if init_process_group else None
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                group = (folder, timeout_seconds) if init_process_group else None
+                its_environment = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, world_size, call, environment, group, folder, theirs),
+                    args=(rank, world_size, call, its_environment, group_timeout, folder, theirs),
                     daemon=True,
                 )
                 process.start()
                 theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return _collect(processes, pipes, Path(folder), timeout_seconds, progress)
+                ranks.append((process, ours))
+            return _collect(ranks, folder, timeout_seconds)
         finally:
-            for process in processes:
+            for process, pipe in ranks:
                 process.kill()
                 process.join()
-            for pipe in pipes:
                 pipe.close()
 
 
-def _process_context(on_accelerators: bool) -> multiprocessing.context.BaseContext:
-    # CUDA does not survive a fork, should one of the modules have asked for its devices.
-    if on_accelerators or "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED_MODULES)
-    return context
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+# ---- on a rank ----
 
 
 def _rank_main(
@@ -122,143 +119,102 @@ def _rank_main(
     world_size: int,
     call: bytes,
     environment: dict[str, str],
-    group: tuple[str, float] | None,
-    stack_folder: str,
+    group_timeout: timedelta | None,
+    folder: str,
     pipe: Connection,
 ) -> None:
     """One rank: sends ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    if hasattr(faulthandler, "register"):
-        stack_file = open(_stack_path(Path(stack_folder), rank), "w")
-        faulthandler.register(signal.SIGUSR1, file=stack_file)
-    try:
-        message = pickle.dumps(("result", _run_with_group(rank, world_size, call, group)))
-    except BaseException as error:
-        message = _failure_message(error)
-    pipe.send_bytes(message)
-    pipe.close()
-    _leave_group()
-
-
-def _run_with_group(
-    rank: int, world_size: int, call: bytes, group: tuple[str, float] | None
-) -> Any:
+    os.environ.update(environment)
+    stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
+    faulthandler.register(signal.SIGUSR1, file=stack_file)
     import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    if group is not None:
-        folder, timeout_seconds = group
-        dist.init_process_group(
-            _choose_backend(rank),
-            store=dist.FileStore(os.path.join(folder, "store"), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    fn, args = pickle.loads(call)
-    result = fn(*args)
-    if group is not None and dist.is_initialized():
-        # A rank that leaves early would cut the connections of those still working.
-        dist.barrier()
-    return result
-
-
-def _choose_backend(rank: int) -> str:
-    """The backends of this rank's device, which becomes the current one, and of the host."""
     import torch.distributed as dist
 
     from torchtitan.tools.utils import get_device_info
 
-    device_type, device_module = get_device_info()
-    if device_type == "cpu":
-        return "gloo"
-    device_module.set_device(rank)
-    return f"{device_type}:{dist.Backend.default_device_backend_map[device_type]},cpu:gloo"
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
+    try:
+        torch.set_num_threads(1)
+        if group_timeout is not None:
+            backend = "gloo"
+            device_type, device_module = get_device_info()
+            if device_type != "cpu":
+                device_module.set_device(rank)
+                backend = dist.Backend.default_device_backend_map[device_type]
+                backend = f"{device_type}:{backend},cpu:gloo"
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(os.path.join(folder, "store"), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=group_timeout,
+            )
+        fn, args = pickle.loads(call)
+        result = fn(*args)
+        if group_timeout is not None and dist.is_initialized():
+            # A rank that leaves early would cut the connections of those still working.
+            dist.barrier()
+        message = pickle.dumps(("result", result))
+    except BaseException as error:
+        failure = ("failure", time.monotonic(), "".join(traceback.format_exception(error)))
+        try:
+            message = pickle.dumps((*failure, error))
+            pickle.loads(message)  # some exceptions pickle but cannot be rebuilt
+        except Exception:
+            message = pickle.dumps((*failure, None))
+    pipe.send_bytes(message)
+    pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _failure_message(error: BaseException) -> bytes:
-    failed_at = time.monotonic()
-    text = "".join(traceback.format_exception(error))
-    try:
-        message = pickle.dumps(("failure", failed_at, text, error))
-        pickle.loads(message)  # some exceptions pickle but cannot be rebuilt
-        return message
-    except Exception:
-        return pickle.dumps(("failure", failed_at, text, None))
+# ---- in the caller ----
 
 
-def _collect(
-    processes: list[BaseProcess],
-    pipes: list[Connection],
-    stack_folder: Path,
-    timeout_seconds: float,
-    progress: Path | None,
-) -> list[Any]:
+def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, str, BaseException | None]] = []
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready and progress is not None and not failures:
-            seconds_left = progress.stat().st_mtime + timeout_seconds - time.time()
-            if seconds_left > 0:
-                deadline = time.monotonic() + seconds_left
-                continue
         if not ready:
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
-            kind, *payload = _receive(pipe, processes[rank])
+            try:
+                kind, *payload = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                process, _ = ranks[rank]
+                process.join(timeout=5)
+                text = f"the process ended without a word, exit code {process.exitcode}"
+                # Nothing else kills a process: this is the first cause.
+                kind, payload = "failure", [-math.inf, text, None]
             if kind == "result":
                 results[rank] = payload[0]
-            else:
-                failed_at, text, error = payload
-                failures.append((failed_at, rank, text, error))
-                # The others now wait for a rank that is gone: don't wait for them for long.
-                deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
+                continue
+            failed_at, text, error = payload
+            failures.append((failed_at, rank, text, error))
+            # The others now wait for a rank that is gone: don't wait for them for long.
+            deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
     if failures:
-        # Whoever fails first takes the others' connections along.
+        # The others fail because the first took their connections along.
         failures.sort(key=lambda failure: failure[0])
         _, rank, text, error = failures[0]
         also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""
         raise RankFailure(f"rank {rank} failed first{also}:\n{text}") from error
     if waiting:
-        raise RankTimeout(_describe_hang(sorted(waiting.values()), processes, stack_folder))
-    return [results[rank] for rank in range(len(processes))]
+        raise RankTimeout(_describe_hang(sorted(waiting.values()), ranks, folder))
+    return [results[rank] for rank in range(len(ranks))]
 
 
-def _receive(pipe: Connection, process: BaseProcess) -> tuple:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        process.join(timeout=5)
-        text = f"the process ended without a word, exit code {process.exitcode}"
-        return "failure", -math.inf, text, None  # nothing else kills a process: the first cause
-
-
-def _describe_hang(ranks: list[int], processes: list[BaseProcess], stack_folder: Path) -> str:
-    stacks = [f"ranks {ranks} of {len(processes)} did not end in time and were killed."]
-    if not hasattr(faulthandler, "register"):
-        return stacks[0]
-    for rank in ranks:
-        os.kill(processes[rank].pid, signal.SIGUSR1)
+def _describe_hang(hung: list[int], ranks: Ranks, folder: str) -> str:
+    for rank in hung:
+        os.kill(ranks[rank][0].pid, signal.SIGUSR1)
     time.sleep(0.3)
-    for rank in ranks:
-        path = _stack_path(stack_folder, rank)
-        stacks.append(f"rank {rank}:\n{path.read_text() if path.exists() else 'not started yet'}")
-    return "\n".join(stacks)
-
-
-def _stack_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.stack"
+    lines = [f"ranks {hung} of {len(ranks)} did not end in time and were killed."]
+    for rank in hung:
+        path = Path(_STACK_FILE.format(folder=folder, rank=rank))
+        lines.append(f"rank {rank}:\n{path.read_text() if path.exists() else 'not started yet'}")
+    return "\n".join(lines)

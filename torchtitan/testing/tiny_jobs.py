@@ -12,25 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config.job_config import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Debug,
-    Job,
-    JobConfig,
-    LRScheduler,
-    Model,
-    Optimizer,
-    Parallelism,
-    Training,
-)
+from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
 
 FAMILY = "qwen3"
 VOCAB, SEQ_LEN = 64, 64
 LR, MAX_NORM = 1e-2, 0.5
-# Without it AdamW makes steps of full size from gradients that are rounding errors.
+# AdamW would turn gradients that are rounding errors into steps of full size without it.
 EPS = 1e-3
 
 Batch = dict[str, Any]
@@ -54,53 +43,40 @@ def tiny_job(
     attn_type: str | None = "varlen",
     attn_mask_type: str | None = "position_block_causal",
     *,
-    parallelism: dict[str, Any] | None = None,
-    training: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
-    optimizer: dict[str, Any] | None = None,
-    lr_scheduler: dict[str, Any] | None = None,
     seed: int | None = 0,
+    **sections: dict[str, Any],
 ) -> JobConfig:
-    """A job in fp32 of a flavor of `add_tiny_flavors`, with a constant learning rate; keywords of
-    sections go on top."""
-    return JobConfig(
-        job=Job(dump_folder=folder),
-        model=Model(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type),
-        optimizer=Optimizer(**(dict(lr=LR, eps=EPS, weight_decay=0.0) | (optimizer or {}))),
-        lr_scheduler=LRScheduler(
-            **(dict(warmup_steps=0, min_lr_factor=1.0) | (lr_scheduler or {}))
-        ),
-        training=Training(
-            **(
-                dict(seq_len=SEQ_LEN, mixed_precision_param="float32", max_norm=MAX_NORM)
-                | (training or {})
-            )
-        ),
-        parallelism=Parallelism(**(parallelism or {})),
-        checkpoint=Checkpoint(**(checkpoint or {})),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        debug=Debug(seed=seed),
-    )
+    """A job in fp32 of a flavor of `add_tiny_flavors`, with a constant learning rate.
+
+    sections: keywords by the name of their section, such as `training={"steps": 3}`.
+    """
+    model = dict(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type)
+    values: dict[str, dict[str, Any]] = {
+        "job": dict(dump_folder=folder),
+        "model": model,
+        "optimizer": dict(lr=LR, eps=EPS, weight_decay=0.0),
+        "lr_scheduler": dict(warmup_steps=0, min_lr_factor=1.0),
+        "training": dict(seq_len=SEQ_LEN, mixed_precision_param="float32", max_norm=MAX_NORM),
+        "activation_checkpoint": dict(mode="none"),
+        "debug": dict(seed=seed),
+    }
+    job = JobConfig()
+    for name in values | sections:
+        keywords = values.get(name, {}) | sections.get(name, {})
+        setattr(job, name, dataclasses.replace(getattr(job, name), **keywords))
+    return job
 
 
 def layout_of(name: str, world_size: int) -> dict[str, int]:
-    """Degrees for `world_size` ranks: "fsdp", "ddp", or two ranks of "tp", "pp", "cp", "ep" and
-    FSDP over the rest; "hsdp" is two replicas. One rank is always itself."""
+    """Degrees for `world_size` ranks: "fsdp", "ddp", or two ranks of "hsdp" (replicas), "tp", "pp",
+    "cp" or "ep" and FSDP over the rest. One rank has no layout."""
+    if world_size == 1 or name == "fsdp":
+        return {}
     if name == "ddp":
         return {"data_parallel_replicate_degree": world_size, "data_parallel_shard_degree": 1}
-    if name == "fsdp" or world_size == 1:
-        return {"data_parallel_shard_degree": world_size}
-    if name == "hsdp":
-        return {
-            "data_parallel_replicate_degree": 2,
-            "data_parallel_shard_degree": world_size // 2,
-        }
-    axis = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}[name]
-    ranks_left = world_size if name == "ep" else world_size // 2
-    return {f"{axis}_parallel_degree": 2, "data_parallel_shard_degree": ranks_left}
-
-
-# ---- documents ----
+    axes = dict(hsdp="data_parallel_replicate", tp="tensor_parallel", pp="pipeline_parallel")
+    axes |= dict(cp="context_parallel", ep="expert_parallel")
+    return {f"{axes[name]}_degree": 2}
 
 
 def make_documents(
@@ -125,6 +101,14 @@ def num_valid(documents: Sequence[Tensor]) -> int:
     return sum(len(d) - 1 for d in documents)
 
 
+def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B, T], 0 where the label is ignored; logits [B, T, V]."""
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return -losses.view(labels.shape)
+
+
 def run_step(
     engine: TrainingEngine, documents: Sequence[Tensor], num_microbatches: int = 2, **options: Any
 ) -> tuple[float, float]:
@@ -143,9 +127,6 @@ def run_step(
     )
     loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
     return loss, float(engine.optim_step().grad_norm)
-
-
-# ---- what to compare with ----
 
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
@@ -189,8 +170,7 @@ class PlainLoop:
 
     def logprobs(self, document: Tensor) -> Tensor:
         """[T - 1], of each token but the first."""
-        logits = self.model(document[None, :-1])
-        return -F.cross_entropy(logits[0].float(), document[1:], reduction="none")
+        return logprobs_of(self.model(document[None, :-1]).float(), document[None, 1:])[0]
 
     def run_step(self, documents: Sequence[Tensor]) -> tuple[float, float]:
         """(loss, gradient norm) of one optimizer step."""

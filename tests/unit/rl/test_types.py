@@ -63,9 +63,8 @@ def test_bad_sampling_setting_is_refused_by_name(setting):
 
 
 def test_alias_gives_the_same_modules():
-    import torchtitan.experiments.rl.types as alias
+    from torchtitan.experiments import rl as alias
+    from torchtitan.rl import losses, types
 
-    import torchtitan.rl.types as real
-
-    assert alias is real
-    assert real.__spec__.name == "torchtitan.rl.types"
+    assert alias.types is types
+    assert alias.losses is losses

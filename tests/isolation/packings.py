@@ -16,6 +16,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from torchtitan.testing.isolation import Spans
+
 EOS_ID = 0
 VOCAB_SIZE = 32
 LARGEST_FIRST_POSITION = 40
@@ -40,9 +42,6 @@ class Segment(NamedTuple):
 
 Packing: TypeAlias = tuple[tuple[Segment, ...], ...]
 """Rows of segments; all rows have one length."""
-
-Spans: TypeAlias = list[list[tuple[int, int]]]
-"""For each row the (start, end) of its documents; every padding token is one."""
 
 
 def row_length(packing: Packing) -> int:

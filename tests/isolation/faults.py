@@ -1,6 +1,6 @@
 """Seeded faults: separators, masks, kernels and decoders that let documents see each other.
 
-Each is a mistake that somebody made or could make. The certificate of `isolation.py` has to
+Each is a mistake that somebody made or could make. The certificate of `certificate.py` has to
 catch every one of them; otherwise its word is worth little.
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
@@ -13,6 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.isolation.certificate import (
+    Certificate,
+    Subject,
+    attend_dense,
+    certify,
+    dense_document_mask,
+    ids_of_batch,
+)
+from tests.isolation.packings import EOS_ID
 from torchtitan.models.attention import (
     VarlenMetadata,
     attend,
@@ -21,16 +30,7 @@ from torchtitan.models.attention import (
     create_document_varlen_metadata,
 )
 from torchtitan.models.documents import PADDING, document_starts
-from torchtitan.testing.isolation import (
-    AttentionFunction,
-    Certificate,
-    Subject,
-    attend_dense,
-    certify,
-    dense_document_mask,
-    ids_of_batch,
-)
-from torchtitan.testing.packings import EOS_ID
+from torchtitan.testing.isolation import AttentionFunction
 
 Batch = dict[str, Tensor]
 

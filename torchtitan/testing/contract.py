@@ -1,0 +1,249 @@
+"""The checks of the engine's contract with programs that embed it; see `conformance.py`.
+
+Each is a function of a `Kit`, run by all ranks, that raises if the contract is broken. Most compare
+the engine with a plain loop over one document at a time.
+"""
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.job_config import JobConfig
+from torchtitan.engine import TrainingEngine
+from torchtitan.testing import tiny_jobs
+from torchtitan.testing.tiny_jobs import (
+    PlainLoop,
+    logprobs_of,
+    make_documents,
+    num_valid,
+    pack,
+    run_step,
+    whole_weights,
+)
+from torchtitan.tools.logging import logger
+
+
+class Kit:
+    """What a check has on each rank: the caller's process group, a folder, engines in layouts."""
+
+    def __init__(self, folder: str):
+        logger.setLevel(logging.ERROR)
+        tiny_jobs.add_tiny_flavors()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.folder = Path(folder)  # the same on every rank
+
+    def job(self, layout: str = "fsdp", folder: str = "outputs", **options: Any) -> JobConfig:
+        """A `tiny_job` in a layout for as many ranks as there are."""
+        parallelism = tiny_jobs.layout_of(layout, self.world_size) | options.pop("parallelism", {})
+        return tiny_jobs.tiny_job(str(self.folder / folder), parallelism=parallelism, **options)
+
+    def build(self, layout: str = "fsdp", **options: Any) -> TrainingEngine:
+        """An engine of a `job`, which the caller closes."""
+        return TrainingEngine(self.job(layout, **options))
+
+
+class Check(NamedTuple):
+    """function: of a `Kit` and the case. min_ranks: fewer skip it."""
+
+    function: Callable[..., None]
+    min_ranks: int = 1
+    case: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "_".join((self.function.__name__, *self.case))
+
+    @property
+    def holds(self) -> str:
+        """What it checks, in a sentence: the function's docstring, its braces filled by the case."""
+        sentence = self.function.__doc__.split("\n")[0]
+        return sentence.format(*self.case) if self.case else sentence
+
+
+def run_on_rank(check: Check, folder: str) -> None:
+    check.function(Kit(folder), *check.case)
+
+
+# ---- what checks do ----
+
+
+def scores(engine: TrainingEngine, microbatches: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+    """Log-probabilities of documents by `forward_step`, [n] per microbatch; None where the last
+    stage is elsewhere."""
+    packed = [pack(documents) for documents in microbatches]
+
+    def of_labels(logits: Tensor, batch: tiny_jobs.Batch) -> Tensor:
+        labels = batch["labels"]
+        return logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
+
+    batches = [batch | {"labels": labels} for batch, labels in packed]
+    return engine.forward_step(batches, output_fn=of_labels)
+
+
+def assert_same_weights(engine: TrainingEngine, expected: dict[str, Tensor]) -> None:
+    for name, tensor in whole_weights(engine).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def assert_steps_of_plain_loop(engine: TrainingEngine, *steps: list[Tensor]) -> None:
+    """Losses, gradient norms and in the end the weights."""
+    plain = PlainLoop(engine)
+    for documents in steps:
+        ours = run_step(engine, documents)
+        assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
+    theirs = plain.model.state_dict()
+    for name, tensor in whole_weights(engine).items():
+        assert_close(tensor, theirs[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def global_state() -> dict[str, Any]:
+    """What a guest must leave as it was."""
+    return {
+        "garbage collection": gc.isenabled(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "multithreaded backward": torch.autograd.is_multithreading_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "logging handlers": list(logger.handlers) + logging.getLogger().handlers,
+        # Torch's compiler notes there where its cache is.
+        "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
+    }
+
+
+# ---- checks ----
+
+
+def guest_leaves_what_it_found(kit: Kit) -> None:
+    """The caller's process group is used and left; process state, random numbers, config too."""
+    group, before = dist.group.WORLD, global_state()
+    torch.manual_seed(11)
+    random_state = torch.get_rng_state()
+    job = kit.job(seed=None)
+    given = job.to_dict()
+    with TrainingEngine(job) as engine:
+        assert engine.parallel_dims.world_size == kit.world_size
+        assert torch.equal(torch.get_rng_state(), random_state)
+        run_step(engine, make_documents(10))
+    engine.close()  # may come twice
+    assert job.to_dict() == given
+    assert dist.is_initialized() and dist.group.WORLD is group
+    for name, after in global_state().items():
+        assert before[name] == after, f"{name} changed: {before[name]} -> {after}"
+
+
+def steps(kit: Kit, layout: str, attn_type: str) -> None:
+    """Two steps on packed documents under {}, {}: those of a plain loop."""
+    with kit.build(layout, attn_type=attn_type) as engine:
+        assert_steps_of_plain_loop(engine, make_documents(31), make_documents(32))
+
+
+def split(kit: Kit, flavor: str) -> None:
+    """Loss and gradient norm of {} are the same for any split into calls, ranks and microbatches."""
+    documents = make_documents(33, (9,) * 8)
+    results = []
+    for num_microbatches in (1, 2, 4):
+        with kit.build(flavor=flavor) as engine:
+            results.append(run_step(engine, documents, num_microbatches))
+    with kit.build(flavor=flavor) as engine:
+        loss = torch.zeros(())
+        for batch, labels in (pack(documents[:3]), pack(documents[3:])):
+            here = engine.dp_rank == 0  # the other ranks have no microbatch
+            loss += engine.forward_backward_step(
+                input_dict=[batch] if here else [],
+                labels=[labels] if here else [],
+                global_valid_tokens=num_valid(documents),
+            )
+        dist.all_reduce(loss)
+        results.append((loss.item(), float(engine.optim_step().grad_norm)))
+    assert_close(results, [results[0]] * 4, rtol=1e-5, atol=0)
+
+
+def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
+    """Under {}, {} log-probabilities of documents in one row are those of each alone, in order."""
+    documents = make_documents(15, (5, 21, 9, 2, 13))
+    with kit.build(layout, attn_type=attn_type) as engine:
+        plain = PlainLoop(engine)
+        outputs = scores(engine, [documents, *([d] for d in documents)])
+        assert (outputs is None) == (layout == "pp" and not engine.pp_has_last_stage)
+        if outputs is not None:
+            expected = torch.cat([plain.logprobs(d) for d in documents]).detach()
+            alone = torch.cat(outputs[1:])
+            assert_close((outputs[0], alone), (expected, expected), rtol=0, atol=5e-6)
+
+
+def optim_step(kit: Kit) -> None:
+    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips where one is nan."""
+    batch, labels = pack(make_documents(22))
+    moved = []
+    for max_norm in (1e-9, None):
+        with kit.build(lr_scheduler={"warmup_steps": 10}, optimizer={"eps": 1.0}) as engine:
+            parameters = list(engine.model_parts[0].parameters())
+            rate, before = engine.lr, whole_weights(engine)["norm.weight"]
+            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1.0)
+            assert engine.optim_step(lr=0.125, max_norm=max_norm).lr == 0.125
+            assert_close(engine.lr, 2 * rate)
+            assert all(p.grad is None for p in parameters)
+            weights = whole_weights(engine)
+            moved.append((weights["norm.weight"] - before).abs().max().item())
+
+            for p in parameters:
+                p.grad = torch.full_like(p, float("nan"))
+            assert engine.optim_step().skipped
+            assert_same_weights(engine, weights)
+    assert moved[0] < 1e-6 < moved[1]
+
+
+def save_and_load(kit: Kit) -> None:
+    """engine.save(path) writes there, whatever the interval; engine.load(path) goes on from it."""
+    folder = str(kit.folder / "given/global_step_7")
+    with kit.build() as engine:
+        run_step(engine, make_documents(17))
+        engine.step = 7
+        engine.save(folder)
+        saved = whole_weights(engine)
+        first = run_step(engine, make_documents(18))
+    with kit.build(seed=5) as other:
+        other.load(folder)
+        assert other.step == 7
+        assert_same_weights(other, saved)
+        assert run_step(other, make_documents(18)) == first
+
+
+def experts_on_ranks(kit: Kit) -> None:
+    """Two steps with experts dealt to two ranks: those without expert parallelism."""
+    results = []
+    for layout in ("fsdp", "ep"):
+        with kit.build(layout, flavor="tiny_moe") as engine:
+            results.append([run_step(engine, make_documents(45)) for _ in range(2)])
+    assert_close(results[1], results[0], rtol=1e-5, atol=0)
+
+
+_ALL = [
+    Check(guest_leaves_what_it_found),
+    Check(steps, 1, ("fsdp", "flex")),
+    Check(steps, 2, ("ddp", "varlen")),
+    Check(steps, 2, ("tp", "flex")),
+    Check(steps, 2, ("pp", "varlen")),
+    Check(steps, 2, ("cp", "flex")),
+    Check(steps, 2, ("cp", "varlen")),
+    Check(experts_on_ranks, 2),
+    Check(split, 1, ("tiny",)),
+    Check(split, 1, ("tiny_moe",)),
+    Check(forward_step, 1, ("fsdp", "flex")),
+    Check(forward_step, 1, ("fsdp", "varlen")),
+    Check(forward_step, 2, ("tp", "flex")),
+    Check(forward_step, 2, ("pp", "varlen")),
+    Check(optim_step),
+    Check(save_and_load),
+]
+CHECKS = {check.name: check for check in _ALL}
