@@ -1191,7 +1191,7 @@ def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path, 
 
 
 def test_model_without_adapter_cannot_load_hf(tmp_path):
-    with pytest.raises(ValueError, match="no state_dict_adapter"):
+    with pytest.raises(ValueError, match="without state_dict_adapter"):
         Run(tmp_path, initial_load_in_hf=True).manager.load()
 
 
