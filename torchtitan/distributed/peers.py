@@ -163,6 +163,8 @@ class Peers:
             return False
         if told.get("token") == token:
             self._connections[connection] = told["rank"]
+            if self._first_failure is not None:  # before this rank came
+                self._send({"failed": self._first_failure})
         elif connection not in self._connections:
             return False
         elif "failed" in told:
@@ -176,9 +178,9 @@ class Peers:
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
+        if self.rank == 0:  # first of all: the process may end as soon as it knows itself
+            self._send({"failed": self._first_failure})
         self._has_failed.set()
-        if self.rank == 0:
-            self._send({"failed": (rank, message)})
         if not self._leaving.wait(_SECONDS_TO_END):
             print(f"error: {self.describe_failure()}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -202,7 +204,8 @@ class Peers:
         """Tell all ranks that this one failed; it ends soon, even if closing hangs."""
         self._leaving.set()
         if self._first_failure is None:
-            self._send({"failed": (self.rank, message.partition("\n")[0][:2000])})
+            self._first_failure = self.rank, message.partition("\n")[0][:2000]
+            self._send({"failed": self._first_failure})
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
         timer.daemon = True
         timer.start()
