@@ -52,8 +52,8 @@ TRIALS = [
     ),
     (
         "the same under `torchrun --max-restarts 1`: the run ends with the unbroken run's losses",
-        "20 of 20",
-        "python -m tests.reliability.stop_anywhere --kinds restart --trials 20",
+        "30 of 30",
+        "python -m tests.reliability.stop_anywhere --kinds restart --trials 30",
     ),
     (
         "10,000 samples read by 4, then 1, 3 and 2 ranks, packed and not, with data workers and "
