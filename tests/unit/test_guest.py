@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.layout_matrix import Layout, batch_flags, build_engine, register_tiny
+from torchtitan import build
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.tools import host
@@ -164,14 +165,14 @@ def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path, monke
 
 
 def test_engine_that_cannot_be_built_leaves_nothing(tmp_path, monkeypatch):
-    def fail(engine):
+    def fail(*_):
         assert dist.is_initialized()
-        raise ValueError("no optimizers today")
+        raise ValueError("no memory today")
 
-    monkeypatch.setattr(TrainingEngine, "_build_optimizers", fail)
+    monkeypatch.setattr(build, "materialize", fail)
     config = config_of(ALONE, tmp_path)
     before = host_state()
-    with pytest.raises(ValueError, match="no optimizers today"):
+    with pytest.raises(ValueError, match="no memory today"):
         TrainingEngine(config)
     assert changed(before, host_state()) == {}
 

@@ -29,13 +29,17 @@ def send(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_signal_is_answered_and_handlers_are_put_back(number):
-    before = signal.getsignal(number)
-    with request() as stop:
-        assert stop.answer() is None
-        send(number)
-        assert stop.answer() == f"{number.name} came to rank 0" == stop.reason
-    assert signal.getsignal(number) is before
-    assert signal.set_wakeup_fd(-1) == -1
+    # Shells start what runs in the background with SIGINT ignored, which is respected.
+    of_this_process = signal.signal(number, signal.SIG_DFL)
+    try:
+        with request() as stop:
+            assert stop.answer() is None
+            send(number)
+            assert stop.answer() == f"{number.name} came to rank 0" == stop.reason
+        assert signal.getsignal(number) is signal.SIG_DFL
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(number, of_this_process)
 
 
 def test_handlers_of_the_process_itself_are_left_alone():
