@@ -161,6 +161,7 @@ class Saver:
 
     @contextmanager
     def explaining_failure(self, what: str) -> Iterator[None]:
+        """Make one RunError, the same on all ranks, of what fails inside; it says what is left."""
 
         def advice() -> str:
             step = newest_finished_step(self.run_folder)
