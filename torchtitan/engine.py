@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from torchtitan import build
+from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.documents import SAMPLE_IDS
+from torchtitan.batch.fillers import filler_batch
+from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
-from torchtitan.components.context_sharding import ContextSharding
-from torchtitan.components.fillers import filler_batch
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.offload import Offloader
-from torchtitan.components.packing import PackingPolicy, split_rows
-from torchtitan.components.step_losses import SAMPLE_IDS
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils

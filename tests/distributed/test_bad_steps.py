@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.training_runs import make_trainer
-from torchtitan.components import step_losses
+from torchtitan.step import losses as step_losses
 from torchtitan.testing.gloo import run_ranks
 
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
+from torchtitan.batch.documents import document_ids_from_lengths
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.distributed.context_parallel import ShardedMask, TokenShards, cp_shard
 from torchtitan.distributed.utils import dist_sum
@@ -19,7 +20,6 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import document_ids_from_lengths
 from torchtitan.testing.gloo import run_ranks
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.waits import counting_waits, num_graphs
+from torchtitan.batch.documents import document_starts
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
@@ -17,7 +18,6 @@ from torchtitan.models.attention import (
     get_document_id_mask_mod,
     get_sliding_window_mask_mod,
 )
-from torchtitan.models.documents import document_starts
 
 BF16 = {"rtol": 2e-2, "atol": 3e-2}
 CREATE_MASK = {"flex": create_document_block_mask, "varlen": create_document_varlen_metadata}

@@ -48,12 +48,12 @@ from tests.isolation.packings import (
     smaller_packings,
     spans_of,
 )
+from torchtitan.batch.documents import document_starts, read_document_ids
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
     create_document_block_mask,
 )
-from torchtitan.models.documents import document_starts, read_document_ids
 from torchtitan.testing.isolation import (
     AttentionFunction,
     Inputs,

@@ -22,6 +22,7 @@ from tests.isolation.certificate import (
     ids_of_batch,
 )
 from tests.isolation.packings import EOS_ID
+from torchtitan.batch.documents import PADDING, document_starts
 from torchtitan.models.attention import (
     VarlenMetadata,
     attend,
@@ -29,7 +30,6 @@ from torchtitan.models.attention import (
     create_causal_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import PADDING, document_starts
 from torchtitan.testing.isolation import AttentionFunction
 
 Batch = dict[str, Tensor]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
+from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
     ScaledDotProductAttentionWrapper,
@@ -31,7 +32,6 @@ from torchtitan.models.attention import (
     get_fixed_block_mask_mod,
     get_sliding_window_mask_mod,
 )
-from torchtitan.models.documents import document_ids_from_positions
 
 FP32 = {"rtol": 1e-5, "atol": 5e-6}
 EOS = 2

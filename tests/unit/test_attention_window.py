@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
+from torchtitan.batch.documents import PADDING
 from torchtitan.models import attention_cpu
 from torchtitan.models.attention import (
     attend,
@@ -14,7 +15,6 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import PADDING
 
 
 def allowed_pairs(document_ids, window=None):

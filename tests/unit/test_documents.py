@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.models import documents
-from torchtitan.models.documents import (
+from torchtitan.batch import documents
+from torchtitan.batch.documents import (
     PADDING,
     DocumentIdSeparator,
     EosSeparator,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan import build
-from torchtitan.components.fillers import token_counters, without_counting
+from torchtitan.batch.fillers import token_counters, without_counting
 from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.components.packing import PackingPolicy
+from torchtitan.batch.documents import document_ids_from_lengths
+from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import (
@@ -18,7 +19,6 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import document_ids_from_lengths
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4

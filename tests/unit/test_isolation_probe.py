@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.unit.document_runs import make_trainer, short_documents
+from torchtitan.batch.packing import PackingPolicy
 from torchtitan.components.isolation_probe import IsolationProbe
-from torchtitan.components.packing import PackingPolicy
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.models.attention import (

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.components.context_sharding import ContextSharding
+from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.config.job_config import Training
 from torchtitan.models import documents
 from torchtitan.tools import logging as titan_logging

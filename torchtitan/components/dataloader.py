@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.components.step_losses import SAMPLE_IDS
+from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.components.stop import leave_signals_to_trainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.packing import PackingPolicy
+from torchtitan.batch.documents import PADDING, document_starts
+from torchtitan.batch.packing import PackingPolicy
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.distributed.sequence_parallel import WholeSequence
-from torchtitan.models.documents import PADDING, document_starts
 from torchtitan.tools.logging import logger, warn_once
 
 Batch = dict[str, Any]

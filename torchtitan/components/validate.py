@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchtitan.components.context_sharding import ContextSharding
+from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.packing import PackingPolicy, split_rows
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.step_losses import SAMPLE_IDS
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan.batch.documents import document_ids_from_eos, document_starts
 from torchtitan.distributed.context_parallel import ShardedMask
-from torchtitan.models.documents import document_ids_from_eos, document_starts
 from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 from torchtitan.tools.utils import get_device_type
 

@@ -25,6 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.batch.documents import (
+    boundaries_on_host,
+    document_ids_from_padding_mask,
+    read_document_ids,
+)
 from torchtitan.distributed.context_parallel import gathers_keys, positions_of_rank, shards_of
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
@@ -38,11 +43,6 @@ from torchtitan.models.attention import (
     create_document_block_mask,
     create_document_varlen_metadata,
     create_padding_mask,
-)
-from torchtitan.models.documents import (
-    boundaries_on_host,
-    document_ids_from_padding_mask,
-    read_document_ids,
 )
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.context_sharding import (
+from torchtitan.batch.context import (
     ContextSharding,
     join_outputs,
     shard_batch,
     shards_of,
 )
-from torchtitan.components.fillers import num_fillers, without_counting, zero_loss
+from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger
 

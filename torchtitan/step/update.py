@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.fillers import forget_counts
+from torchtitan.batch.fillers import forget_counts
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, set_lrs
 from torchtitan.components.optimizer import OptimizersContainer, skipped_where, skips_on_device
-from torchtitan.components.step_losses import StepLosses
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.step.losses import StepLosses
 from torchtitan.tools import host_copy
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtitan.batch.documents import read_document_ids
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
     create_document_block_mask,
     create_document_varlen_metadata,
 )
-from torchtitan.models.documents import read_document_ids
 
 # The largest error. Gradients are of order 10, of which bf16 has 8 bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}

@@ -12,8 +12,8 @@ from tests.unit.rl.samples import (
     random_samples,
     tokens_of,
 )
+from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.components.loss import IGNORE_INDEX, LOSS_AGGREGATIONS
-from torchtitan.models.documents import document_ids_from_positions
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, GRPOLoss, GSPOLoss

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.batch.documents import split_documents
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.models.attention import (
     AttentionMasksType,
@@ -18,7 +19,6 @@ from torchtitan.models.attention import (
     create_document_block_mask,
 )
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
-from torchtitan.models.documents import split_documents
 from torchtitan.models.llama3.model.model import Transformer as Llama3
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 from torchtitan.models.moe import build_moe

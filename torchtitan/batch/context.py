@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from torchtitan.batch.documents import (
+    PADDING,
+    document_ids_from_cu_seqlens,
+)
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
@@ -20,10 +24,6 @@ from torchtitan.distributed.context_parallel import (
     positions_of_rank,
     prepare_context_parallel_input,
     shards_of,
-)
-from torchtitan.models.documents import (
-    PADDING,
-    document_ids_from_cu_seqlens,
 )
 
 Batch = dict[str, Any]

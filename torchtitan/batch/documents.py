@@ -24,6 +24,10 @@ PADDING = -1
 BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
 """Entries of a batch that say where documents begin and nothing else, the strongest first."""
 
+SAMPLE_IDS = "sample_ids"
+"""Key under which a dataset may say which samples are in a row: numbers [2], of the first and the
+last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
+
 
 def _number_runs(is_start: Tensor) -> Tensor:
     """Number the runs that begin where `is_start` [B, T] is true; column 0 always begins one."""

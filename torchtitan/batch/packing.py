@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config.job_config import Training
-from torchtitan.models.documents import (
+from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
     PADDING,
     boundaries_on_host,
@@ -21,6 +19,8 @@ from torchtitan.models.documents import (
     positions_from_document_ids,
     read_document_ids,
 )
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config.job_config import Training
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger, warn_once
 

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from torchtitan.tools.host_copy import read_later
 
-SAMPLE_IDS = "sample_ids"
-"""Key under which a dataset may say which samples are in a row: numbers [2], of the first and the
-last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
-
 _SECONDS_TO_WAIT = 10  # for what other ranks say; all of them come here in the same step
 _MOST_TOLD = 8
 # Steps that were bad, of all engines of this process: the same number on every rank.
@@ -33,7 +29,7 @@ class StepLosses:
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
         """losses: [n], on the device. sample_ids: of each microbatch, [rows, 2], if it has some;
-        see `SAMPLE_IDS`."""
+        see `batch.documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:

@@ -1,0 +1,1 @@
+"""Batches of packed documents: boundaries, policy, context-parallel shards, fillers."""
