@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.tools.utils import get_device_type
 
 GIB = 2**30

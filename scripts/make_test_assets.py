@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path) -> None:
         trainers,
     )
 
-    from torchtitan.hf_datasets.python_docs import PythonDocs
+    from torchtitan.data.python_docs import PythonDocs
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

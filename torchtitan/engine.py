@@ -19,13 +19,13 @@ from torchtitan.batch.fillers import filler_batch
 from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
-from torchtitan.components.loss import LossFunction
-from torchtitan.components.offload import Offloader
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.job import resolve_job
+from torchtitan.loss.cross_entropy import LossFunction
+from torchtitan.optim.offload import Offloader
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.checks import check_denominator, check_shapes, labels_of
 from torchtitan.step.runner import Batch, Head, Microbatch, Runner, on_error

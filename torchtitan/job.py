@@ -25,7 +25,7 @@ def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_
     train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size, builds_data)
     if builds_data:
-        from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+        from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
 
         # A dataloader of the model's own has datasets of its own.
         if train_spec.build_dataloader_fn is build_text_dataloader:

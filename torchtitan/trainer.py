@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.checkpoint.saving import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
-from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.prefetch import Item, StepCounts, StepsAhead
-from torchtitan.components.stop import StopRequest
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.data.dataloader import DataloaderExhaustedError
+from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import Batch, TrainingEngine, closed_on_error
+from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
 
 class Trainer(TrainingEngine):
@@ -75,7 +75,7 @@ class Trainer(TrainingEngine):
         return factor
 
     def _build_metrics(self) -> None:
-        from torchtitan.components.metrics import build_metrics_processor
+        from torchtitan.listeners.metrics import build_metrics_processor
 
         build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
         self.metrics_processor = build(self.job_config, self.parallel_dims, self.model_args)
@@ -129,7 +129,7 @@ class Trainer(TrainingEngine):
     def _build_isolation_probe(self) -> None:
         self.isolation_probe = None
         if self.job_config.debug.check_document_isolation_freq > 0:
-            from torchtitan.components.isolation_probe import IsolationProbe
+            from torchtitan.listeners.isolation_probe import IsolationProbe
 
             self.isolation_probe = IsolationProbe(
                 self._logits_for_probe,

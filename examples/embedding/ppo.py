@@ -2,10 +2,10 @@
 
 import torch
 
-from torchtitan.components.logprobs import TokenLogProbs
-from torchtitan.components.loss import aggregation_weights
 from torchtitan.config import job_config as config
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.cross_entropy import aggregation_weights
+from torchtitan.loss.logprobs import TokenLogProbs
 
 job = config.JobConfig(
     model=config.Model(name="llama3", flavor="debugmodel"),

@@ -2,9 +2,9 @@
 
 import torch
 
-from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.config import job_config as config
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs
 
 job = config.JobConfig(
     model=config.Model(

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from scripts.generate._loading import load_model
-from torchtitan.components.metrics import build_device_memory_monitor, memory_metrics
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Debug
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 from torchtitan.generation.sampling import generate
 from torchtitan.job import find_train_spec
+from torchtitan.listeners.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type

@@ -6,6 +6,7 @@ Names of the reference are there, and say so if they cannot work.
 import importlib
 import tomllib
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -54,6 +55,40 @@ NAMES = {
 def test_names_are_importable(module):
     loaded = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(loaded, name)] == []
+
+
+# The reference's paths of modules that live elsewhere here.
+REFERENCE_PATHS = {
+    "torchtitan.components.dataloader": "torchtitan.data.dataloader",
+    "torchtitan.components.ft.manager": "torchtitan.distributed.fault_tolerance",
+    "torchtitan.components.loss": "torchtitan.loss.cross_entropy",
+    "torchtitan.components.lr_scheduler": "torchtitan.optim.lr_scheduler",
+    "torchtitan.components.metrics": "torchtitan.listeners.metrics",
+    "torchtitan.components.optimizer": "torchtitan.optim.optimizer",
+    "torchtitan.components.quantization": "torchtitan.quantization",
+    "torchtitan.components.quantization.float8": "torchtitan.quantization.float8",
+    "torchtitan.components.quantization.mx": "torchtitan.quantization.mx",
+    "torchtitan.components.quantization.utils": "torchtitan.quantization.utils",
+    "torchtitan.components.tokenizer": "torchtitan.data.tokenizer",
+    "torchtitan.components.validate": "torchtitan.listeners.validate",
+    "torchtitan.hf_datasets": "torchtitan.data",
+    "torchtitan.hf_datasets.text_datasets": "torchtitan.data.text_datasets",
+    "torchtitan.tools.profiling": "torchtitan.listeners.profiling",
+}
+
+
+@pytest.mark.parametrize("path", REFERENCE_PATHS)
+def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path):
+    module, old = importlib.import_module(REFERENCE_PATHS[path]), importlib.import_module(path)
+    public = {
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_"
+        and isinstance(value, type | FunctionType)
+        and getattr(value, "__module__", None) == module.__name__
+    }
+    assert public, "nothing to offer"
+    assert {name for name in public if getattr(old, name, None) is not vars(module)[name]} == set()
 
 
 def uses_of_what_is_not_available():

@@ -183,9 +183,7 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
         "forward_backward_step": NORM,
         "optim_step": NORM,
     },
-    "to host and back": {
-        "to host": {"stream.synchronize in components/offload.py _pinned_copies": 1}
-    },
+    "to host and back": {"to host": {"stream.synchronize in optim/offload.py _pinned_copies": 1}},
     "weight stream": {
         "whole": {"copy to host in checkpoint/stream.py hexdigest": 1},
         "sharded": {"copy to host in checkpoint/stream.py hexdigest": 1},

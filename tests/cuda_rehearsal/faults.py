@@ -114,7 +114,7 @@ def experts_are_counted_one_by_one(function):
     return _then(function, lambda outputs: outputs[2].tolist())
 
 
-@fault("trainer", "torchtitan.components.metrics:MetricsProcessor.should_log")
+@fault("trainer", "torchtitan.listeners.metrics:MetricsProcessor.should_log")
 def every_step_logs(function):
     return lambda self, step: True
 
@@ -144,7 +144,7 @@ def loss_goes_to_the_host_in_each_step(function):
     return _then(function, lambda loss: loss.to("cpu"))
 
 
-@fault("to host and back", "torchtitan.components.offload:Offloader._pinned_copies")
+@fault("to host and back", "torchtitan.optim.offload:Offloader._pinned_copies")
 def states_go_to_pageable_memory(function):
     def copies(self, kinds):
         return {key: (x, y.clone()) for key, (x, y) in function(self, kinds).items()}
@@ -198,7 +198,7 @@ def device_argument_is_forgotten(function):
     return forward
 
 
-@fault("llama3 fsdp", "torchtitan.components.loss:cross_entropy_loss")
+@fault("llama3 fsdp", "torchtitan.loss.cross_entropy:cross_entropy_loss")
 def labels_stay_on_the_host(function):
     return lambda logits, labels, *a, **k: function(
         logits, torch.zeros(labels.shape, dtype=torch.long), *a, **k

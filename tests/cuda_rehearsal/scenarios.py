@@ -105,7 +105,7 @@ def checkpoint_pinned(_name: str) -> Notes:
 @scenario
 def scores_lists(_name: str) -> Notes:
     """Lists of unlike microbatches, log-probs without logits, a denominator that comes last."""
-    from torchtitan.components.logprobs import TokenLogProbs
+    from torchtitan.loss.logprobs import TokenLogProbs
 
     notes: Notes = {}
     tokens = [torch.zeros(2, n, dtype=torch.int64) for n in (128, 256, 64)]

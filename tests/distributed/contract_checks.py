@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols import train_spec as train_spec_module
@@ -989,7 +989,7 @@ def deferred_denominator(kit: ClientKit) -> None:
 @check()
 def head_of_logprobs(kit: ClientKit) -> None:
     """forward_step(head=TokenLogProbs()) is the log-softmax of the logits, without logits."""
-    from torchtitan.components.logprobs import TokenLogProbs
+    from torchtitan.loss.logprobs import TokenLogProbs
 
     documents = make_documents(39)
     batch, labels = pack(documents)
@@ -1008,7 +1008,7 @@ def head_of_logprobs(kit: ClientKit) -> None:
 @check()
 def head_in_training(kit: ClientKit) -> None:
     """forward_backward_step(head=...) without loss_fn is minus the sum of log-probabilities."""
-    from torchtitan.components.logprobs import TokenLogProbs
+    from torchtitan.loss.logprobs import TokenLogProbs
 
     documents = make_documents(40)
     layouts = ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",)
@@ -1022,7 +1022,7 @@ def head_in_training(kit: ClientKit) -> None:
 @check()
 def aggregation_of_losses(kit: ClientKit) -> None:
     """Weights of every aggregation, dealt over ranks, are those of the whole step."""
-    from torchtitan.components.loss import LOSS_AGGREGATIONS, aggregation_weights
+    from torchtitan.loss.cross_entropy import LOSS_AGGREGATIONS, aggregation_weights
 
     masks = [torch.arange(9) < n for n in (3, 0, 7, 9, 1, 2)]
     prompts = [0, 0, 1, 1, 2, 2]

@@ -254,7 +254,7 @@ def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tenso
 
 def run_step(engine, layout: Layout, step: int) -> float:
     """Forward and backward of this rank's share; returns the loss of the global batch."""
-    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.batch.documents import IGNORE_INDEX
     from torchtitan.distributed.utils import dist_sum
 
     batch, labels = global_batch(step, engine.packing.separates_documents)

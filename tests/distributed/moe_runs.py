@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import JobConfig, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import reshard_model
@@ -16,6 +15,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.optim.optimizer import build_optimizers_with_moe_load_balancing
 
 VOCAB, LENGTH, ROWS, STEPS = 64, 16, 8, 3
 

@@ -22,10 +22,10 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
 )
 from torchtitan.checkpoint.manager import CheckpointManager
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError

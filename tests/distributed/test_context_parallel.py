@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
 from torchtitan.batch.documents import document_ids_from_lengths
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.distributed.context_parallel import ShardedMask, TokenShards, cp_shard
 from torchtitan.distributed.utils import dist_sum
+from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,

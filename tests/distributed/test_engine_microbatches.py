@@ -11,8 +11,8 @@ from tests.distributed.layout_matrix import (
     build_engine,
     whole,
 )
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import token_counters
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.testing.gloo import run_ranks
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.distributed.layout_matrix import VOCAB, Layout, batch_flags, build_engine, whole
-from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
-from torchtitan.components.loss import (
+from torchtitan.distributed.utils import dist_sum
+from torchtitan.loss.cross_entropy import (
     IGNORE_INDEX,
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
     weighted_sum,
 )
-from torchtitan.distributed.utils import dist_sum
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.testing.gloo import run_ranks
 
 NUM_SEQUENCES, NUM_PROMPTS, LONGEST, NORM = 9, 4, 9, 12.0

@@ -8,15 +8,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
-from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.sequence_parallel import SequenceShards
 from torchtitan.distributed.utils import clip_grad_norm_, get_train_context
+from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import parallelize_decoder
+from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 

@@ -11,7 +11,7 @@ from tests.distributed.training_runs import (
     run_layout,
     validation_losses,
 )
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.testing.gloo import run_ranks
 
 TP = TENSOR_PARALLEL_LAYOUTS[0]

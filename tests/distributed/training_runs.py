@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.testing.gloo import run_ranks
 
 GLOBAL_BATCH_SIZE = 8

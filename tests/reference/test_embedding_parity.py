@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.testing.tiny_jobs import (

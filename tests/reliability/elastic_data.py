@@ -23,10 +23,10 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.dataloader import ParallelAwareDataloader, _reader_states
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets.document_share import DocumentShare
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.data.dataloader import ParallelAwareDataloader, _reader_states
+from torchtitan.data.document_share import DocumentShare
+from torchtitan.data.text_datasets import HuggingFaceTextDataset
+from torchtitan.data.tokenizer import BaseTokenizer
 
 
 class SampleTokenizer(BaseTokenizer):

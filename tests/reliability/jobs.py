@@ -25,7 +25,7 @@ _PRELOADED = [
     "torchtitan.trainer",
     "torchtitan.config.manager",
     "torchtitan.checkpoint.manager",
-    "torchtitan.components.metrics",
+    "torchtitan.listeners.metrics",
     "torchtitan.models.llama3",
     "torchtitan.rl.controller",
 ]

@@ -15,7 +15,7 @@ import pytest
 from tests.reliability import jobs
 from tests.reliability.browser import CHROMIUM, browser
 from tests.reliability.faults import SAVING
-from torchtitan.components.metrics import JsonlLogger, TensorBoardLogger
+from torchtitan.listeners.metrics import JsonlLogger, TensorBoardLogger
 from torchtitan.tools.report.page import page_of
 from torchtitan.tools.report.read import read_run, thin_out
 

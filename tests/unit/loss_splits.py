@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtitan.components.loss import (
+from torchtitan.loss.cross_entropy import (
     IGNORE_INDEX,
     LOSS_AGGREGATIONS,
     aggregation_weights,

@@ -39,9 +39,9 @@ from torchtitan.components.checkpoint import (
     purge_thread,
 )
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint, FaultTolerance
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 MODULE = "torchtitan.components.checkpoint"

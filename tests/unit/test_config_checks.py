@@ -58,7 +58,7 @@ def train_spec(**fields) -> SimpleNamespace:
     def build_optimizers():
         raise AssertionError("a check builds nothing")
 
-    build_optimizers.__module__ = "torchtitan.components.optimizer"
+    build_optimizers.__module__ = "torchtitan.optim.optimizer"
     flavors = {"debugmodel": ModelArgs(), "8B": ModelArgs(n_heads=32, n_kv_heads=8)}
     spec = dict(
         model_args=flavors,

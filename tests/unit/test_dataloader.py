@@ -6,10 +6,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests import hostile
-from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
-from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.data.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
+from torchtitan.data.text_datasets import build_text_dataloader
+from torchtitan.data.tokenizer import BaseTokenizer
 
 
 class Counting(IterableDataset):

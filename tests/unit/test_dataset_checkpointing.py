@@ -4,10 +4,10 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
+from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 
 SEQ_LEN = 256
 

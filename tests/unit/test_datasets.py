@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.hf_datasets import DatasetConfig, local_files, open_document, text_datasets
-from torchtitan.hf_datasets.document_share import DocumentShare, deal_again
-from torchtitan.hf_datasets.local_files import load_local_documents
-from torchtitan.hf_datasets.text_datasets import (
+from torchtitan.data.dataloader import ParallelAwareDataloader
+from torchtitan.data.document_share import DocumentShare, deal_again
+from torchtitan.data.local_files import load_local_documents
+from torchtitan.data.text_datasets import (
     DATASETS,
     HuggingFaceTextDataset,
     _validate_dataset,
     build_text_dataloader,
     build_text_validation_dataloader,
 )
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.hf_datasets import DatasetConfig, local_files, open_document, text_datasets
 
 BOS, EOS = 1_000_001, 1_000_002
 
@@ -216,7 +216,7 @@ def run_phase(samples, world_size, num_workers, states, num_batches):
 def tokens_left_in_buffers(states):
     import pickle
 
-    from torchtitan.components.dataloader import _reader_states
+    from torchtitan.data.dataloader import _reader_states
 
     loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
     readers = [reader for loader in loaders for reader in _reader_states(loader)]

@@ -13,7 +13,7 @@ from tests.unit.document_runs import (
     short_documents,
     train,
 )
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.models import decoder
 
 # Of logits of size 1.

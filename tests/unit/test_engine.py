@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from torchtitan import build
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import token_counters, without_counting
-from torchtitan.components.logprobs import TokenLogProbs
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW

@@ -16,8 +16,8 @@ from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from scripts.generate._loading import find_checkpoint, load_model
 from scripts.generate.test_generate import encode_prompt, main
 from torchtitan.checkpoint.folder import mark_unfinished
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import (
     generate,

@@ -318,8 +318,8 @@ def test_forced_load_balance_is_set_on_a_copy():
 
 
 def test_spec_balances_experts_and_validates():
-    from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
-    from torchtitan.components.validate import build_validator
+    from torchtitan.listeners.validate import build_validator
+    from torchtitan.optim.optimizer import build_optimizers_with_moe_load_balancing
 
     spec = get_train_spec()
     assert spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing

@@ -1,15 +1,13 @@
 """What importing costs, and which way the imports point."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from scripts import architecture
 from torchtitan.models import _supported_models
 
-PACKAGE = Path(__file__).resolve().parents[2] / "torchtitan"
 HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
 
 
@@ -77,45 +75,34 @@ def test_config_errors_and_help_need_no_distributed_checkpointing():
     assert "torch.distributed.checkpoint" not in modules
 
 
-def package_imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports at module level or inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.startswith("torchtitan.")}
+def test_imports_point_down_the_layers():
+    rank = {part: n for n, row in enumerate(architecture.LAYERS) for part in row}
+    arrows = architecture.arrows()
+    assert arrows.keys() == rank.keys()
+    upwards = {
+        f"{start} -> {end}": files
+        for start, ends in arrows.items()
+        for end, files in ends.items()
+        if rank.get(end, len(rank)) >= rank[start]
+    }
+    assert upwards == {}
 
 
-# folder (or file) -> what it must not import
-FORBIDDEN = {
-    "tools": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"],
-    "config": ["components", "distributed", "models", "engine", "trainer", "hf_datasets", "rl"]
-    + ["protocols", "job", "train"],
-    "distributed": ["models", "components", "checkpoint", "engine", "trainer", "hf_datasets", "rl"],
-    "components": ["engine", "trainer", "train", "rl"],
-    "checkpoint": ["engine", "trainer", "train", "hf_datasets", "rl"],
-    "models": ["engine", "trainer", "train", "config.manager", "rl"],
-    "generation": ["components", "engine", "trainer", "train", "config.manager", "rl"],
-    "hf_datasets": ["engine", "trainer", "train", "models", "distributed", "rl"],
-    "step": ["build", "engine", "trainer", "train", "hf_datasets", "models", "rl"],
-    "build.py": ["step", "engine", "trainer", "train", "hf_datasets", "models", "rl"],
-    "engine.py": ["trainer", "train", "hf_datasets", "models", "rl"],
-    "trainer.py": ["train", "models", "rl"],
-    "rl/losses.py": ["engine", "trainer", "models", "distributed"],
-    "rl/batcher.py": ["engine", "trainer", "models", "distributed"],
-    "rl/tasks.py": ["engine", "trainer", "models", "distributed"],
-}
+def test_picture_of_the_imports_is_the_code_s():
+    assert architecture.PICTURE.read_text() == architecture.svg(), (
+        "run: python -m scripts.architecture"
+    )
 
 
-@pytest.mark.parametrize("part", FORBIDDEN)
-def test_no_import_points_against_the_data_flow(part):
-    root = PACKAGE / part
-    files = [root] if root.is_file() else sorted(root.rglob("*.py"))
-    assert files
-    banned = [f"torchtitan.{name}" for name in FORBIDDEN[part]]
-    for path in files:
-        for name in package_imports(path):
-            for ban in banned:
-                assert name != ban and not name.startswith(ban + "."), f"{path} imports {name}"
+# Inside a part: files that a program may use without the rest of it.
+@pytest.mark.parametrize("file", ["rl/losses.py", "rl/batcher.py", "rl/tasks.py"])
+def test_parts_of_rl_that_need_no_trainer(file):
+    names = architecture.imported_modules(architecture.PACKAGE / file)
+    assert {name.split(".")[1] for name in names} <= {
+        "tools",
+        "config",
+        "batch",
+        "data",
+        "loss",
+        "rl",
+    }

@@ -6,9 +6,9 @@ from torch import nn
 
 from tests.unit.document_runs import make_trainer, short_documents
 from torchtitan.batch.packing import PackingPolicy
-from torchtitan.components.isolation_probe import IsolationProbe
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.models.attention import (
     VarlenMetadata,
     create_causal_block_mask,

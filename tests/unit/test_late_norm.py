@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.test_engine import backward, make_engine, poison
-from torchtitan.components.optimizer import skips_on_device
+from torchtitan.optim.optimizer import skips_on_device
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host_copy
 

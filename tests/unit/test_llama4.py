@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed.context_parallel import ShardedMask
@@ -22,6 +21,7 @@ from torchtitan.models.llama4 import (
 from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.rope import precompute_freqs_cis
+from torchtitan.optim.optimizer import build_optimizers_with_moe_load_balancing
 
 # (parameters, FLOPs per token at sequence length 2048)
 DEBUG = (15_017_216, 75_161_088)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 

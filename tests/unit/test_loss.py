@@ -3,14 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.components.loss import (
+from torchtitan.config import JobConfig
+from torchtitan.loss.cross_entropy import (
     IGNORE_INDEX,
     build_cross_entropy_loss,
     build_mse_loss,
     cross_entropy_loss,
     mse_loss,
 )
-from torchtitan.config import JobConfig
 
 VOCAB = 100
 

@@ -17,7 +17,7 @@ from tests.unit.loss_splits import (
     random_theta,
     weights_of_step,
 )
-from torchtitan.components.loss import (
+from torchtitan.loss.cross_entropy import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,

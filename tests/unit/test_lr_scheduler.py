@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ConfigManager, LRScheduler
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.optimizer import OptimizersContainer
 
 BASE_LR = 0.1
 

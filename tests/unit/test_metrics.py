@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.components import metrics as metrics_module
-from torchtitan.components.metrics import (
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.listeners import metrics as metrics_module
+from torchtitan.listeners.metrics import (
     BaseLogger,
     DeviceMemoryMonitor,
     DeviceMemStats,
@@ -26,8 +28,6 @@ from torchtitan.components.metrics import (
     build_metrics_processor,
     ensure_pp_loss_visible,
 )
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools import utils
 
@@ -413,7 +413,7 @@ def test_one_rank_writes_unless_all_are_asked_to(tmp_path, everyone):
 
 def test_importing_metrics_loads_neither_tensorboard_nor_wandb():
     code = (
-        "import sys, torchtitan.components.metrics\n"
+        "import sys, torchtitan.listeners.metrics\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "assert not loaded & {'tensorboard', 'wandb', 'datasets'}, loaded\n"
         "assert 'torch._inductor' not in sys.modules\n"

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.quantization import utils as quantization_utils
-from torchtitan.components.quantization.utils import module_filter_fn
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
@@ -17,6 +15,8 @@ from torchtitan.protocols.model_converter import (
     find_model_converter,
     register_model_converter,
 )
+from torchtitan.quantization import utils as quantization_utils
+from torchtitan.quantization.utils import module_filter_fn
 
 needs_mx = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="MXFP8 of torchao needs a newer torch"
@@ -217,9 +217,9 @@ def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, ca
 @needs_mx
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
-    from torchtitan.components.quantization import mx
     from torchtitan.distributed import token_groups
     from torchtitan.models.moe.moe import GroupedExperts
+    from torchtitan.quantization import mx
 
     gpu(10, 0)
     monkeypatch.setattr(token_groups, "TOKEN_GROUP_ALIGN_SIZE_M", 8)

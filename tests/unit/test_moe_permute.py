@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from torchtitan.components.quantization.utils import set_group_alignment
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.moe import utils
 from torchtitan.models.moe.kernels import (
@@ -11,6 +10,7 @@ from torchtitan.models.moe.kernels import (
     fill_indices_wrapper,
     generate_permute_indices,
 )
+from torchtitan.quantization.utils import set_group_alignment
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.offload import HOST, Offloader
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.optim.offload import HOST, Offloader
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools import host
 
 META = torch.device("meta")

@@ -9,15 +9,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import (
+from torchtitan.config import LRScheduler, Optimizer
+from torchtitan.distributed import ParallelDims
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.optimizer import (
     OptimizersContainer,
     OptimizersInBackwardContainer,
     build_optimizers,
     build_optimizers_with_moe_load_balancing,
 )
-from torchtitan.config import LRScheduler, Optimizer
-from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
 
 ADAM_KWARGS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.packing import PackingPolicy, split_rows
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.job_config import Training
 from torchtitan.models import documents
 from torchtitan.tools import logging as titan_logging

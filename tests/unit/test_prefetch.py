@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.prefetch import StepsAhead
+from torchtitan.data.dataloader import BaseDataLoader
+from torchtitan.data.prefetch import StepsAhead
 
 
 class Numbers(BaseDataLoader):

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from torchtitan.hf_datasets import python_docs
-from torchtitan.hf_datasets.python_docs import PythonDocs, module_text
+from torchtitan.data import python_docs
+from torchtitan.data.python_docs import PythonDocs, module_text
 
 SOURCE = b'''"""What the module is for."""
 import os
@@ -65,7 +65,7 @@ def test_documents_are_english_text_about_python():
 
 def test_order_is_the_same_in_every_process():
     script = (
-        "from torchtitan.hf_datasets.python_docs import PythonDocs; d = PythonDocs();"
+        "from torchtitan.data.python_docs import PythonDocs; d = PythonDocs();"
         "print(len(d), [len(d[i]['text']) for i in range(10)])"
     )
     outputs = {
@@ -82,7 +82,7 @@ def test_order_is_the_same_in_every_process():
 
 def test_nothing_is_executed_and_no_dataset_library_is_loaded():
     script = (
-        "import sys; from torchtitan.hf_datasets.python_docs import PythonDocs; d = PythonDocs();"
+        "import sys; from torchtitan.data.python_docs import PythonDocs; d = PythonDocs();"
         "before = set(sys.modules); [d[i] for i in range(30)];"
         "loaded = {m for m in set(sys.modules) - before if m.split('.')[0] != 'encodings'};"
         "assert not loaded, loaded; assert 'datasets' not in sys.modules"

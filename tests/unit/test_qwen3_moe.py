@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, get_train_spec, qwen3_args
+from torchtitan.optim.optimizer import build_optimizers_with_moe_load_balancing
 
 # (parameters, FLOPs per token at sequence length 2048)
 KNOWN_SIZES = {

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from torchtitan.components.stop import StopRequest
 from torchtitan.config import JobConfig
+from torchtitan.distributed.stop import StopRequest
 from torchtitan.testing.gloo import run_ranks
 
 

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from torchtitan.components.tokenizer import (
+from torchtitan.config import JobConfig
+from torchtitan.data.tokenizer import (
     BaseTokenizer,
     HuggingFaceTokenizer,
     build_hf_tokenizer,
 )
-from torchtitan.config import JobConfig
 
 ASSET = "./tests/assets/tokenizer"
 

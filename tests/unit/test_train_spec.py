@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
-from torchtitan.components.tokenizer import build_hf_tokenizer
-from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.data.text_datasets import build_text_dataloader
+from torchtitan.data.tokenizer import build_hf_tokenizer
+from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec

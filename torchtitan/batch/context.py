@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.documents import (
+    IGNORE_INDEX,
     PADDING,
     document_ids_from_cu_seqlens,
 )
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims

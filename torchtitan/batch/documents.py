@@ -20,6 +20,8 @@ from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.logging import logger
 
 PADDING = -1
+IGNORE_INDEX = -100
+"""Labels with this value count in no loss."""
 
 BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
 """Entries of a batch that say where documents begin and nothing else, the strongest first."""

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
+    IGNORE_INDEX,
     PADDING,
     boundaries_on_host,
     last_tokens,
     positions_from_document_ids,
     read_document_ids,
 )
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.job_config import Training
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.logging import logger, warn_once

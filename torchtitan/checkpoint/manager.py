@@ -32,13 +32,13 @@ from torchtitan.checkpoint.states import (
     ModelWrapper,
     fit_to_checkpoint,
 )
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import event
@@ -47,8 +47,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 if TYPE_CHECKING:  # torchdata takes long to load, and engines without data do without it
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.ft import FTManager
+    from torchtitan.data.dataloader import BaseDataLoader
+    from torchtitan.distributed.fault_tolerance import FTManager
 
 
 def _entry_of(part: str, name: str) -> property:

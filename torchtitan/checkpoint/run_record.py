@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from torchtitan.checkpoint.folder import RUN_RECORD
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 _MOST_CHARACTERS = 100_000

@@ -1,5 +1,6 @@
 """How a save is copied and written: at once, or in the background while training goes on."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -186,10 +187,9 @@ class Saver:
 
     def _make_stager(self) -> None:
         # From the reference's path, where its tests put a stand-in.
-        from torchtitan.components.checkpoint import DefaultStager
-
+        reference = importlib.import_module("torchtitan.components.checkpoint")
         try:
-            self.stager = DefaultStager(StagingOptions(True, True, True, True))
+            self.stager = reference.DefaultStager(StagingOptions(True, True, True, True))
         except AssertionError as error:  # torch says so when there is no accelerator
             logger.warning(
                 "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "

@@ -1,0 +1,1 @@
+"""The reference's paths. Nothing of the package imports from here."""

@@ -1,20 +1,4 @@
-"""Datasets of text: the registry entry, and in the modules beside it the datasets themselves."""
+"""The reference's path of `torchtitan.data`."""
+# ruff: noqa: F401
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-__all__ = ["DatasetConfig"]
-
-
-@dataclass
-class DatasetConfig:
-    """How to get the documents of one dataset.
-
-    path: where the data are unless the config gives another path.
-    loader: `loader(path)` returns the samples, see docs/datasets.md for what they may be.
-    sample_processor: `sample_processor(sample)` returns the sample's text.
-    """
-
-    path: str
-    loader: Callable
-    sample_processor: Callable
+from torchtitan.data import DatasetConfig

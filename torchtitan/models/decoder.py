@@ -50,7 +50,7 @@ from torchtitan.tools.host_copy import on_host, to_device
 from torchtitan.tools.linear import Linear
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.data.tokenizer import BaseTokenizer
 
 PROJECTION_STD = 0.02
 

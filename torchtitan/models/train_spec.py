@@ -24,17 +24,17 @@ def build_decoder_train_spec(
     model_args: flavor -> args; the spec refers to this very mapping.
     balance_experts: optimizers also even out the load of experts, in flavors that have some.
     """
-    from torchtitan.components.loss import build_cross_entropy_loss
-    from torchtitan.components.lr_scheduler import build_lr_schedulers
-    from torchtitan.components.optimizer import (
+    from torchtitan.data.text_datasets import build_text_dataloader
+    from torchtitan.data.tokenizer import build_hf_tokenizer
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.listeners.validate import build_validator
+    from torchtitan.loss.cross_entropy import build_cross_entropy_loss
+    from torchtitan.models.parallelize import parallelize_decoder
+    from torchtitan.optim.lr_scheduler import build_lr_schedulers
+    from torchtitan.optim.optimizer import (
         build_optimizers,
         build_optimizers_with_moe_load_balancing,
     )
-    from torchtitan.components.tokenizer import build_hf_tokenizer
-    from torchtitan.components.validate import build_validator
-    from torchtitan.distributed.pipeline_parallel import pipeline_llm
-    from torchtitan.hf_datasets.text_datasets import build_text_dataloader
-    from torchtitan.models.parallelize import parallelize_decoder
     from torchtitan.protocols.train_spec import TrainSpec
 
     build = build_optimizers_with_moe_load_balancing if balance_experts else build_optimizers

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchtitan.models.attention import AttentionMasksType
+from torchtitan.tools.lazy_names import load_on_access
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config import JobConfig
+    from torchtitan.data.tokenizer import BaseTokenizer
 
-__all__ = ["AttentionMasksType", "BaseModelArgs", "ModelProtocol"]
+__all__ = ["BaseModelArgs", "ModelProtocol"]
+__getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models.attention"})
 
 
 @dataclass
@@ -52,8 +53,10 @@ class ModelProtocol(nn.Module):
         input_batch: torch.Tensor,
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
-    ) -> AttentionMasksType:
-        """Return the masks for one batch of tokens [B, T]; only asked of flex and varlen models.
+    ) -> Any:
+        """Return the masks (`AttentionMasksType`) for one batch of tokens [B, T].
+
+        Only asked of flex and varlen models.
 
         extra_inputs: the batch's other entries, such as `positions` [B, T].
         """

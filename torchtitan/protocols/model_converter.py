@@ -34,7 +34,7 @@ class UnknownConverterError(KeyError, ValueError):
         return self.args[0]
 
 
-# Our own: module of torchtitan.components.quantization, class. Found by name when asked for, so
+# Our own: module of torchtitan.quantization, class. Found by name when asked for, so
 # that nothing registers on import.
 _BUILT_IN_CONVERTERS = {
     "quantize.linear.float8": ("float8", "Float8LinearConverter"),
@@ -68,9 +68,7 @@ def find_model_converter(name: str) -> type[ModelConverter]:
             "names"
         )
     module, class_name = _BUILT_IN_CONVERTERS[name]
-    return getattr(
-        importlib.import_module(f"torchtitan.components.quantization.{module}"), class_name
-    )
+    return getattr(importlib.import_module(f"torchtitan.quantization.{module}"), class_name)
 
 
 class ModelConvertersContainer(ModelConverter):

@@ -70,17 +70,20 @@ def get_train_spec(name: str) -> TrainSpec:
     Built-in specs are fresh objects that share one set of flavor args per process.
     Raises ValueError, listing the known names, for any other name.
     """
-    from torchtitan.experiments import _supported_experiments
-    from torchtitan.models import _supported_models
-
     if name in _extra_train_specs:
         return _extra_train_specs[name]
-    if name in _supported_models:
-        return importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
-    if name in _supported_experiments:
-        return importlib.import_module(f"torchtitan.experiments.{name}").get_train_spec()
+    # By name, not by import: the families stand above this module.
+    built_in: dict[str, str] = {}
+    for package, table in (
+        ("experiments", "_supported_experiments"),
+        ("models", "_supported_models"),
+    ):
+        families = getattr(importlib.import_module(f"torchtitan.{package}"), table)
+        built_in |= dict.fromkeys(families, f"torchtitan.{package}")
+    if name in built_in:
+        return importlib.import_module(f"{built_in[name]}.{name}").get_train_spec()
 
-    known = sorted({*_extra_train_specs, *_supported_models, *_supported_experiments})
+    known = sorted({*_extra_train_specs, *built_in})
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(
@@ -91,13 +94,13 @@ def get_train_spec(name: str) -> TrainSpec:
 
 # Names that used to be importable from here, and still are, without loading them up front.
 _MODULE_OF = {
-    "BaseDataLoader": "torchtitan.components.dataloader",
-    "LossFunction": "torchtitan.components.loss",
-    "LRSchedulersContainer": "torchtitan.components.lr_scheduler",
-    "MetricsProcessor": "torchtitan.components.metrics",
-    "OptimizersContainer": "torchtitan.components.optimizer",
-    "BaseTokenizer": "torchtitan.components.tokenizer",
-    "BaseValidator": "torchtitan.components.validate",
+    "BaseDataLoader": "torchtitan.data.dataloader",
+    "LossFunction": "torchtitan.loss.cross_entropy",
+    "LRSchedulersContainer": "torchtitan.optim.lr_scheduler",
+    "MetricsProcessor": "torchtitan.listeners.metrics",
+    "OptimizersContainer": "torchtitan.optim.optimizer",
+    "BaseTokenizer": "torchtitan.data.tokenizer",
+    "BaseValidator": "torchtitan.listeners.validate",
     "BaseModelArgs": "torchtitan.protocols.model",
     "ModelProtocol": "torchtitan.protocols.model",
     "BaseStateDictAdapter": "torchtitan.protocols.state_dict_adapter",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.components.loss import IGNORE_INDEX, aggregation_weights
 from torchtitan.config import JobConfig
+from torchtitan.loss.cross_entropy import IGNORE_INDEX, aggregation_weights
 from torchtitan.rl.job_config import batch_rows, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger

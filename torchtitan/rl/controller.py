@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.checkpoint.manager import CheckpointManager
-from torchtitan.components.stop import StopRequest
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import closed_on_error
+from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
@@ -25,7 +26,6 @@ from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, TrainingBatch, TrainingSample
 from torchtitan.tools.logging import logger
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 

@@ -9,8 +9,8 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from torchtitan.components.metrics import build_metrics_processor, memory_metrics
 from torchtitan.engine import TrainingEngine
+from torchtitan.listeners.metrics import build_metrics_processor, memory_metrics
 from torchtitan.rl.advantages import advantage_metrics
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Episode

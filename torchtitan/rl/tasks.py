@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
 from torchtitan.tools.logging import logger
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.components.logprobs import TokenLogProbs, TokenOutputs
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.engine import Batch, TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.step.runner import Batch
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.batch.fillers import forget_counts
-from torchtitan.components.lr_scheduler import LRSchedulersContainer, set_lrs
-from torchtitan.components.optimizer import OptimizersContainer, skipped_where, skips_on_device
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer, set_lrs
+from torchtitan.optim.optimizer import OptimizersContainer, skipped_where, skips_on_device
 from torchtitan.step.losses import StepLosses
 from torchtitan.tools import host_copy
 from torchtitan.tools.events import event

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
 from torchtitan.engine import TrainingEngine
 from torchtitan.testing import tiny_jobs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine

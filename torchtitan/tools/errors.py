@@ -2,10 +2,7 @@
 
 import re
 import traceback
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -24,8 +21,10 @@ class LostConnectionError(RunError):
     """A collective failed since another rank is gone, or does not answer."""
 
 
-def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
+def as_run_error(error: BaseException, config: Any) -> BaseException:
     """`error`, or in its place what says what torch means by it, and what to do.
+
+    config: the run's JobConfig; the message names its values.
 
     What comes back as neither ValueError, OSError, FloatingPointError nor RunError is a bug.
     """
@@ -39,7 +38,7 @@ def as_run_error(error: BaseException, config: "JobConfig") -> BaseException:
     return error
 
 
-def _explain(error: BaseException, config: "JobConfig") -> BaseException | None:
+def _explain(error: BaseException, config: Any) -> BaseException | None:
     import torch
     from torch.distributed import DistError
 

@@ -15,14 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchtitan
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 FILE_NAME = "events.jsonl"
 MAX_EVENTS_PER_START = 10_000
@@ -38,11 +35,12 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recording(config: "JobConfig") -> Iterator[None]:
+def recording(config: Any) -> Iterator[None]:
     """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
 
     Rank 0 writes; an exception that leaves the block is written by the rank that raised it. A
     write that fails is given up without a word: a run is worth more than its history.
+    config: the run's JobConfig.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
@@ -99,10 +97,11 @@ class _EventLog(logging.Handler):
                 file.write(text.encode(errors="replace"))
 
 
-def _circumstances(config: "JobConfig") -> dict[str, Any]:
+def _circumstances(config: Any) -> dict[str, Any]:
     import torch
 
     values = config.to_dict()
+    settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
     text = json.dumps(values, default=str, sort_keys=True)
     return {
         "versions": {
@@ -116,7 +115,20 @@ def _circumstances(config: "JobConfig") -> dict[str, Any]:
         "program": os.path.basename(sys.argv[0]),
         "config_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
         "config": values,
+        "not_default": [k for k, v in settings.items() if k not in defaults or defaults[k] != v],
     }
+
+
+def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables -> {"section.key": value}."""
+    settings: dict[str, Any] = {}
+    for key, value in config.items() if isinstance(config, dict) else ():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and len(name) < 200:
+            settings |= flat_settings(value, f"{name}.")
+        else:
+            settings[name] = value
+    return settings
 
 
 def _exit_code(error: BaseException) -> int:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.test_engine import make_config, rounding
-from torchtitan.components.logprobs import TokenLogProbs
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.job_config import JobConfig

@@ -55,7 +55,7 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
     # A spec that brings its own builder decides by itself which names there are.
     builder = getattr(train_spec.build_optimizers_fn, "__module__", "")
     name, known = job_config.optimizer.name, ("Adam", "AdamW")
-    if builder == "torchtitan.components.optimizer" and name not in known:
+    if builder == "torchtitan.optim.optimizer" and name not in known:
         yield f"optimizer.name must be one of {', '.join(known)}, got {name!r}{guess(name, known)}"
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.checks import ConfigError
+from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.rl.tasks import build_task
 
 

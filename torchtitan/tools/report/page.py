@@ -7,6 +7,7 @@ the one script and the one style that are hashed here, and no connection.
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torchtitan.tools.events import flat_settings
 from torchtitan.tools.report.read import Run, number, spread, thin_out
 
 POINTS_PER_CURVE = 2_000
@@ -27,7 +29,7 @@ MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
 SECONDS_OF_SILENCE = 600  # after which a run without an end is taken for dead
 
-# panel, metric, label; metrics are those of torchtitan.components.metrics and torchtitan.rl
+# panel, metric, label; metrics are those of torchtitan.listeners.metrics and torchtitan.rl
 PANELS = [
     ("Loss", "loss_metrics/global_avg_loss", "training"),
     ("Loss", "validation_metrics/loss", "validation"),
@@ -350,15 +352,17 @@ def _sample_table(samples: list[dict[str, Any]]) -> str:
 def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
     if not starts:
         return ""
-    from torchtitan.config import JobConfig
-
     latest = starts[-1]
     facts = _settings(latest.get("versions"))
     for key in ("host", "world_size", "program", "config_digest"):
         if key in latest:
             facts[key.replace("_", " ")] = latest[key]
-    defaults = _settings(json.loads(json.dumps(JobConfig().to_dict(), default=str)))
-    chosen = {k: v for k, v in config.items() if k not in defaults or defaults[k] != v}
+    not_default = latest.get("not_default")
+    chosen = (
+        config
+        if not isinstance(not_default, list)
+        else {k: config[k] for k in config if k in not_default}
+    )
     before = _settings(starts[-2].get("config")) if len(starts) > 1 else config
     tables = {
         "Versions and place of the last start": facts,
@@ -410,16 +414,9 @@ def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
     return escape(text.encode(errors="replace").decode())
 
 
-def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables -> {"section.key": value}; at most MAX_SETTINGS."""
-    settings: dict[str, Any] = {}
-    for key, value in config.items() if isinstance(config, dict) else ():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and len(name) < 200:
-            settings |= _settings(value, f"{name}.")
-        else:
-            settings[name] = value
-    return dict(list(settings.items())[:MAX_SETTINGS])
+def _settings(config: Any) -> dict[str, Any]:
+    """The first MAX_SETTINGS of `flat_settings`."""
+    return dict(itertools.islice(flat_settings(config).items(), MAX_SETTINGS))
 
 
 def _value(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.hf_datasets.document_share import DocumentShare, deal_again
+from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.tools.logging import logger
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
 # Longer texts are encoded in pieces of at most this many characters: the tokenizer's memory, some

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools import host
 
 HOST = torch.device("cpu")

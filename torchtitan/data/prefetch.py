@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
 _SECONDS_TO_END = 5

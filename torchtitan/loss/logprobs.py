@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives  # noqa: F401 (registers operat
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.tools.linear import linear
 

@@ -1,0 +1,207 @@
+"""Dataloaders whose position is part of the checkpoint, also for another number of ranks."""
+
+import inspect
+import pickle
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan.batch.documents import SAMPLE_IDS
+from torchtitan.distributed.stop import leave_signals_to_trainer
+from torchtitan.tools.logging import logger
+from torchtitan.tools.unpickling import read_plain
+from torchtitan.tools.utils import get_device_type
+
+_MOST_RANKS = 2**20
+_BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
+
+
+class DataloaderExhaustedError(Exception):
+    """The data ended before the training did.
+
+    Not a StopIteration: that would be turned into RuntimeError inside a generator.
+    """
+
+
+class BaseDataLoader(ABC):
+    """Batches `(input_dict, labels)` with a position that can be saved and restored."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]: ...
+
+
+class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
+    """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
+
+    The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that the states of all
+    ranks fit into one checkpoint side by side. With as many ranks and data workers as were saved
+    a run goes on bit for bit. With another number, a dataset that has
+    `can_reshard == True` and `inherit(states)` (see `HuggingFaceTextDataset`) deals out anew
+    what the saved readers had left; `load_state_dict` then needs the keys of all saved ranks.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset, dp_rank: int, dp_world_size: int, **kwargs: Any
+    ) -> None:
+        self._validate_kwargs(kwargs)
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
+        self._rank_id = f"dp_rank_{dp_rank}"
+        self._is_known_to_be_readable = False
+        with warnings.catch_warnings():  # torchdata 0.11 on torch 2.13: nothing a user can change
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            super().__init__(dataset, **kwargs)
+
+    @staticmethod
+    def _validate_kwargs(kwargs: dict[str, Any]) -> None:
+        """Drop, in place, what makes no sense without data workers, or without an accelerator.
+
+        ValueError for unknown names.
+        """
+        if "dataset" in kwargs:
+            raise ValueError("Invalid dataloader kwargs: 'dataset' is the first argument already")
+        known = inspect.signature(StatefulDataLoader.__init__).parameters
+        unknown = sorted(set(kwargs) - (set(known) - {"self"}))
+        if unknown:
+            raise ValueError(
+                f"Invalid dataloader kwargs: {', '.join(unknown)}; StatefulDataLoader takes "
+                f"{', '.join(name for name in known if name not in ('self', 'dataset'))}"
+            )
+        if kwargs.get("num_workers"):
+            kwargs.setdefault("worker_init_fn", leave_signals_to_trainer)
+        else:
+            for of_workers in ("persistent_workers", "prefetch_factor"):
+                kwargs.pop(of_workers, None)
+        if get_device_type() == "cpu":
+            kwargs.pop("pin_memory", None)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        return map(_with_sample_ids_aside, super().__iter__())
+
+    def _get_iterator(self) -> Any:
+        if self.next_iter_state is None:
+            return super()._get_iterator()
+        with _one_error_if_damaged():  # here the loaded position is read
+            return super()._get_iterator()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.
+        state = pickle.dumps(super().state_dict())
+        if not self._is_known_to_be_readable:  # else it would be refused when it is needed
+            read_plain(state, "the data position, which a checkpoint is to hold,")
+            self._is_known_to_be_readable = True
+        return {self._rank_id: state, "world_size": self.dp_world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position: this rank's own, or a share of all ranks' if their number changed.
+
+        Raises ValueError if the position cannot be divided among today's ranks and workers, or
+        holds anything but plain data.
+        """
+        if not state_dict:
+            return
+        saved_world_size = state_dict["world_size"]
+        if not isinstance(saved_world_size, int) or not 1 <= saved_world_size <= _MOST_RANKS:
+            raise ValueError(
+                f"the data position's number of ranks is {saved_world_size!r}: the checkpoint is "
+                f"damaged; {_BEGIN_AGAIN}"
+            )
+        if saved_world_size == self.dp_world_size:
+            if self._rank_id not in state_dict:
+                logger.warning(
+                    f"The checkpoint has no data position for {self._rank_id}; "
+                    f"this rank begins its data anew"
+                )
+                return
+            own_state = _read_loader_state(state_dict, self._rank_id)
+            with _one_error_if_damaged():
+                num_workers = len(_worker_snapshots(own_state))
+            if num_workers == self.num_workers:
+                super().load_state_dict(own_state)
+                return
+        self._load_resharded(state_dict, saved_world_size)
+
+    def _load_resharded(self, state_dict: dict[str, Any], saved_world_size: int) -> None:
+        remedies = (
+            f"resume on {saved_world_size} data-parallel ranks with as many data workers as "
+            f"before, or {_BEGIN_AGAIN}"
+        )
+        names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            raise ValueError(
+                f"the data position was saved by {saved_world_size} data-parallel ranks; for "
+                f"{self.dp_world_size} ranks with {self.num_workers} data workers all of them are "
+                f"needed and {', '.join(missing)} are missing: {remedies}"
+            )
+        if not getattr(self.dataset, "can_reshard", False):
+            raise ValueError(
+                f"the data position was saved by {saved_world_size} data-parallel ranks, and that "
+                f"of a dataset which cannot be read by index does not divide among "
+                f"{self.dp_world_size} ranks with {self.num_workers} data workers: {remedies}"
+            )
+        loader_states = [_read_loader_state(state_dict, name) for name in names]
+        super().load_state_dict({})  # forgets iterator and workers of the present position
+        with _one_error_if_damaged():
+            self.dataset.inherit(
+                [state for loader in loader_states for state in _reader_states(loader)]
+            )
+        logger.info(
+            f"Dealt the data position of {saved_world_size} data-parallel ranks out to "
+            f"{self.dp_world_size}"
+        )
+
+
+def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    state = read_plain(state_dict[name], f"the data position of {name}")
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"the data position of {name} is a {type(state).__name__} and no dict: the checkpoint "
+            f"is damaged; {_BEGIN_AGAIN}"
+        )
+    return state
+
+
+@contextmanager
+def _one_error_if_damaged() -> Iterator[None]:
+    """For reading what is in a data position, of which torchdata and datasets take the best."""
+    try:
+        yield
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        reason = (str(error).splitlines() or [""])[-1]
+        raise ValueError(
+            f"the data position in the checkpoint is not one of this dataset and dataloader "
+            f"({type(error).__name__}: {reason}); {_BEGIN_AGAIN}"
+        ) from error
+
+
+def _with_sample_ids_aside(batch: Any) -> Any:
+    """`batch["input"].sample_ids`, [B, 2], in place of an entry of its own."""
+    if isinstance(batch, list | tuple) and isinstance(batch[0], dict) and SAMPLE_IDS in batch[0]:
+        batch[0]["input"].sample_ids = batch[0].pop(SAMPLE_IDS)
+    return batch
+
+
+# What torchdata 0.8 to 0.11 nests into a StatefulDataLoader's state.
+def _worker_snapshots(loader_state: dict[str, Any]) -> dict[str, Any]:
+    """Worker name -> snapshot; empty if the loader had no workers."""
+    return loader_state.get("_snapshot", {}).get("_worker_snapshots", {})
+
+
+def _reader_states(loader_state: dict[str, Any]) -> list[dict[str, Any]]:
+    """State of the dataset in each worker of one rank, or in its main process."""
+    snapshots = _worker_snapshots(loader_state)
+    if not snapshots:
+        return [loader_state["dataset_state"]]
+    if loader_state["_steps_since_snapshot"]:
+        raise ValueError(
+            "the data position was saved with snapshot_every_n_steps > 1, so it is only known to "
+            "as many ranks and data workers as saved it; resume with those"
+        )
+    return [snapshots[f"worker_{index}"]["dataset_state"] for index in range(len(snapshots))]

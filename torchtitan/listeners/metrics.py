@@ -1,0 +1,472 @@
+"""What is measured while training, and where it goes: console, TensorBoard, W&B, JSONL."""
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections import namedtuple
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.config.pipeline_layout import V_SCHEDULES
+from torchtitan.distributed import ParallelDims
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools import utils
+from torchtitan.tools.events import event
+from torchtitan.tools.host import total_ram_bytes
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model import BaseModelArgs
+
+_GIB = 2**30
+
+DeviceMemStats = namedtuple(
+    "DeviceMemStats",
+    "max_active_gib max_active_pct max_reserved_gib max_reserved_pct num_alloc_retries num_ooms",
+)
+
+
+class DeviceMemoryMonitor:
+    """Reads how much memory the device has held since the last reset, at most.
+
+    device: e.g. "cuda:0"; None is the current device of this machine's kind. On a CPU, "active"
+    is what this process has resident now, "reserved" the most it ever had (a peak that the
+    system can't reset), both against the machine's RAM.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = torch.device(device or utils.get_device_type())
+        self.device_index = 0
+        if self.device.type == "cpu":
+            self.device_name = platform.processor() or platform.machine()
+            self.device_capacity = total_ram_bytes()
+        else:
+            module = torch.get_device_module(self.device)
+            index = self.device.index
+            self.device_index = module.current_device() if index is None else index
+            self.device_name = module.get_device_name(self.device)
+            self.device_capacity = module.get_device_properties(self.device).total_memory
+            module.empty_cache()
+        self.device_capacity_gib = self.device_capacity / _GIB
+        self.reset_peak_stats()
+
+    def get_peak_stats(self) -> DeviceMemStats:
+        """Peaks since the last `reset_peak_stats`, in GiB (2**30 bytes) and % of the capacity."""
+        if self.device.type == "cpu":
+            (active, reserved), num_retries, num_ooms = _resident_bytes(), 0, 0
+        else:
+            stats = torch.get_device_module(self.device).memory_stats(self.device)
+            active = stats.get("active_bytes.all.peak", -1)
+            reserved = stats.get("reserved_bytes.all.peak", -1)
+            num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
+        if num_retries > 0:
+            logger.warning(
+                "The allocator had to free its cache and try again %d times: memory is tight",
+                num_retries,
+            )
+        if num_ooms > 0:
+            logger.warning("The device ran out of memory %d times", num_ooms)
+        active_pct, reserved_pct = (
+            100 * size / self.device_capacity if self.device_capacity else 0.0
+            for size in (active, reserved)
+        )
+        gibs = active / _GIB, reserved / _GIB
+        return DeviceMemStats(gibs[0], active_pct, gibs[1], reserved_pct, num_retries, num_ooms)
+
+    def reset_peak_stats(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
+
+
+def build_device_memory_monitor() -> DeviceMemoryMonitor:
+    """Return a monitor of the current device, after logging its name and capacity."""
+    monitor = DeviceMemoryMonitor()
+    logger.info(
+        "Device %s (%s) has %.2f GiB of memory",
+        monitor.device,
+        monitor.device_name,
+        monitor.device_capacity_gib,
+    )
+    return monitor
+
+
+class BaseLogger:
+    """Takes metrics and drops them."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Record `metrics`, all measured at `step`."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+class TensorBoardLogger(BaseLogger):
+    """Writes scalars named `key`, or `tag/key` with a tag, for TensorBoard."""
+
+    def __init__(self, log_dir: str, tag: str | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.tag = tag
+        self.writer = SummaryWriter(log_dir, max_queue=1000)
+        logger.info("TensorBoard files go to %s", log_dir)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(_tagged(self.tag, key), value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandBLogger(BaseLogger):
+    """Sends metrics to Weights & Biases, to the run that the WANDB_* variables describe."""
+
+    def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                "metrics.enable_wandb needs wandb: pip install torchtitan[wandb]"
+            ) from error
+
+        self.wandb = wandb
+        self.tag = tag
+        os.makedirs(log_dir, exist_ok=True)
+        options = {
+            "entity": "TEAM",
+            "name": "RUN_NAME",
+            "id": "RUN_ID",
+            "notes": "RUN_NOTES",
+            "group": "RUN_GROUP",
+            "job_type": "RUN_JOB_TYPE",
+            "resume_from": "RESUME_FROM",
+            "fork_from": "FORK_FROM",
+        }
+        run_tags = os.environ.get("WANDB_RUN_TAGS")
+        wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+            tags=run_tags.split(",") if run_tags else None,
+            dir=log_dir,
+            config=job_config.to_dict(),
+            **{key: os.environ.get(f"WANDB_{name}") for key, name in options.items()},
+        )
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.wandb.log({_tagged(self.tag, key): value for key, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        if self.wandb.run is not None:
+            self.wandb.finish()
+
+
+class JsonlLogger(BaseLogger):
+    """Appends one JSON object per call to a file: `step`, `wall_time` (Unix seconds), metrics.
+
+    NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which float() reads
+    back. A line is on disk when `log` returns. A resumed run appends; where it repeats steps
+    that were logged before it was stopped, the later line counts.
+    """
+
+    def __init__(self, path: str, tag: str | None = None) -> None:
+        self.tag = tag
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        if os.path.exists(path):  # drop what a killed run left behind the last newline
+            with open(path, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+        self.file = open(path, "a", encoding="utf-8")
+        logger.info("Metrics are appended to %s", path)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        record = {"step": step, "wall_time": time.time()}
+        for key, value in metrics.items():
+            record[_tagged(self.tag, key)] = _json_value(value)
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class LoggerContainer(BaseLogger):
+    """Hands everything to each of its loggers."""
+
+    def __init__(self) -> None:
+        self._loggers: list[BaseLogger] = []
+
+    def add_logger(self, backend: BaseLogger) -> None:
+        self._loggers.append(backend)
+
+    @property
+    def number_of_loggers(self) -> int:
+        return len(self._loggers)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for backend in self._loggers:
+            backend.log(metrics, step)
+
+    def close(self) -> None:
+        for backend in self._loggers:
+            backend.close()
+
+
+def ensure_pp_loss_visible(
+    parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
+) -> None:
+    """Warn if LOG_RANK hides the console lines of the rank that knows the pipeline's loss."""
+    shown_ranks, loss_rank = (
+        os.environ.get("LOG_RANK"),
+        _get_metrics_rank(parallel_dims, job_config),
+    )
+    # Without LOG_RANK, and with V-shaped schedules as long as rank 0 is shown, nothing hides.
+    if not shown_ranks or job_config.parallelism.pipeline_parallel_schedule in V_SCHEDULES:
+        return
+    if str(loss_rank) not in shown_ranks.split(","):
+        logger.warning(
+            "%sThe loss is known on rank %d, whose output LOG_RANK=%s hides; add the rank to "
+            "LOG_RANK to see it.%s",
+            color.red,
+            loss_rank,
+            shown_ranks,
+            color.reset,
+        )
+
+
+class MetricsProcessor:
+    """Turns a step's numbers into metrics and hands them to the console and the loggers.
+
+    The trainer adds to `ntokens_since_last_log` (labels seen on this rank) and
+    `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `optimizers`,
+    `lr_schedulers` and `model_parts`, and calls `start(step)` when the loop begins.
+    """
+
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
+    ) -> None:
+        self.job_config = job_config
+        self.parallel_dims = parallel_dims
+        self.logger = _build_metric_logger(job_config, parallel_dims, tag)
+        self.device_memory_monitor = build_device_memory_monitor()
+        self.color = utils.NoColor() if job_config.metrics.disable_color_printing else utils.Color()
+        # None where the peak is unknown: then there is no MFU either.
+        self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
+        self.num_flops_per_token = -1
+        self.optimizers: OptimizersContainer | None = None
+        self.lr_schedulers: LRSchedulersContainer | None = None
+        self.model_parts: list[torch.nn.Module] | None = None
+        self.start(step=0)
+
+    def start(self, step: int) -> None:
+        """Begin measuring here, `step` steps being done: building and loading don't count."""
+        self.step_last_log = step
+        self.data_loading_times: list[float] = []
+        self._restart()
+
+    def should_log(self, step: int) -> bool:
+        """True on the first step, the last, and every `metrics.log_freq` steps."""
+        return (
+            step == 1
+            or step % self.job_config.metrics.log_freq == 0
+            or step == self.job_config.training.steps
+        )
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log what was measured since the last call, and start measuring again.
+
+        Throughput is per device: this rank's tokens, shared by the ranks that work on them.
+        """
+        assert self.num_flops_per_token > 0, "num_flops_per_token must be set before logging"
+        seconds, tokens_per_second = self._throughput()
+        seconds_per_step = seconds / max(1, step - self.step_last_log)
+        loading_seconds = sum(self.data_loading_times)
+        flops_per_second = self.num_flops_per_token * tokens_per_second
+        memory = self.device_memory_monitor.get_peak_stats()
+
+        metrics = {
+            "loss_metrics/global_avg_loss": global_avg_loss,
+            "loss_metrics/global_max_loss": global_max_loss,
+            "grad_norm": grad_norm,
+            "throughput(tps)": tokens_per_second,
+            "tflops": flops_per_second / 1e12,
+            "time_metrics/end_to_end(s)": seconds_per_step,
+            "time_metrics/data_loading(s)": loading_seconds / max(1, len(self.data_loading_times)),
+            "time_metrics/data_loading(%)": 100 * loading_seconds / seconds,
+            **memory_metrics(memory),
+            "memory/num_alloc_retries": memory.num_alloc_retries,
+            "memory/num_ooms": memory.num_ooms,
+        }
+        if self.gpu_peak_flops is not None:
+            metrics["mfu(%)"] = 100 * flops_per_second / self.gpu_peak_flops
+        self.logger.log({**metrics, **(extra_metrics or {})}, step)
+        logger.info(self._console_line(step, metrics, seconds_per_step))
+        self.start(step)
+
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        """Log a validation loss and its throughput, and start measuring again."""
+        _, tokens_per_second = self._throughput()
+        memory = self.device_memory_monitor.get_peak_stats()
+        metrics = {
+            "validation_metrics/loss": loss,
+            "validation_metrics/throughput(tps)": tokens_per_second,
+        }
+        for key, value in memory_metrics(memory).items():
+            metrics[f"validation_metrics/{key}"] = value
+        self.logger.log({**metrics, **(extra_metrics or {})}, step)
+
+        color = self.color
+        logger.info(
+            f"{color.yellow}validate step: {step:2}  "
+            f"{color.green}loss: {loss:7.4f}  "
+            f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
+            f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}",
+            extra=event("validation", step),
+        )
+        self._restart()
+
+    def close(self) -> None:
+        self.logger.close()
+
+    def _restart(self) -> None:
+        self.ntokens_since_last_log = 0
+        self.device_memory_monitor.reset_peak_stats()
+        self.time_last_log = time.perf_counter()
+
+    def _throughput(self) -> tuple[float, float]:
+        """(seconds since the last log, tokens per second and device)"""
+        seconds = max(1e-9, time.perf_counter() - self.time_last_log)  # a clock may stand still
+        devices = self.parallel_dims.non_data_parallel_size
+        return seconds, self.ntokens_since_last_log / (seconds * devices)
+
+    def _console_line(self, step: int, metrics: dict[str, Any], seconds_per_step: float) -> str:
+        # scripts and users read this line: the fields up to mfu keep their order and format.
+        color = self.color
+        memory = _memory_field(
+            metrics["memory/max_reserved(GiB)"], metrics["memory/max_reserved(%)"]
+        )
+        fields = [
+            f"{color.red}step: {step:2}",
+            f"{color.green}loss: {metrics['loss_metrics/global_avg_loss']:8.5f}",
+            f"{color.orange}grad_norm: {metrics['grad_norm']:7.4f}",
+            f"{color.turquoise}{memory}",
+            f"{color.blue}tps: {round(metrics['throughput(tps)']):,}",
+            f"{color.cyan}tflops: {metrics['tflops']:,.2f}",
+        ]
+        if "mfu(%)" in metrics:
+            fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
+        last_step = self.job_config.training.steps
+        remaining = timedelta(seconds=round(max(0, last_step - step) * seconds_per_step))
+        fields.append(f"{color.reset}progress: {100 * step / last_step:.1f}%")
+        fields.append(f"eta: {remaining}")
+        return "  ".join(fields)
+
+
+def build_metrics_processor(
+    job_config: JobConfig,
+    parallel_dims: ParallelDims,
+    model_args: "BaseModelArgs | None" = None,
+    tag: str | None = None,
+) -> MetricsProcessor:
+    """Return the metrics processor the config describes; `model_args` is for other builders."""
+    return MetricsProcessor(job_config, parallel_dims, tag)
+
+
+def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
+    """The rank that writes metrics: the first of those that hold the pipeline's last stage."""
+    # In schedules shaped like a V, the rank with the first stage also has the last one.
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    if not parallel_dims.pp_enabled or schedule in V_SCHEDULES:
+        return 0
+    return parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
+
+
+def _build_metric_logger(
+    job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
+) -> BaseLogger:
+    """Return the loggers this rank writes to; one that drops everything if there are none."""
+    config = job_config.metrics
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
+    any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl
+    if not any_enabled or not (on_metrics_rank or config.save_for_all_ranks):
+        return BaseLogger()
+
+    container = LoggerContainer()
+    folder = job_config.job.dump_folder
+    # Several writers of one job: whose files these are.
+    owner = []
+    if job_config.fault_tolerance.enable:
+        owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
+    if config.save_for_all_ranks:
+        owner.append(f"rank_{rank}")
+    now = datetime.now().strftime("%Y%m%d-%H%M")
+    log_dir = os.path.join(folder, config.save_tb_folder, now, *owner)
+    if config.enable_wandb:
+        # A run is worth more than its curves: without W&B it goes on.
+        try:
+            container.add_logger(WandBLogger(log_dir, job_config, tag))
+        except Exception as error:
+            logger.error("Weights & Biases is not used in this run: %s", error)
+    if config.enable_tensorboard:
+        container.add_logger(TensorBoardLogger(log_dir, tag))
+    if config.enable_jsonl:
+        stem, suffix = os.path.splitext(os.path.join(folder, config.save_jsonl_file))
+        container.add_logger(JsonlLogger(".".join([stem, *owner]) + suffix, tag))
+    return container
+
+
+def _tagged(tag: str | None, key: str) -> str:
+    return key if tag is None else f"{tag}/{key}"
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    return value
+
+
+def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
+    """The peaks under the names that they are logged by."""
+    return {
+        "memory/max_active(GiB)": memory.max_active_gib,
+        "memory/max_active(%)": memory.max_active_pct,
+        "memory/max_reserved(GiB)": memory.max_reserved_gib,
+        "memory/max_reserved(%)": memory.max_reserved_pct,
+    }
+
+
+def _memory_field(gib: float, percent: float) -> str:
+    return f"memory: {gib:5.2f}GiB({percent:.2f}%)"
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """This process's resident memory: now, and at its peak; the peak twice without /proc."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0, 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
+        peak *= 1024
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        now = peak
+    return now, max(now, peak)

@@ -1,0 +1,151 @@
+"""Profiler traces and memory snapshots, written every few steps."""
+
+import os
+import pickle
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchtitan.config import Profiling
+from torchtitan.config.checks.common import refuse
+from torchtitan.config.checks.values import profiling_cycle
+from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.utils import _rank, get_device_info
+
+# How many allocator events a snapshot reaches back.
+MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
+
+
+@contextmanager
+def maybe_enable_profiling(
+    profiling_config: Profiling,
+    *,
+    global_step: int = 0,
+    base_folder: str = "",
+    leaf_folder: str = "",
+) -> Generator[torch.profiler.profile | None, None, None]:
+    """Yield a profiler to `step()` once per training step, or None when profiling is off.
+
+    Each cycle of `profile_freq` steps ends in one Chrome trace per rank:
+    <base>/<save_traces_folder>/iteration_<step>/<leaf>/rank<r>_trace.json
+    Raises ValueError if warm-up and active steps don't fit into a cycle.
+    """
+    if not profiling_config.enable_profiling:
+        yield None
+        return
+
+    refuse(profiling_cycle(profiling_config))
+    wait = profiling_config.profile_freq - (
+        profiling_config.profiler_active + profiling_config.profiler_warmup
+    )
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    elif torch.xpu.is_available():
+        activities.append(torch.profiler.ProfilerActivity.XPU)
+    traces_folder = os.path.join(base_folder, profiling_config.save_traces_folder)
+
+    def export_trace(profiler: torch.profiler.profile) -> None:
+        folder = _iteration_folder(traces_folder, f"{profiler.step_num}", leaf_folder)
+        start = time.monotonic()
+        path = os.path.join(folder, f"rank{_rank()}_trace.json")
+        profiler.export_chrome_trace(path)
+        logger.info("Wrote profiler trace %s in %.2f seconds", path, time.monotonic() - start)
+
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(
+            wait=wait,
+            warmup=profiling_config.profiler_warmup,
+            active=profiling_config.profiler_active,
+        ),
+        on_trace_ready=export_trace,
+        record_shapes=True,
+    ) as profiler:
+        profiler.step_num = global_step
+        logger.info("Profiling is on, traces go to %s", traces_folder)
+        yield profiler
+
+
+@contextmanager
+def maybe_enable_memory_snapshot(
+    profiling_config: Profiling,
+    *,
+    global_step: int = 0,
+    base_folder: str = "",
+    leaf_folder: str = "",
+) -> Generator["MemorySnapshot | None", None, None]:
+    """Yield a `MemorySnapshot` to `step()` once per training step, or None.
+
+    It is None when snapshots are off, and, after one warning, on a device whose allocator keeps
+    no history (the CPU). Running out of memory inside the block writes a last snapshot and
+    raises on.
+    """
+    if not profiling_config.enable_memory_snapshot:
+        yield None
+        return
+    device_type, device_module = get_device_info()
+    memory = getattr(device_module, "memory", None)
+    if not (hasattr(memory, "_record_memory_history") and hasattr(memory, "_snapshot")):
+        warn_once(
+            logger,
+            "profiling.enable_memory_snapshot is ignored: "
+            f"the {device_type} allocator keeps no history to write.",
+        )
+        yield None
+        return
+
+    folder = os.path.join(base_folder, profiling_config.save_memory_snapshot_folder)
+    snapshot = MemorySnapshot(
+        memory, folder, leaf_folder, profiling_config.profile_freq, global_step
+    )
+    memory._record_memory_history(max_entries=MEMORY_SNAPSHOT_MAX_ENTRIES)
+    logger.info("Memory history is recorded, snapshots go to %s", folder)
+    try:
+        yield snapshot
+    except torch.OutOfMemoryError:
+        snapshot.step(exit_ctx=True)
+        raise
+    finally:
+        memory._record_memory_history(enabled=None)
+
+
+class MemorySnapshot:
+    """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
+
+    `memory` is a device's memory module, such as torch.cuda.memory.
+    """
+
+    def __init__(
+        self, memory: Any, folder: str, leaf_folder: str, freq: int, step_num: int
+    ) -> None:
+        self.memory = memory
+        self.folder = folder
+        self.leaf_folder = leaf_folder
+        self.freq = freq
+        self.step_num = step_num
+
+    def step(self, exit_ctx: bool = False) -> None:
+        """Count one step and write if it is due; `exit_ctx` writes at once and counts nothing."""
+        if exit_ctx:
+            self._write(f"{self.step_num}_exit")
+            return
+        self.step_num += 1
+        if self.step_num % self.freq == 0:
+            self._write(f"{self.step_num}")
+
+    def _write(self, label: str) -> None:
+        folder = _iteration_folder(self.folder, label, self.leaf_folder)
+        path = os.path.join(folder, f"rank{_rank()}_memory_snapshot.pickle")
+        with open(path, "wb") as file:
+            pickle.dump(self.memory._snapshot(), file)
+        logger.info("Wrote memory snapshot %s", path)
+
+
+def _iteration_folder(base: str, label: str, leaf: str) -> str:
+    folder = os.path.join(base, f"iteration_{label}", leaf)
+    os.makedirs(folder, exist_ok=True)
+    return folder

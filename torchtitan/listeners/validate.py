@@ -1,0 +1,246 @@
+"""Loss on held-out text, between training steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.packing import PackingPolicy, split_rows
+from torchtitan.config import JobConfig
+from torchtitan.data.dataloader import BaseDataLoader
+from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.listeners.metrics import MetricsProcessor
+from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction
+from torchtitan.step.runner import Batch, Runner
+from torchtitan.tools.host_copy import read_later
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import get_device_type
+
+ValidationContext: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+class BaseValidator:
+    def __init__(self, job_config: JobConfig) -> None:
+        self.job_config = job_config
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Evaluate the model as it is after `step` training steps."""
+        raise NotImplementedError(f"{type(self).__name__} must define validate")
+
+    def should_validate(self, step: int) -> bool:
+        """True after the first step and every `validation.freq` steps."""
+        return step == 1 or step % self.job_config.validation.freq == 0
+
+
+class Validator(BaseValidator):
+    """Reports the mean loss per token over the validation batches of all ranks.
+
+    The mean is taken once over all tokens, not over batch means, so that every token weighs
+    the same however batches and ranks are cut. Every validation reads the same batches.
+    Raises ValueError without a metrics processor to report to.
+    """
+
+    validation_dataloader: BaseDataLoader
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor | None = None,
+        pp_schedule: Any | None = None,
+        pp_has_first_stage: bool | None = None,
+        pp_has_last_stage: bool | None = None,
+    ) -> None:
+        if metrics_processor is None:
+            raise ValueError("build_validator needs a metrics_processor to report the loss to")
+        # Here, because `datasets` is slow to import and not every run validates.
+        from torchtitan.data.text_datasets import build_text_validation_dataloader
+
+        super().__init__(job_config)
+        self.tokenizer = tokenizer
+        self.parallel_dims = parallel_dims
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.pp_schedule = pp_schedule
+        self.pp_has_first_stage = pp_has_first_stage
+        self.pp_has_last_stage = pp_has_last_stage
+        self.validation_dataloader = build_text_validation_dataloader(
+            job_config=job_config,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+            infinite=job_config.validation.steps != -1,
+        )
+        self._start_of_data: dict[str, Any] | None = None
+
+    def post_dataloading_process(
+        self,
+        input_dict: Batch,
+        labels: torch.Tensor,
+        model_parts: list[nn.Module],
+    ) -> tuple[torch.Tensor, torch.Tensor, Batch, Batch]:
+        """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
+
+        Extra inputs are the batch's other entries; extra keywords hold the attention masks of
+        models that want them. Under context parallelism all hold this rank's tokens, [B, T/cp].
+        Meant to be overridden.
+        """
+        inputs, extra_inputs, extra_kwargs = self._packing(model_parts).model_inputs(
+            model_parts[0], input_dict, self.tokenizer
+        )
+        sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
+        if sharding is not None:
+            return sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
+        return inputs, labels, extra_inputs, extra_kwargs
+
+    def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:
+        model_args = getattr(model_parts[0], "model_args", None)
+        return PackingPolicy.of(self.job_config.training, model_args, self.tokenizer)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Log the mean loss over `validation.steps` batches per rank, or over all data if -1.
+
+        Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
+        """
+        runner = Runner(
+            model_parts,
+            torch.device(get_device_type()),
+            lambda batch, labels: self.post_dataloading_process(batch, labels, model_parts),
+            self.validation_context,
+            self.maybe_enable_amp,
+            sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
+            schedule=self.pp_schedule,
+            has_last_stage=self.pp_has_last_stage is not False,
+        )
+        with runner.mode(training=False), _measured_apart(self.metrics_processor):
+            losses, token_counts = [], []
+            for input_dict, labels in self._batches():
+                loss, num_tokens = self._forward(runner, input_dict, labels)
+                losses.append(loss)
+                token_counts.append(num_tokens)
+            loss = self._mean_over_ranks(losses, token_counts)
+            if loss is None:
+                logger.warning(
+                    "validation.dataset %r has no token to validate on, nothing is reported",
+                    self.job_config.validation.dataset,
+                )
+                return
+            self.metrics_processor.log_validation(loss=loss, step=step)
+
+    def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield as many batches on every rank, as the model's collectives require.
+
+        A rank that runs out of data before the others repeats its last batch with no label in it.
+        """
+        batches = self._batches_from_the_start()
+        input_dict, labels = self._empty_batch()
+        max_batches = self.job_config.validation.steps
+        num_batches = 0
+        if max_batches:
+            batch = next(batches, None)
+            no_rank_has_one = self._no_rank(batch is not None)
+        while num_batches != max_batches:
+            if no_rank_has_one():
+                return
+            if batch is None:
+                labels = torch.full_like(labels, IGNORE_INDEX)
+            else:
+                input_dict, labels = batch
+                self.metrics_processor.ntokens_since_last_log += labels.numel()
+            num_batches += 1
+            if num_batches != max_batches:
+                # Asked before this batch is queued, so that the answer is there after it.
+                batch = next(batches, None)
+                no_rank_has_one = self._no_rank(batch is not None)
+            yield input_dict, labels
+
+    def _batches_from_the_start(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        # The same text each time, so that losses compare, also across a resumed run.
+        if self._start_of_data is None:
+            self._start_of_data = self.validation_dataloader.state_dict()
+        else:
+            self.validation_dataloader.load_state_dict(self._start_of_data)
+        return iter(self.validation_dataloader)
+
+    def _forward(
+        self, runner: Runner, input_dict: Batch, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's summed loss and number of valid labels, two scalars.
+
+        All ranks of a pipeline return the same.
+        """
+        labels = self._packing(runner.model_parts).mask_labels(input_dict, labels)
+        batches = [(input_dict, labels)]
+        if self.pp_schedule is not None:
+            n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
+            batches = list(zip(*split_rows(input_dict, labels, n_rows), strict=True))
+        microbatches = [runner.prepare(*batch) for batch in batches]
+        losses = runner.run(microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels))
+        # Labels are counted as they were fed in, so that the sum over the ranks that share a
+        # sequence counts each one once.
+        num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
+        loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
+        if self.pp_schedule is not None:
+            loss = self.pp_schedule.broadcast_from_last_stage(loss)
+        return loss, num_tokens
+
+    def _mean_over_ranks(
+        self, losses: list[torch.Tensor], token_counts: list[torch.Tensor]
+    ) -> float | None:
+        """Total loss over total tokens, of all batches and ranks; None without a token."""
+        if not losses:
+            return None
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        # fp64: a whole validation set may be summed here.
+        loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
+        num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
+        return loss_sum / num_tokens if num_tokens else None
+
+    def _no_rank(self, here: bool) -> Callable[[], bool]:
+        """Ask whether it is False on all ranks; call what is returned for the answer."""
+        # Ranks that differ in anything but the batch read the same data.
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        if mesh is None:
+            return lambda: not here
+        flag = torch.full((1,), int(not here), device=get_device_type())
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
+        answer = read_later(flag)
+        return lambda: bool(answer()[0])
+
+    def _empty_batch(self) -> tuple[Batch, torch.Tensor]:
+        """What a rank feeds in that never gets a batch."""
+        config = self.job_config.validation
+        tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
+        return {"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)
+
+
+build_validator = Validator
+
+
+@contextmanager
+def _measured_apart(metrics_processor: MetricsProcessor) -> Iterator[None]:
+    """Count the tokens and seconds inside for validation alone, and none of them for training."""
+    num_tokens = metrics_processor.ntokens_since_last_log
+    seconds = time.perf_counter() - metrics_processor.time_last_log
+    metrics_processor.ntokens_since_last_log = 0
+    metrics_processor.time_last_log = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics_processor.ntokens_since_last_log = num_tokens
+        metrics_processor.time_last_log = time.perf_counter() - seconds

@@ -1,0 +1,1 @@
+"""Losses over tokens, and log-probabilities without whole logits."""

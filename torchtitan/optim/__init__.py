@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules of all parts of a model."""

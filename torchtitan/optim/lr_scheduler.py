@@ -1,0 +1,136 @@
+"""Learning-rate schedule: warm up, stay, decay."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan.config import LRScheduler as LRSchedulerConfig
+from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
+
+__all__ = ["LRSchedulersContainer", "build_lr_schedulers", "set_lrs"]
+
+# They fall from 1 to 0 while the progress goes from 0 to 1.
+_DECAY_CURVES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+
+
+class LRSchedulersContainer:
+    """One scheduler per optimizer, all following the same schedule.
+
+    That is why one state serves them all, whatever the number of model parts it is loaded into.
+    """
+
+    schedulers: list[LambdaLR]
+
+    def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
+        assert len(optimizers) > 0, "there must be at least one optimizer to schedule"
+        self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
+
+    def __len__(self) -> int:
+        return len(self.schedulers)
+
+    def __iter__(self) -> Iterator[LambdaLR]:
+        yield from self.schedulers
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    @property
+    def last_epoch(self) -> int:
+        """How many steps the schedule has counted."""
+        return self.schedulers[0].last_epoch
+
+    def set_step(self, n: int) -> None:
+        """Go to where the schedule is after `n` steps, ahead or back; the next step is n + 1."""
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = n
+            factors = [factor(n) for factor in scheduler.lr_lambdas]
+            lrs = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            set_lrs(scheduler.optimizer, lrs)
+            scheduler._last_lr = lrs
+
+    def state_dict(self) -> dict[str, Any]:
+        one_for_all, *_ = self.schedulers
+        return one_for_all.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler in self.schedulers:
+            # A scheduler keeps the objects it is given.
+            scheduler.load_state_dict(copy.deepcopy(state_dict))
+
+
+def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
+    """Give each parameter group its learning rate."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers read it where it is
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def build_lr_schedulers(
+    optimizers: OptimizersContainer,
+    lr_scheduler_config: LRSchedulerConfig,
+    training_steps: int,
+) -> LRSchedulersContainer:
+    """Return schedulers for a run of `training_steps` steps.
+
+    Warm-up counts from 1: with W warm-up steps the first step has 1/W of the peak and step W
+    the whole. The decay aims at the step after the last, so the last one is still above the
+    floor. So no step has learning rate 0. `lr_scheduler.step_offset` is added to the count; -1
+    gives the schedule of frameworks whose first step has factor 0/W.
+    """
+    config = lr_scheduler_config
+    total_steps = training_steps if config.total_steps is None else config.total_steps
+    warmup_steps = int(config.warmup_steps)
+    if warmup_steps > total_steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps is %d, but the schedule has only %d steps: "
+            "warming up over all of them",
+            warmup_steps,
+            total_steps,
+        )
+        warmup_steps = total_steps
+    decay_steps = room = total_steps - warmup_steps
+    if config.decay_ratio is not None:
+        decay_steps = round(total_steps * config.decay_ratio)
+    if decay_steps > room:
+        logger.warning(
+            "lr_scheduler.decay_ratio asks for %d decay steps, but %d warm-up steps leave room "
+            "for %d of %d: decaying over those",
+            decay_steps,
+            warmup_steps,
+            room,
+            total_steps,
+        )
+        decay_steps = room
+    decay_start = total_steps + 1 - decay_steps
+    decay_type, floor = config.decay_type, config.min_lr_factor
+    step_offset = getattr(config, "step_offset", 0)
+
+    def factor(epoch: int) -> float:
+        """Factor on the peak learning rate; `epoch` counts the steps already done."""
+        epoch += step_offset
+        if epoch < warmup_steps:
+            return max(0.0, (epoch + 1) / warmup_steps)
+        if epoch < decay_start or decay_steps == 0:
+            return 1.0
+        # Training that goes on past the schedule's end stays at the floor.
+        progress = min(1.0, (epoch + 1 - decay_start) / decay_steps)
+        if decay_type not in _DECAY_CURVES:
+            raise ValueError(
+                f"lr_scheduler.decay_type must be 'linear', 'sqrt' or 'cosine', got {decay_type!r}"
+            )
+        return floor + (1 - floor) * _DECAY_CURVES[decay_type](progress)
+
+    return LRSchedulersContainer(optimizers, factor)

@@ -1,0 +1,350 @@
+"""One optimizer object over all model parts of this rank."""
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.config.checks.layout import early_step_with
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    from torchtitan.distributed.fault_tolerance import FTManager
+
+__all__ = [
+    "OptimizersContainer",
+    "build_optimizers",
+    "build_optimizers_with_moe_load_balancing",
+]
+
+T = TypeVar("T", bound=Optimizer)
+
+_OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
+_IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
+
+
+class OptimizersContainer(Optimizer, Generic[T]):
+    """Steps, zeroes, saves and loads one optimizer per model part as if they were one.
+
+    It is a torch Optimizer itself, so step hooks can be registered on it: they fire once per
+    `step()` of the container. `state` and `param_groups` are those of the optimizers inside,
+    live, so that a client may move optimizer state between devices through them.
+
+    `state_dict()` is keyed by parameter name, not by position: pipeline ranks don't collide,
+    and it loads on another layout. Raises AssertionError if parts and optimizers don't match.
+    """
+
+    optimizers: list[T]
+    model_parts: list[nn.Module]
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+    ) -> None:
+        self.model_parts = model_parts
+        self.optimizers = []
+        for params in self._trainable_params():
+            self.optimizers.append(optimizer_cls(params, **optimizer_kwargs))
+        self._validate_length(len(self.model_parts))
+        self._post_init(_flatten(self._trainable_params()), optimizer_kwargs)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what the instance doesn't hold; see _post_init.
+        if name == "state":
+            return _JoinedState(self.optimizers)
+        if name == "param_groups":
+            return _flatten([optimizer.param_groups for optimizer in self.optimizers])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        self._reshard()
+        state_dict: dict[str, Any] = {}
+        for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
+            fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+            of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+            if fresh:
+                # torch made the missing states by a step with zero gradients, and counted it.
+                for state in (state for o in fresh for state in o.state.values()):
+                    if "step" in state:
+                        state["step"] = state["step"] * 0
+                of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+            state_dict.update(of_part)
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        self._reshard()
+        for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
+            set_optimizer_state_dict(
+                model, optimizers, optim_state_dict=state_dict, options=_state_dict_options()
+            )
+
+    def init_cache_state_dict(self) -> None:
+        """Nothing to do here; optimizers that serve their state from a cache fill it."""
+
+    def _trainable_params(self) -> list[list[nn.Parameter]]:
+        """The parameters that are not frozen, one list per model part."""
+        return [[p for p in part.parameters() if p.requires_grad] for part in self.model_parts]
+
+    def _optimizers_by_part(self) -> list[list[Optimizer]]:
+        return [[optimizer] for optimizer in self.optimizers]
+
+    def _validate_length(self, expected_length: int) -> None:
+        assert len(self.optimizers) == expected_length, (
+            f"expected {expected_length} optimizers, got {len(self.optimizers)}"
+        )
+
+    def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
+        """Set up what makes this a torch Optimizer, hooks above all."""
+        Optimizer.__init__(self, all_params, optimizer_kwargs)
+        # The base class made an empty state and groups that are never stepped. Without them,
+        # __getattr__ answers with the real ones.
+        del self.state, self.param_groups
+
+    def _reshard(self) -> None:
+        # A forward without gradient leaves FSDP2 modules gathered, and their gathered
+        # parameters are not the ones the optimizers know.
+        from torchtitan.distributed.fsdp import reshard_model
+
+        for part in self.model_parts:
+            reshard_model(part)
+
+
+class OptimizersInBackwardContainer(OptimizersContainer):
+    """One optimizer per trainable parameter, stepped as soon as the gradient is complete.
+
+    The gradient is freed at once, which saves its memory; so it can be neither clipped nor
+    accumulated over microbatches. `step()` and `zero_grad()` have nothing left to do.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+    ) -> None:
+        self.model_parts = model_parts
+        optimizer_of: dict[nn.Parameter, T] = {}
+
+        def step_now(param: nn.Parameter) -> None:
+            optimizer_of[param].step()
+            optimizer_of[param].zero_grad()
+
+        params_by_part = self._trainable_params()
+        for param in _flatten(params_by_part):
+            optimizer_of[param] = optimizer_cls([param], **optimizer_kwargs)
+            param.register_post_accumulate_grad_hook(step_now)
+        self._by_part = [[optimizer_of[param] for param in params] for params in params_by_part]
+        self.optimizers = _flatten(self._by_part)
+        self._validate_length(sum(len(params) for params in params_by_part))
+        self._post_init(_flatten(params_by_part), optimizer_kwargs)
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        pass
+
+    def _optimizers_by_part(self) -> list[list[Optimizer]]:
+        return self._by_part
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    ft_manager: "FTManager | None" = None,
+) -> OptimizersContainer:
+    """Return the optimizers the config describes, for every model part of this rank.
+
+    Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward
+    together with pipeline or expert parallelism; ValueError for an unknown implementation.
+    """
+    if ft_manager is not None and ft_manager.enabled:
+        raise NotImplementedError(
+            "optimizers under torchft are not available yet; set fault_tolerance.enable = false"
+        )
+    config = optimizer_config
+    if config.name not in _OPTIMIZER_CLASSES:
+        raise NotImplementedError(
+            f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {config.name!r}"
+        )
+    if config.implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
+            f"got {config.implementation!r}"
+        )
+    optimizer_cls = _OPTIMIZER_CLASSES[config.name]
+    optimizer_kwargs = {
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if not config.early_step_in_backward:
+        return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs)
+    degrees = {
+        "pipeline_parallel_degree": parallel_dims.pp,
+        "expert_parallel_degree": parallel_dims.ep,
+    }
+    for problem in early_step_with(degrees):
+        raise NotImplementedError(problem)
+    logger.warning(
+        "optimizer.early_step_in_backward frees every gradient at once: training.max_norm and "
+        "training.nonfinite_grad_norm have no effect, and the gradient norm is logged as 0"
+    )
+    return OptimizersInBackwardContainer(model_parts, optimizer_cls, optimizer_kwargs)
+
+
+def build_optimizers_with_moe_load_balancing(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    ft_manager: "FTManager | None" = None,
+) -> OptimizersContainer:
+    """Return `build_optimizers(...)` that also evens out the experts' load before each step.
+
+    Nothing is added when the first MoE block has no `load_balance_coeff`.
+    """
+    optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    blocks = _moe_blocks(model_parts)
+    if blocks and blocks[0].moe.load_balance_coeff:
+        optimizers.register_step_pre_hook(
+            lambda *_: _balance_expert_load(_moe_blocks(model_parts), parallel_dims)
+        )
+    return optimizers
+
+
+def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether `skipped_where` has an effect on all of them: torch's "fused" ones let it."""
+    return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+
+
+@contextmanager
+def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
+    """Inside, steps change nothing if `skip`, a bool on the device that stays there, is True."""
+    for optimizer in optimizers:
+        optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del optimizer.found_inf
+
+
+class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """The `state` mappings of several optimizers, read and written as one."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        return self._holder(param)[param]
+
+    def __setitem__(self, param: nn.Parameter, value: dict[str, Any]) -> None:
+        self._holder(param)[param] = value
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        del self._holder(param)[param]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for optimizer in self._optimizers for param in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def __contains__(self, param: object) -> bool:
+        # Without a look-up: an optimizer's state is a defaultdict, which would grow an entry.
+        return any(param in optimizer.state for optimizer in self._optimizers)
+
+    def _holder(self, param: nn.Parameter) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        for optimizer in self._optimizers:
+            # A parameter that was never stepped has no state yet, but belongs to an optimizer.
+            groups = optimizer.param_groups
+            if param in optimizer.state or any(param is p for g in groups for p in g["params"]):
+                return optimizer.state
+        raise KeyError(param)
+
+
+def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
+    return [
+        block
+        for part in model_parts
+        for block in part.layers.values()
+        if getattr(block, "moe_enabled", False)
+    ]
+
+
+@torch.no_grad()
+def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
+    """Move each expert's routing bias towards an even load, and start counting again.
+
+    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664), with the sum of the
+    changes kept at zero so that the biases don't drift. Counts: one row of E experts per block.
+    """
+    if any(block.moe.load_balance_coeff is None for block in blocks):
+        return
+    counts = torch.stack([_expert_counts(block) for block in blocks])
+    if is_dtensor(counts):
+        counts = counts.full_tensor()
+    elif (mesh := parallel_dims.get_optional_mesh("loss")) is not None:
+        torch.distributed.all_reduce(counts, group=mesh.get_group())
+    for block, tokens in zip(blocks, counts, strict=True):
+        tokens = tokens.float()
+        delta = block.moe.load_balance_coeff * torch.sign(tokens.mean() - tokens)
+        block.moe.expert_bias.add_(delta - delta.mean())
+        block.moe.tokens_per_expert.zero_()
+
+
+def _expert_counts(block: Any) -> torch.Tensor:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+
+    counts = block.moe.tokens_per_expert
+    # Recomputing the block in backward has counted every token a second time; the compiler, which
+    # sees both, drops the second.
+    recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+    if recomputed and not hasattr(block, "_orig_mod"):
+        counts = counts // 2
+    return counts
+
+
+def _state_dict_options() -> "StateDictOptions":
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _flatten(lists: list[list[Any]]) -> list[Any]:
+    return [item for items in lists for item in items]

@@ -1,0 +1,160 @@
+"""float8 (e4m3/e5m2) matrix products in training, through torchao."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Float8Linear as Float8LinearOptions
+from torchtitan.distributed import ParallelDims
+from torchtitan.quantization import (
+    FP8_GROUP_ALIGNMENT_SIZE,
+    QuantizationConverter,
+)
+from torchtitan.quantization.utils import (
+    import_torchao,
+    keep_state_dicts_plain,
+    module_filter_fn,
+    set_group_alignment,
+)
+from torchtitan.tools import host
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import has_cuda_capability
+
+# In filter_fqns: leave out layers that are too small to gain from float8, too.
+AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
+
+
+class Float8LinearConverter(QuantizationConverter):
+    """Swaps linear layers for torchao's Float8Linear.
+
+    Raises ImportError without torchao, and ValueError on hardware without float8 unless it is
+    emulated by an uncompiled model, or when a recipe comes together with float8 all-gather.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config, parallel_dims)
+        options = job_config.quantize.linear.float8
+        _check_hardware(options, compiled=job_config.compile.applies_to("model"))
+        self._torchao_float8 = import_torchao("torchao.float8", "quantize.linear.float8")
+        if not job_config.compile.applies_to("model"):
+            logger.warning("float8 without torch.compile is slower than bf16: set compile.enable")
+
+        self.config = self._build_config(options, parallel_dims)
+        self.precompute_scale = (
+            self.config.enable_fsdp_float8_all_gather
+            and options.precompute_float8_dynamic_scale_for_fsdp
+        )
+        self.filter_fqns = [fqn for fqn in options.filter_fqns if fqn != AUTO_FILTER_SMALL_KN_FLAG]
+        self.filter_fn = self._build_filter(options)
+        self.enabled = True
+
+    def convert(self, model: nn.Module) -> None:
+        if not self.enabled:
+            return
+        self._torchao_float8.convert_to_float8_training(
+            model, config=self.config, module_filter_fn=self.filter_fn
+        )
+        keep_state_dicts_plain(model)
+        logger.info(
+            "Linear layers compute in float8; float8 all-gather: %s",
+            self.config.enable_fsdp_float8_all_gather,
+        )
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Work out the scales of all float8 weights in one all-reduce, instead of one each."""
+        if not (self.enabled and self.precompute_scale):
+            return
+        for part in model if isinstance(model, list) else [model]:
+            self._torchao_float8.precompute_float8_dynamic_scale_for_fsdp(part)
+
+    def _build_config(self, options: Float8LinearOptions, parallel_dims: ParallelDims) -> Any:
+        config_cls = self._torchao_float8.Float8LinearConfig
+        if options.recipe_name is None:
+            return config_cls(
+                enable_fsdp_float8_all_gather=(
+                    parallel_dims.dp_shard_enabled and options.enable_fsdp_float8_all_gather
+                ),
+                emulate=options.emulate,
+            )
+        if options.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "quantize.linear.float8.recipe_name and enable_fsdp_float8_all_gather exclude "
+                f"each other, got recipe_name = {options.recipe_name!r}; drop one of them"
+            )
+        if options.recipe_name == "rowwise":
+            import torch._inductor.config
+
+            # Without the casts that eager mode makes, fused scaling kernels round differently.
+            host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
+        return replace(config_cls.from_recipe_name(options.recipe_name), emulate=options.emulate)
+
+    def _build_filter(self, options: Float8LinearOptions) -> Callable[[nn.Module, str], bool]:
+        if AUTO_FILTER_SMALL_KN_FLAG in options.filter_fqns:
+            try:
+                return self._torchao_float8._auto_filter_for_recipe(
+                    options.recipe_name or "tensorwise", filter_fqns=self.filter_fqns
+                )
+            except (AttributeError, NotImplementedError):
+                logger.warning(
+                    "This torchao has no size filter for the float8 recipe %s: small layers "
+                    "are converted, too",
+                    options.recipe_name,
+                )
+        return partial(module_filter_fn, filter_fqns=self.filter_fqns)
+
+
+class Float8GroupedMMConverter(QuantizationConverter):
+    """Has the experts' grouped matrix products compute in float8, row-wise scaled.
+
+    Converts the modules whose name contains one of `quantize.grouped_mm.float8.fqns`. Raises
+    ValueError on hardware without float8, and together with pipeline or context parallelism.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config, parallel_dims)
+        # One name may come as a plain string from TOML.
+        fqns = job_config.quantize.grouped_mm.float8.fqns
+        self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
+        if not has_cuda_capability(8, 9):
+            raise ValueError(
+                "quantize.grouped_mm.float8 needs a GPU of compute capability 8.9 or higher; "
+                "remove it from model.converters"
+            )
+        for key, degree in (("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
+            if degree != 1:
+                raise ValueError(
+                    "quantize.grouped_mm.float8 does not work with "
+                    f"parallelism.{key}_parallel_degree = {degree}; set it to 1"
+                )
+        if not job_config.compile.applies_to("model"):
+            logger.warning("float8 grouped products are slow without compile.enable")
+        module = import_torchao(
+            "torchao.prototype.moe_training.config", "quantize.grouped_mm.float8"
+        )
+        self._config = module.Float8TrainingOpConfig()
+        self._quantize = import_torchao(
+            "torchao.quantization", "quantize.grouped_mm.float8"
+        ).quantize_
+        set_group_alignment(FP8_GROUP_ALIGNMENT_SIZE)
+        self.enabled = True
+
+    def convert(self, model: nn.Module) -> None:
+        self._quantize(model, self._config, filter_fn=self._is_target)
+        keep_state_dicts_plain(model)
+        logger.info("Grouped matrix products of %s compute in float8", self.fqns)
+
+    def _is_target(self, module: nn.Module, fqn: str) -> bool:
+        return any(target in fqn for target in self.fqns)
+
+
+def _check_hardware(options: Float8LinearOptions, *, compiled: bool) -> None:
+    if has_cuda_capability(8, 9) or (options.emulate and not compiled):
+        return
+    raise ValueError(
+        "quantize.linear.float8 needs a GPU of compute capability 8.9 or higher; without one, "
+        "set quantize.linear.float8.emulate = true and compile.enable = false"
+    )

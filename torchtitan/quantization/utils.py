@@ -1,0 +1,89 @@
+"""What the quantization converters share."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+
+# Kernels for 8-bit matrix products work on blocks of this size.
+_DIM_MULTIPLE = 16
+
+
+def module_filter_fn(
+    mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
+) -> bool:
+    """True for a linear layer to convert: fit for the kernels and matched by no filter.
+
+    A filter matches when it occurs anywhere in the fully qualified name.
+    multiple: what has to divide both sizes of the weight.
+    """
+    if not isinstance(mod, nn.Linear):
+        return False
+    fits = all(size % multiple == 0 for size in mod.weight.shape)
+    return fits and not any(filter_fqn in fqn for filter_fqn in filter_fqns)
+
+
+def import_torchao(module_name: str, converter_name: str) -> ModuleType:
+    """Return a module of torchao. Raises ImportError naming the extra to install."""
+    try:
+        return import_module(module_name)
+    except ImportError as error:
+        raise ImportError(
+            f"the converter {converter_name} needs {module_name}: pip install -U torchtitan[float8]"
+        ) from error
+
+
+def keep_state_dicts_plain(model: nn.Module) -> None:
+    """Have the state dicts of a converted model hold plain weights, which share its memory.
+
+    torchao wraps some weights. Checkpoints with such tensors could be read with torchao only, and
+    by the same converter, if at all.
+    """
+    for module in model.modules():
+        if any(is_traceable_wrapper_subclass(p) for p in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_unwrap_weights)
+            module.register_load_state_dict_post_hook(_forget_scales)
+
+
+def _unwrap_weights(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    for name in module._parameters:
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = _unwrapped(state_dict[prefix + name])
+
+
+def _unwrapped(weight: Tensor) -> Tensor:
+    local = local_tensor(weight)
+    if not is_traceable_wrapper_subclass(local):
+        return weight
+    plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
+    if not is_dtensor(weight):
+        return plain
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, stride = weight.device_mesh, weight.placements, weight.stride()
+    return DTensor.from_local(
+        plain, mesh, placements, run_check=False, shape=weight.shape, stride=stride
+    )
+
+
+def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:
+    """The scales of float8 weights that were worked out ahead are those of the former weights."""
+    with torch.no_grad():  # or a DTensor would hand out another tensor
+        for parameter in module.parameters(recurse=False):
+            local = local_tensor(parameter)
+            if hasattr(local, "_precomputed_scale"):
+                local._precomputed_scale = None
+
+
+def set_group_alignment(alignment: int) -> None:
+    """Pad the tokens of each expert up to a multiple of `alignment` from here on."""
+    from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+
+    set_token_group_alignment_size_m(alignment)
