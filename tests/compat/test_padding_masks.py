@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from torchtitan.models.documents import document_ids_from_padding_mask
 
+from torchtitan.batch.documents import document_ids_from_padding_mask
 from torchtitan.models.gpt_oss import get_train_spec as gpt_oss_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.batch import documents
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.config.job_config import Training
-from torchtitan.models import documents
 from torchtitan.tools import logging as titan_logging
 
 EOS = 2
