@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from torchtitan import build
+from torchtitan.batch.batch import Batch, PackedBatch, batch_to, dict_if_overridden
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.batch.fillers import filler_batch
-from torchtitan.batch.packing import PackingPolicy, split_rows
+from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
@@ -27,8 +27,8 @@ from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.optim.offload import Offloader
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.step.checks import check_denominator, check_shapes, labels_of
-from torchtitan.step.runner import Batch, Head, Microbatch, Runner, on_error
+from torchtitan.step.checks import check_denominator, labels_of
+from torchtitan.step.runner import Head, Microbatch, Runner, on_error
 from torchtitan.step.update import OptimStepResult, Update
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger, warn_once
@@ -150,7 +150,10 @@ class TrainingEngine:
         self.runner = Runner(
             self.model_parts,
             self.device,
-            lambda batch, labels: self.post_dataloading_process(batch, labels),
+            lambda batch: self.post_dataloading_process(
+                dict_if_overridden(self.post_dataloading_process, TrainingEngine, batch),
+                batch.labels,
+            ),
             self.train_context,
             self.maybe_enable_amp,
             sharding=self.context_sharding,
@@ -257,22 +260,23 @@ class TrainingEngine:
 
     def to_device(self, batch: Batch) -> Batch:
         """Copy of `batch` with its tensors on the engine's device; other values as they are."""
-        return self.runner.to_device(batch)
+        return batch_to(batch, self.device)
 
     def post_dataloading_process(
-        self, input_dict: Batch, labels: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Batch, Batch]:
+        self, input_dict: Batch | PackedBatch, labels: torch.Tensor | None
+    ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Every pipeline stage gets both of the last two: positions and masks come in either. Under
+        A client's own gets the batch as a dict. Every pipeline stage gets both of the last two: positions and masks come in either. Under
         context parallelism all hold this rank's tokens, [B, T/cp].
         """
-        inputs, extra_inputs, extra_kwargs = self.packing.model_inputs(
-            self.model_parts[0], input_dict, self.tokenizer
+        packing = self.packing
+        return packing.model_inputs(
+            self.model_parts[0],
+            packing.pack(input_dict, labels),
+            self.tokenizer,
+            self.context_sharding,
         )
-        if self.context_sharding is not None:
-            return self.context_sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
-        return inputs, labels, extra_inputs, extra_kwargs
 
     @torch.no_grad()
     def forward_step(
@@ -298,17 +302,18 @@ class TrainingEngine:
         Raises ValueError for a head and a batch without labels.
         """
         self._offloader.check_here("forward_step", "model")
-        batches = _as_list(microbatches)
-        label_list = [None if head is None else labels_of(batch) for batch in batches]
-        for batch, labels in zip(batches, label_list, strict=True):
-            check_shapes(batch, labels)
-        n_fillers = self.runner.ask_num_fillers(len(batches), isinstance(microbatches, dict))
+        batches, is_single = _as_list(microbatches)
+        packing = self.packing
+        batches = [packing.pack(x, None if head is None else labels_of(x)) for x in batches]
+        for batch in batches:
+            batch.check_labels()
+        n_fillers = self.runner.ask_num_fillers(len(batches), is_single)
 
         def output_of(logits: torch.Tensor, microbatch: Microbatch) -> Any:
             logits = whole_tensor(logits)
             return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
 
-        prepared = self.runner.microbatches(batches, label_list, head, n_fillers)
+        prepared = self.runner.microbatches(batches, head, n_fillers)
         return self.runner.run(prepared, output_of)
 
     def forward_backward_step(
@@ -346,25 +351,24 @@ class TrainingEngine:
         are those of a part of the microbatches then: call `optimizers.zero_grad()`.
         """
         self._offloader.check_here("forward_backward_step", "model", "grad")
-        batches = _as_list(input_dict)
+        batches, is_single = _as_list(input_dict)
         label_list = [labels] if isinstance(labels, torch.Tensor) else list(labels)
         if len(batches) != len(label_list):
             raise ValueError(
                 f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
                 "give one labels tensor per microbatch"
             )
-        for batch, batch_labels in zip(batches, label_list, strict=True):
-            # What only a loss function sees may have any shape.
-            check_shapes(batch, batch_labels if loss_fn is None or head is not None else None)
+        batches = list(map(self.packing.pack, batches, label_list))
+        if loss_fn is None or head is not None:  # what only a loss function sees may be any shape
+            for batch in batches:
+                batch.check_labels()
         check_denominator(global_valid_tokens)
-        sample_ids = [getattr(batch["input"], SAMPLE_IDS, None) for batch in batches]
-        if self.pp_schedule is not None and isinstance(input_dict, dict):
-            n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
-            batches, label_list = split_rows(input_dict, label_list[0], n_rows)
-            if sample_ids[0] is not None:
-                sample_ids = sample_ids[0].split(n_rows)
+        if self.pp_schedule is not None and is_single:
+            batches = batches[0].split(
+                self.job_config.parallelism.pipeline_parallel_microbatch_size
+            )
 
-        n_fillers = self.runner.ask_num_fillers(len(batches), isinstance(input_dict, dict))
+        n_fillers = self.runner.ask_num_fillers(len(batches), is_single)
         if self.job_config.optimizer.early_step_in_backward:
             self.update.prepare_early_step(len(batches) + n_fillers())
             self.checkpointer.maybe_wait_for_staging()  # backward will change the weights
@@ -379,15 +383,13 @@ class TrainingEngine:
             return loss / global_valid_tokens
 
         with on_error(self.update.forget_microbatches):
-            prepared = self.runner.microbatches(
-                batches, label_list, head, n_fillers, reduce_with_last=True
-            )
+            prepared = self.runner.microbatches(batches, head, n_fillers, reduce_with_last=True)
             losses = self.runner.run(prepared, loss_of, backward=True)
             # In fp32, whatever the loss function gave: ranks without a loss have to match it.
             loss = torch.zeros((), device=self.device)
             if losses:
                 stacked = torch.stack(losses)
-                self.update.losses.add(stacked, sample_ids)
+                self.update.losses.add(stacked, [batch.sample_ids for batch in batches])
                 loss = stacked.sum(dtype=torch.float32)
             if self.pp_schedule is not None:
                 # Only the rank of the last stage knows it, and all ranks log it.
@@ -573,5 +575,7 @@ class TrainingEngine:
             host.move_out(self)
 
 
-def _as_list(microbatches: Batch | Sequence[Batch]) -> list[Batch]:
-    return [microbatches] if isinstance(microbatches, dict) else list(microbatches)
+def _as_list(microbatches: Any) -> tuple[list[Batch | PackedBatch], bool]:
+    """The batches, and whether it was one by itself."""
+    is_single = isinstance(microbatches, dict | PackedBatch)
+    return [microbatches] if is_single else list(microbatches), is_single

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.checkpoint.saving import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
@@ -17,7 +18,7 @@ from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
-from torchtitan.engine import Batch, TrainingEngine, closed_on_error
+from torchtitan.engine import TrainingEngine, closed_on_error
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
@@ -143,7 +144,7 @@ class Trainer(TrainingEngine):
                 ),
             )
 
-    def _logits_for_probe(self, batch: Batch) -> torch.Tensor | None:
+    def _logits_for_probe(self, batch: PackedBatch) -> torch.Tensor | None:
         outputs = self.forward_step(batch)
         return None if outputs is None else outputs[0]
 
@@ -183,7 +184,7 @@ class Trainer(TrainingEngine):
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]
-    ) -> tuple[list[tuple[Batch, torch.Tensor]], int, float]:
+    ) -> tuple[list[PackedBatch], int, float]:
         """Fetch one step's microbatches; return them, own and global valid token counts.
 
         Labels across a document boundary are ignored here already, if the job wants that: in
@@ -194,17 +195,18 @@ class Trainer(TrainingEngine):
         DataloaderExhaustedError on every rank, or the failure where it happened and ValueError
         elsewhere. In `train()` that was done while the step before trained.
         """
-        microbatches: list[tuple[Batch, torch.Tensor]] = []
+        microbatches: list[PackedBatch] = []
         local_valid_tokens, ran_out = 0, 0
         failure: Exception | None = None
         try:
             for _ in range(self.gradient_accumulation_steps):
-                input_dict, labels = next(data_iterator)
-                labels = self.packing.mask_labels(input_dict, labels)
-                self._attended_pairs += self.packing.attended_pairs(input_dict)
-                self._attending_tokens += input_dict["input"].numel()
-                local_valid_tokens += _num_valid(labels)
-                microbatches.append((input_dict, labels))
+                item = next(data_iterator)
+                ahead = self._steps_ahead
+                batch = self._pack(item) if ahead is None else ahead.batch
+                self._attended_pairs += self.packing.attended_pairs(batch)
+                self._attending_tokens += batch.tokens.numel()
+                local_valid_tokens += int((batch.labels != IGNORE_INDEX).sum())
+                microbatches.append(batch)
         except (DataloaderExhaustedError, StopIteration):
             ran_out = 1
         except Exception as error:  # raised below, once the other ranks know
@@ -226,6 +228,9 @@ class Trainer(TrainingEngine):
             )
         return microbatches, local_valid_tokens, counts.num_valid_tokens
 
+    def _pack(self, item: Item) -> PackedBatch:
+        return self.packing.mask_labels(self.packing.pack(*item))
+
     def _sum_over_ranks(self, counts: list[int]) -> StepCounts:
         """Waits for the device, unless one rank reads all data."""
         if self.dp_group is not None:
@@ -245,7 +250,7 @@ class Trainer(TrainingEngine):
             self.dataloader,
             self.gradient_accumulation_steps,
             self.job_config.training.steps - self.step,
-            lambda item: _num_valid(self.packing.mask_labels(*item)),
+            self._pack,
             self.device,
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
             timedelta(seconds=self.job_config.comm.init_timeout_seconds),
@@ -271,14 +276,16 @@ class Trainer(TrainingEngine):
         if self.isolation_probe is not None:
             freq = self.job_config.debug.check_document_isolation_freq
             if (self.step - 1) % freq == 0:
-                self.isolation_probe.check(self.step, microbatches[0][0])
+                self.isolation_probe.check(self.step, microbatches[0])
         losses = []
-        for i, (input_dict, labels) in enumerate(microbatches):
+        for i, batch in enumerate(microbatches):
             is_last = i + 1 == len(microbatches)
             with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
-                    input_dict=input_dict,
-                    labels=labels,
+                    input_dict=dict_if_overridden(
+                        self.forward_backward_step, TrainingEngine, batch
+                    ),
+                    labels=batch.labels,
                     global_valid_tokens=max(global_valid_tokens, 1),
                 )
             losses.append(loss)
@@ -433,10 +440,6 @@ class Trainer(TrainingEngine):
         if self.metrics_processor is not None:
             self.metrics_processor.close()
         super().close()
-
-
-def _num_valid(labels: torch.Tensor) -> int:
-    return int((labels != IGNORE_INDEX).sum())
 
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:

@@ -122,12 +122,12 @@ def every_step_logs(function):
 # ---- copies that the host has to stay for ----
 
 
-@fault("llama3", "torchtitan.step.runner:Runner.to_device")
+@fault("llama3", "torchtitan.batch.batch:PackedBatch.to")
 def batch_is_copied_from_pageable_memory(function):
-    def to_device(self, batch):
-        return {k: v.clone().to(self.device) for k, v in batch.items()}
+    def to(self, device):
+        return self.with_tokens(lambda x, _padding: x.clone().to(device))
 
-    return to_device
+    return to
 
 
 @fault("llama3", "torchtitan.models.decoder:Decoder.forward")

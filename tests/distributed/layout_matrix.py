@@ -258,7 +258,7 @@ def run_step(engine, layout: Layout, step: int) -> float:
     from torchtitan.distributed.utils import dist_sum
 
     batch, labels = global_batch(step, engine.packing.separates_documents)
-    labels = engine.packing.mask_labels(batch, labels)
+    labels = engine.packing.mask_labels(engine.packing.pack(batch, labels)).labels
     num_valid = int((labels != IGNORE_INDEX).sum())
     n_rows = ROWS // (engine.dp_size * layout.accumulation)
     loss = 0.0

@@ -35,9 +35,11 @@ def dtype_of(attn_type: str) -> str:
     return "bfloat16" if attn_type == "varlen" and get_device_type() != "cpu" else "float32"
 
 
-def make_trainer(dump_folder, attn_type: str, *overrides: str) -> Trainer:
+def make_trainer(
+    dump_folder, attn_type: str, *overrides: str, trainer_class: type[Trainer] = Trainer
+) -> Trainer:
     """The debug model; documents end with the end-of-text token."""
-    return Trainer(
+    return trainer_class(
         ConfigManager().parse_args(
             [
                 f"--job.dump_folder={dump_folder}",
@@ -92,7 +94,7 @@ def _train(dump_folder, attn_type, steps, *overrides) -> tuple[list[float], int]
     def counting(data_iterator):
         nonlocal n_ends
         microbatches, *counts = fetch(data_iterator)
-        n_ends += sum(int((b["input"] == trainer.tokenizer.eos_id).sum()) for b, _ in microbatches)
+        n_ends += sum(int((b.tokens == trainer.tokenizer.eos_id).sum()) for b in microbatches)
         return microbatches, *counts
 
     trainer._next_microbatches = counting

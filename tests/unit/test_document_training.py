@@ -39,8 +39,8 @@ def one_step(trainer):
 
 def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path))
-    ((batch, labels),), valid, global_valid = one_step(trainer)
-    is_eos = batch["input"] == trainer.tokenizer.eos_id
+    (batch,), valid, global_valid = one_step(trainer)
+    labels, is_eos = batch.labels, batch.tokens == trainer.tokenizer.eos_id
     assert is_eos.any()
     assert torch.equal(labels == IGNORE_INDEX, is_eos)
     assert valid == global_valid == labels.numel() - int(is_eos.sum())
@@ -50,9 +50,9 @@ def test_causal_training_is_left_as_it_was(tmp_path):
     trainer = make_trainer(
         tmp_path, "sdpa", "--training.dataset=c4_test", "--model.attn_mask_type=causal"
     )
-    ((batch, labels),), valid, _ = one_step(trainer)
-    assert list(batch) == ["input"] and valid == labels.numel()
-    _, _, extra_inputs, extra_kwargs = trainer.post_dataloading_process(batch, labels)
+    (batch,), valid, _ = one_step(trainer)
+    assert not batch.entries and valid == batch.labels.numel()
+    _, _, extra_inputs, extra_kwargs = trainer.post_dataloading_process(batch, batch.labels)
     assert extra_inputs == {} and extra_kwargs == {}
     before = trainer.metrics_processor.num_flops_per_token
     trainer._count_flops()
@@ -61,9 +61,9 @@ def test_causal_training_is_left_as_it_was(tmp_path):
 
 def test_throughput_counts_the_squares_of_real_document_lengths(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path))
-    ((batch, _),), _, _ = one_step(trainer)
+    (batch,), _, _ = one_step(trainer)
     squares = 0
-    for row in batch["input"].tolist():
+    for row in batch.tokens.tolist():
         length = 0
         for token in row:
             length += 1
@@ -74,7 +74,7 @@ def test_throughput_counts_the_squares_of_real_document_lengths(tmp_path):
     args = trainer.model_args
     per_length = 6 * args.n_layers * args.n_heads * 2 * args.attention_head_dim
     whole_row = trainer.num_flops_per_token
-    expected = whole_row - per_length * (128 - squares / batch["input"].numel())
+    expected = whole_row - per_length * (128 - squares / batch.tokens.numel())
     assert trainer.metrics_processor.num_flops_per_token == pytest.approx(expected, rel=1e-12)
     assert expected < whole_row
 
@@ -89,7 +89,7 @@ def test_validation_leaves_out_the_same_labels(tmp_path):
     loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels)
     n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
     assert n_ends > 0 and n_tokens == labels.numel() - n_ends
-    masked = trainer.packing.mask_labels(input_dict, labels)
+    masked = trainer.packing.mask_labels(trainer.packing.pack(input_dict, labels)).labels
     same = trainer.forward_backward_step(
         input_dict=input_dict, labels=masked, global_valid_tokens=1.0
     )
@@ -101,9 +101,9 @@ def test_restarted_positions_give_the_logits_of_positions_along_the_row(tmp_path
     outputs = []
     for setting in ("--training.restart_positions", "--training.no-restart_positions"):
         trainer = make_trainer(tmp_path, "varlen", *short_documents(tmp_path), setting)
-        ((batch, labels),), _, _ = one_step(trainer)
+        (batch,), _, _ = one_step(trainer)
         outputs += trainer.forward_step(batch)
-    _, _, extra_inputs, _ = trainer.post_dataloading_process(batch, labels)
+    _, _, extra_inputs, _ = trainer.post_dataloading_process(batch, batch.labels)
     assert extra_inputs == {}
     torch.testing.assert_close(*outputs, **ROUNDING[dtype_of("varlen")])
     assert not torch.equal(*outputs)

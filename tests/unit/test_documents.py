@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 from torchtitan.batch import documents
 from torchtitan.batch.documents import (
     PADDING,
-    DocumentIdSeparator,
-    EosSeparator,
-    LengthsSeparator,
-    PositionSeparator,
-    choose_separator,
     document_ids_from_cu_seqlens,
     document_ids_from_eos,
     document_ids_from_lengths,
@@ -142,25 +137,29 @@ def test_input_is_left_as_it_was():
     assert tokens.tolist() == [[1, EOS, 1]] and positions.tolist() == [[0, -1, 0]]
 
 
-def test_separators_read_their_entry_of_the_batch():
-    tokens = torch.tensor([[5, EOS, 7, 8]])
-    expected = [[0, 0, 1, 1]]
-    positions = torch.tensor([[0, 1, 0, 1]])
-    ids = torch.tensor([[0, 0, 1, 1]])
-    for separator, batch in (
-        (EosSeparator(EOS), {}),
-        (PositionSeparator(), {"positions": positions}),
-        (LengthsSeparator(), {"seq_lens": torch.tensor([[2, 2]])}),
-        (LengthsSeparator(), {"cu_seqlens": torch.tensor([[0, 2, 4]])}),
-        (DocumentIdSeparator(), {"document_ids": ids}),
-    ):
-        found = separator.document_ids({"input": tokens, **batch})
-        assert found.dtype == torch.int32 and found.tolist() == expected
+P = "position_block_causal"
+
+
+@pytest.mark.parametrize(
+    "entry, mask_type",
+    [
+        ({}, "block_causal"),
+        ({"positions": [[0, 1, 0, 1]]}, P),
+        ({"seq_lens": [[2, 2]]}, P),
+        ({"cu_seqlens": [[0, 2, 4]]}, P),
+        ({"document_ids": [[0, 0, 1, 1]]}, P),
+    ],
+)
+def test_every_source_reads_the_same_documents(entry, mask_type):
+    batch = {"input": torch.tensor([[5, EOS, 7, 8]])}
+    batch |= {key: torch.tensor(value) for key, value in entry.items()}
+    found = read_document_ids(batch, mask_type, EOS)
+    assert found.dtype == torch.int32 and found.tolist() == [[0, 0, 1, 1]]
 
 
 def test_one_row_of_positions_serves_all_rows():
     batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
-    assert PositionSeparator().document_ids(batch).tolist() == [[0, 0, 1]] * 2
+    assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
 
 
 def test_one_row_of_document_ids_serves_all_rows():
@@ -196,29 +195,41 @@ def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):
 
 def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
     batch = {"input": torch.ones(2, 3), "cu_seqlens": torch.tensor([0, 2, 3, 6])}
-    starts = document_starts(LengthsSeparator().document_ids(batch))
+    starts = document_starts(read_document_ids(batch, "block_causal", EOS))
     assert starts.tolist() == [[0, 0, 2], [0, 0, 0]]
 
 
 def test_missing_positions_name_the_entry_and_what_the_batch_has():
     with pytest.raises(ValueError, match=r"'positions'.*only \['input'\].*'block_causal'"):
-        PositionSeparator().document_ids({"input": torch.ones(1, 3)})
+        read_document_ids({"input": torch.ones(1, 3)}, P, EOS)
 
 
 def test_explicit_boundaries_win_over_the_mask_type():
-    some = torch.ones(1, 3)
-    chosen = choose_separator({"document_ids": some, "seq_lens": some}, "block_causal", EOS)
-    assert chosen == DocumentIdSeparator()
-    assert choose_separator({"cu_seqlens": some}, "position_block_causal", None) == (
-        LengthsSeparator()
-    )
-    assert choose_separator({"positions": some}, "block_causal", EOS) == EosSeparator(EOS)
-    assert choose_separator({}, "position_block_causal", EOS) == PositionSeparator()
+    sources = {
+        "document_ids": torch.tensor([[0, 1, 1]]),
+        "seq_lens": torch.tensor([[2, 1]]),
+        "cu_seqlens": torch.tensor([[0, 1, 2, 3]]),
+        "positions": torch.tensor([[0, 1, 2]]),
+    }
+    expected = {
+        "document_ids": [0, 1, 1],
+        "seq_lens": [0, 0, 1],
+        "cu_seqlens": [0, 1, 2],
+        "positions": [0, 0, 0],
+    }
+    batch = {"input": torch.tensor([[EOS, EOS, 5]]), **sources}
+    for key in sources:
+        assert read_document_ids(batch, P, EOS).tolist() == [expected[key]]
+        if key != "positions":
+            assert read_document_ids(batch, "block_causal", EOS).tolist() == [expected[key]]
+        else:
+            assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 2]]
+        del batch[key]
 
 
 def test_block_causal_without_an_end_of_text_id_says_what_to_do():
     with pytest.raises(ValueError, match="end-of-text id.*position_block_causal"):
-        choose_separator({}, "block_causal", None)
+        read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
 
 
 def test_cu_seqlens_that_stop_early_leave_padding():

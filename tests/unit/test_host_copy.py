@@ -116,13 +116,16 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     packing = PackingPolicy.of(Training(), model.model_args, tokenizer)
     batch = {"input": TOKENS, **PACKED[source]}
 
-    inputs, extra_inputs, extra_kwargs = packing.model_inputs(model, moved(batch), tokenizer)
+    def model_inputs(batch):
+        return packing.model_inputs(model, packing.pack(batch), tokenizer)
+
+    inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"
     masks = extra_kwargs["attention_masks"]
     for mask in masks.values() if isinstance(masks, dict) else [masks]:
         tensor = mask.cu_seq_q if isinstance(mask, VarlenMetadata) else mask.kv_indices
         assert tensor.device.type == "meta"
-    _, on_cpu_inputs, on_cpu_kwargs = packing.model_inputs(model, batch, tokenizer)
+    _, _, on_cpu_inputs, on_cpu_kwargs = model_inputs(batch)
     assert numbers_of(masks) == numbers_of(on_cpu_kwargs["attention_masks"])
     if "positions" in on_cpu_inputs:
         assert extra_inputs["positions"].device.type == "meta"

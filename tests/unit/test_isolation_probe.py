@@ -145,7 +145,7 @@ class Mixing(nn.Module):
 def probe_of(layer):
     model = Mixing(layer)
     packing = PackingPolicy("flex", "position_block_causal", 0, True, True)
-    forward = torch.no_grad()(lambda batch: model(batch["input"]))
+    forward = torch.no_grad()(lambda batch: model(batch.tokens))
     return IsolationProbe(forward, [model], packing, 16, seed=1, device=torch.device("cpu"))
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from torchtitan.batch import documents
+from torchtitan.batch.batch import PackedBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.batch.packing import PackingPolicy, split_rows
+from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.tools import logging as titan_logging
 
@@ -30,12 +31,29 @@ def policy(mask_type="block_causal", attn_type="flex", tokenizer=TOKENIZER, **tr
 def ignored(policy, batch):
     """Columns of a one-row batch whose label is left out."""
     labels = torch.arange(10, 10 + batch["input"].shape[1])[None]
-    masked = policy.mask_labels(batch, labels)
+    masked = policy.mask_labels(policy.pack(batch, labels)).labels
     assert torch.equal(masked[masked != IGNORE_INDEX], labels[masked != IGNORE_INDEX])
     return (masked[0] == IGNORE_INDEX).nonzero().flatten().tolist()
 
 
 TOKENS = torch.tensor([[5, EOS, 7, 8, 9, EOS]])
+
+
+class Model:
+    asked_with = None
+
+    def get_attention_masks(self, input_batch, tokenizer, extra_inputs):
+        assert input_batch is TOKENS
+        self.asked_with = extra_inputs
+        return "masks"
+
+
+def model_inputs(policy, batch, model=None):
+    """(other entries, keywords) for the model's forward."""
+    packed = policy.pack(batch, TOKENS + 1)
+    inputs, labels, entries, keywords = policy.model_inputs(model or Model(), packed, TOKENIZER)
+    assert inputs is batch["input"] and labels is packed.labels
+    return entries, keywords
 
 
 def test_last_token_of_a_document_is_not_asked_for_the_next_documents_first():
@@ -73,41 +91,39 @@ def test_boundaries_are_masked_by_default_where_documents_are_kept_apart(mask_ty
 
 def test_labels_are_not_changed_in_place():
     labels = torch.zeros_like(TOKENS)
-    policy().mask_labels({"input": TOKENS}, labels)
+    policy().mask_labels(policy().pack({"input": TOKENS}, labels))
     assert labels.count_nonzero() == 0
 
 
 def test_batch_with_its_own_mask_keeps_its_labels_and_positions():
     batch = {"input": TOKENS, "attention_masks": "own"}
     assert ignored(policy(), batch) == []
-    _, extra_inputs, extra_kwargs = policy().model_inputs(None, batch, TOKENIZER)
+    extra_inputs, extra_kwargs = model_inputs(policy(), batch, None)
     assert extra_inputs == {"attention_masks": "own"} and extra_kwargs == {}
 
 
+def attended_pairs(policy, batch):
+    return policy.attended_pairs(policy.pack(batch))
+
+
 def test_attended_pairs_are_the_squares_of_document_lengths():
-    assert policy().attended_pairs({"input": TOKENS}) == 2**2 + 4**2
+    assert attended_pairs(policy(), {"input": TOKENS}) == 2**2 + 4**2
     padded = {"input": TOKENS, "seq_lens": torch.tensor([[3, 1]])}
-    assert policy().attended_pairs(padded) == 3**2 + 1**2
-    assert policy("causal", "sdpa").attended_pairs({"input": TOKENS}) == 6**2
-
-
-class Model:
-    def get_attention_masks(self, input_batch, tokenizer, extra_inputs):
-        self.asked_with = extra_inputs
-        return "masks"
+    assert attended_pairs(policy(), padded) == 3**2 + 1**2
+    assert attended_pairs(policy("causal", "sdpa"), {"input": TOKENS}) == 6**2
 
 
 def test_positions_restart_with_each_document():
     model = Model()
-    inputs, extra_inputs, extra_kwargs = policy().model_inputs(model, {"input": TOKENS}, TOKENIZER)
-    assert inputs is TOKENS and extra_kwargs == {"attention_masks": "masks"}
+    extra_inputs, extra_kwargs = model_inputs(policy(), {"input": TOKENS}, model)
+    assert extra_kwargs == {"attention_masks": "masks"}
     assert extra_inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert model.asked_with["document_ids"].tolist() == [[0, 0, 1, 1, 1, 1]]
 
 
 def test_positions_of_the_batch_are_kept():
     batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
-    _, extra_inputs, _ = policy().model_inputs(Model(), batch, TOKENIZER)
+    extra_inputs, _ = model_inputs(policy(), batch)
     assert extra_inputs["positions"] is batch["positions"]
 
 
@@ -121,27 +137,27 @@ def test_positions_of_the_batch_are_kept():
     ids=["off", "sdpa", "flex causal"],
 )
 def test_positions_stay_away_where_they_are_not_wanted(chosen):
-    _, extra_inputs, _ = chosen.model_inputs(Model(), {"input": TOKENS}, TOKENIZER)
+    extra_inputs, _ = model_inputs(chosen, {"input": TOKENS})
     assert extra_inputs == {}
 
 
 def test_boundaries_do_not_reach_the_models_forward():
     batch = {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]]), "weights": "kept"}
-    _, extra_inputs, _ = policy().model_inputs(Model(), batch, TOKENIZER)
+    extra_inputs, _ = model_inputs(policy(), batch)
     assert sorted(extra_inputs) == ["positions", "weights"]
 
 
 def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
     batch = {"input": TOKENS, "document_ids": torch.zeros(1, 6)}
     for _ in range(2):
-        policy("causal", "sdpa").model_inputs(Model(), batch, None)
+        model_inputs(policy("causal", "sdpa"), batch)
     (message,) = caplog.messages
     assert "'document_ids' keep no documents apart" in message and "'block_causal'" in message
 
 
 def test_missing_positions_name_both_ways_out():
     with pytest.raises(ValueError, match=r"put 'positions' \[B, T\] into it.*'block_causal'"):
-        policy("position_block_causal").mask_labels({"input": TOKENS}, TOKENS)
+        policy("position_block_causal").pack({"input": TOKENS}, TOKENS)
 
 
 # ---- rows ----
@@ -158,23 +174,24 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
         "source": "text5",
         "names": ["a", "b"],
     }
-    batches, labels = split_rows(batch, rows + 2, 2)
-    assert [part["input"].tolist() for part in batches] == [
+    batches = PackedBatch.of(batch, rows + 2).split(2)
+    assert [part.tokens.tolist() for part in batches] == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
         [[8, 9]],
     ]
-    for part, part_labels in zip(batches, labels, strict=True):
+    for packed in batches:
+        part = packed.as_dict()
         assert torch.equal(part["positions"], part["input"] + 1)
-        assert torch.equal(part_labels, part["input"] + 2)
+        assert torch.equal(packed.labels, part["input"] + 2)
         assert part["row"] == (part["input"][:, 0] // 2).tolist()
         assert part["offsets"].shape == (1, 2) and part["scale"] == 3
         assert part["source"] == "text5" and part["names"] == ["a", "b"]
 
 
 def test_batch_that_needs_no_split_stays_one():
-    batch = {"input": TOKENS, "attention_masks": "own"}
-    assert split_rows(batch, TOKENS, 8) == ([batch], [TOKENS])
+    batch = PackedBatch.of({"input": TOKENS, "attention_masks": "own"}, TOKENS)
+    assert batch.split(8) == [batch]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +205,12 @@ def test_batch_that_needs_no_split_stays_one():
 def test_what_cannot_be_split_by_rows_is_named(key, value):
     batch = {"input": torch.zeros(4, 2), key: value}
     with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
-        split_rows(batch, batch["input"], 2)
+        PackedBatch.of(batch).split(2)
 
 
 def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
     batch = {"input": torch.ones(1, 3), "cu_seqlens": torch.tensor([[0, 1, 3]])}
-    padded, _ = two_ranks.pad(batch, None)
-    assert policy().document_ids(padded).tolist() == [[0, 1, 1, -1]]
+    padded = two_ranks.pad(policy().pack(batch))
+    assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
+    assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]

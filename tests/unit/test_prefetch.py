@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from torchtitan.batch.batch import PackedBatch
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.prefetch import StepsAhead
 
@@ -21,7 +22,7 @@ class Numbers(BaseDataLoader):
         while self.last + 1 < self.end:
             self.threads.add(threading.current_thread())
             self.last += 1
-            yield {"input": torch.tensor([self.last])}, torch.ones(1, self.last)
+            yield {"input": torch.full((1, self.last), self.last)}, torch.ones(1, self.last)
         if self.error is not None:
             raise self.error
 
@@ -37,7 +38,7 @@ def ahead(loader, n_steps=5):
         loader,
         items_per_step=2,
         n_steps=n_steps,
-        count=lambda item: item[1].numel(),
+        pack=lambda item: PackedBatch.of(*item),
         device=torch.device("cpu"),
         n_duplicates=None,
         timeout=timedelta(seconds=5),
@@ -45,7 +46,7 @@ def ahead(loader, n_steps=5):
 
 
 def number(item) -> int:
-    return item[0]["input"].item()
+    return item[0]["input"][0, 0].item()
 
 
 def wait_until_idle(steps):
@@ -101,14 +102,14 @@ def test_error_of_the_data_is_raised_after_the_items_before_it():
     steps.close()
 
 
-def test_error_while_counting_is_one_of_the_data():
+def test_error_while_packing_is_one_of_the_data():
     steps = ahead(Numbers())
     steps.close()
 
-    def count(item):
+    def pack(item):
         raise ValueError("no positions")
 
-    steps = StepsAhead(Numbers(), 2, 5, count, torch.device("cpu"), None, timedelta(seconds=5))
+    steps = StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), None, timedelta(seconds=5))
     with pytest.raises(ValueError, match="no positions"):
         next(iter(steps))
     steps.close()

@@ -9,9 +9,8 @@ Shapes depend on B and T alone, so nothing here reads a device value on the host
 comparison: a batch with two sources, which `read_document_ids` warns about.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,28 +168,12 @@ def last_tokens(document_ids: Tensor) -> Tensor:
     return is_last
 
 
-class DocumentSeparator(Protocol):
-    """Reads document ids out of a batch."""
-
-    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return [B, T] int32 ids for a batch such as {"input": [B, T], "positions": [B, T]}.
-
-        Raises ValueError if the batch lacks the entry that this separator reads, or if that does
-        not fit the shape of the input.
-        """
-        ...
-
-
-def _entry(batch: Mapping[str, Any], key: str) -> Tensor:
-    if batch.get(key) is None:
-        raise ValueError(f"the batch has no {key!r}, only {sorted(batch)}; put it in")
-    return batch[key]
+# ---- reading a batch ----
 
 
 def _per_token(batch: Mapping[str, Any], key: str) -> Tensor:
     """An entry [B, T], or [1, T] for all rows, as [B, T]."""
-    tokens, values = _entry(batch, "input"), _entry(batch, key)
-    n_rows, seq_len = tokens.shape[:2]
+    (n_rows, seq_len), values = batch["input"].shape[:2], batch[key]
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
             f"the batch's {key!r} must have the shape of its 'input', {(n_rows, seq_len)}, or "
@@ -201,7 +184,7 @@ def _per_token(batch: Mapping[str, Any], key: str) -> Tensor:
 
 def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
     """An entry [B, n], not one row for all: that might as well count through all rows."""
-    n_rows, values = len(_entry(batch, "input")), _entry(batch, key)
+    n_rows, values = len(batch["input"]), batch[key]
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
             f"the batch's {key!r} must have a row for each of the {n_rows} of its 'input', got "
@@ -210,99 +193,29 @@ def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
     return values
 
 
-@dataclass(frozen=True)
-class EosSeparator:
-    """A document ends with the end-of-text token."""
-
-    eos_id: int
-
-    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        return document_ids_from_eos(_entry(batch, "input"), self.eos_id)
+def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
+    """[B, n]; 1-D for a batch of one row."""
+    n_rows, seq_len = batch["input"].shape
+    is_only_row = batch["seq_lens"].dim() == 1 and n_rows == 1
+    lengths = batch["seq_lens"] if is_only_row else _per_row(batch, "seq_lens")
+    return document_ids_from_lengths(lengths, seq_len)
 
 
-@dataclass(frozen=True)
-class PositionSeparator:
-    """A document ends where `positions` don't go up by one."""
-
-    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        if batch.get("positions") is None:
-            raise ValueError(
-                "attn_mask_type 'position_block_causal' reads document boundaries from 'positions',"
-                f" and the batch has only {sorted(batch)}; put 'positions' [B, T] into it, or set "
-                "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
-            )
-        return document_ids_from_positions(_per_token(batch, "positions"))
+def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
+    """[B, n + 1]; 1-D counts through the rows of the batch laid end to end."""
+    n_rows, seq_len = batch["input"].shape
+    if batch["cu_seqlens"].dim() != 1:
+        return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
+    flat = document_ids_from_cu_seqlens(batch["cu_seqlens"][None], n_rows * seq_len)
+    return flat.view(n_rows, seq_len)
 
 
-@dataclass(frozen=True)
-class LengthsSeparator:
-    """Documents have the lengths of `seq_lens` [B, n], or begin at `cu_seqlens` [B, n + 1].
-
-    A 1-D `cu_seqlens` counts through the rows of the batch laid end to end; a 1-D `seq_lens` is
-    for a batch of one row.
-    """
-
-    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        n_rows, seq_len = _entry(batch, "input").shape
-        seq_lens = batch.get("seq_lens")
-        if seq_lens is not None:
-            is_only_row = seq_lens.dim() == 1 and n_rows == 1
-            lengths = seq_lens if is_only_row else _per_row(batch, "seq_lens")
-            return document_ids_from_lengths(lengths, seq_len)
-        cu_seqlens = _entry(batch, "cu_seqlens")
-        if cu_seqlens.dim() != 1:
-            return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
-        flat = document_ids_from_cu_seqlens(cu_seqlens[None], n_rows * seq_len)
-        return flat.view(n_rows, seq_len)
-
-
-@dataclass(frozen=True)
-class DocumentIdSeparator:
-    """The batch carries `document_ids` itself, [B, T] or [1, T] for all rows."""
-
-    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
-        return _per_token(batch, "document_ids").to(torch.int32)
-
-
-_EOS = "end-of-text tokens"
-
-
-def choose_separator(
-    batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
-) -> DocumentSeparator:
-    """Return the separator in force for a batch.
-
-    Explicit boundaries (`document_ids`, then `seq_lens`, then `cu_seqlens`) lose nothing and
-    win; otherwise attn_mask_type "block_causal" means the end-of-text token and
-    "position_block_causal" the positions.
-    Raises ValueError if the end-of-text token is wanted and unknown.
-    """
-    return _source_in_force(batch, attn_mask_type, eos_id)[1]
-
-
-def _source_in_force(
-    batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None
-) -> tuple[str, DocumentSeparator]:
-    """(name of the source, its separator); see `choose_separator`."""
-    for key in BOUNDARY_KEYS:
-        if batch.get(key) is not None:
-            return key, _SEPARATOR_OF[key]
-    if attn_mask_type == "position_block_causal":
-        return "positions", PositionSeparator()
-    if eos_id is None:
-        raise ValueError(
-            "attn_mask_type 'block_causal' needs the tokenizer's end-of-text id and there is none;"
-            " give a tokenizer that has one, or put 'positions' into the batch and set "
-            "model.attn_mask_type to 'position_block_causal'"
-        )
-    return _EOS, EosSeparator(eos_id)
-
-
-_SEPARATOR_OF: dict[str, DocumentSeparator] = {
-    "document_ids": DocumentIdSeparator(),
-    "seq_lens": LengthsSeparator(),
-    "cu_seqlens": LengthsSeparator(),
-    "positions": PositionSeparator(),
+# What each source of boundaries is read with.
+_READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
+    "document_ids": lambda batch: _per_token(batch, "document_ids").to(torch.int32),
+    "seq_lens": _read_seq_lens,
+    "cu_seqlens": _read_cu_seqlens,
+    "positions": lambda batch: document_ids_from_positions(_per_token(batch, "positions")),
 }
 
 
@@ -321,20 +234,42 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:
-    """Return the document ids [B, T] of a batch from the source in force.
+    """Return the document ids [B, T] int32 of a batch from the source in force.
+
+    Explicit boundaries (`document_ids`, then `seq_lens`, then `cu_seqlens`) lose nothing and
+    win; otherwise attn_mask_type "block_causal" means the end-of-text token and
+    "position_block_causal" the positions.
 
     Warns once per process if the batch has another source as well, `positions` included, and
     once if the two disagree, with the first place where they do. To find that out on an
     accelerator one has to wait for it: there only the first such batch is compared, on the CPU
     all until a disagreement was found.
-    Raises ValueError like `choose_separator`, or if the batch lacks the source in force, or if a
-    source does not fit the shape of the input.
+    Raises ValueError if the batch lacks the source in force or the end-of-text token is wanted and
+    unknown, or if a source does not fit the shape of the input.
     """
-    name, separator = _source_in_force(batch, attn_mask_type, eos_id)
-    document_ids = separator.document_ids(batch)
+    source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
+    if source is None and attn_mask_type == "position_block_causal":
+        source = "positions"
+        if batch.get("positions") is None:
+            raise ValueError(
+                "attn_mask_type 'position_block_causal' reads document boundaries from 'positions',"
+                f" and the batch has only {sorted(batch)}; put 'positions' [B, T] into it, or set "
+                "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
+            )
+    if source is not None:
+        document_ids = _READ[source](batch)
+    elif eos_id is None:
+        raise ValueError(
+            "attn_mask_type 'block_causal' needs the tokenizer's end-of-text id and there is none;"
+            " give a tokenizer that has one, or put 'positions' into the batch and set "
+            "model.attn_mask_type to 'position_block_causal'"
+        )
+    else:
+        source = "end-of-text tokens"
+        document_ids = document_ids_from_eos(batch["input"], eos_id)
     for other in (*BOUNDARY_KEYS, "positions"):
-        if other != name and batch.get(other) is not None:
-            _warn_of_second_source(batch, name, document_ids, other)
+        if other != source and batch.get(other) is not None:
+            _warn_of_second_source(batch, source, document_ids, other)
     return document_ids
 
 
@@ -351,7 +286,7 @@ def _warn_of_second_source(
     if pair in _seen_to_disagree or not (is_new or document_ids.device.type == "cpu"):
         return
     _seen_together.add(pair)
-    theirs = _SEPARATOR_OF[other].document_ids({"input": batch["input"], other: batch[other]})
+    theirs = _READ[other]({"input": batch["input"], other: batch[other]})
     difference = _first_difference(document_ids, theirs)
     message = f"document boundaries come from {name!r}; the {other!r} of the batch are not asked"
     if difference is not None:

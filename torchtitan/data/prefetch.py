@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
@@ -38,6 +40,7 @@ class StepCounts:
 @dataclasses.dataclass
 class _Step:
     items: list[Item] = dataclasses.field(default_factory=list)
+    batches: list[PackedBatch] = dataclasses.field(default_factory=list)  # made of them
     error: Exception | None = None  # what came in place of a further item
     counts: StepCounts | None = None
     position: Any = None  # of the dataloader after them
@@ -49,7 +52,7 @@ class StepsAhead:
     Its state is the position after the last step that was taken, of a dataloader that has one.
 
     items_per_step, n_steps: nothing is read beyond these.
-    count: number of valid tokens of an item; called in the thread.
+    pack: makes a batch of an item, with the labels that count; called in the thread.
     device: what the dataloader pins memory for.
     n_duplicates: how many ranks read the same data; None if there is one reader of data. Counts are
         summed over ranks in host memory, by a process group that all ranks make here.
@@ -60,14 +63,14 @@ class StepsAhead:
         dataloader: Iterable[Item],
         items_per_step: int,
         n_steps: int,
-        count: Callable[[Item], int],
+        pack: Callable[[Item], PackedBatch],
         device: torch.device,
         n_duplicates: int | None,
         timeout: timedelta,
     ) -> None:
         self._dataloader = dataloader
         self._items_per_step, self._n_unread = items_per_step, n_steps
-        self._count = count
+        self._pack = pack
         self._device = device
         self._n_duplicates = n_duplicates
         self._group = None
@@ -79,6 +82,7 @@ class StepsAhead:
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
         self.counts: StepCounts | None = None
+        self.batch: PackedBatch | None = None
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[_Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
@@ -87,7 +91,7 @@ class StepsAhead:
         self._read_next()
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the items; `counts` belongs to the step of the item that was yielded last.
+        """Yield the items; `batch` is made of the last, and `counts` belong to its step.
 
         Ends after an incomplete step. Raises what the dataloader raised, after the items before it.
         """
@@ -99,7 +103,8 @@ class StepsAhead:
             if step.counts.is_whole:
                 self._position = step.position
                 self._read_next()
-            yield from step.items
+            for item, self.batch in zip(step.items, step.batches, strict=True):
+                yield item
             if step.error is not None:
                 raise step.error
             if not step.counts.is_whole:
@@ -145,8 +150,10 @@ class StepsAhead:
         try:
             while len(step.items) < self._items_per_step:
                 item = next(self._iterator)
-                num_valid_tokens += self._count(item)
+                batch = self._pack(item)
+                num_valid_tokens += int((batch.labels != IGNORE_INDEX).sum())
                 step.items.append(item)
+                step.batches.append(batch)
         except (StopIteration, DataloaderExhaustedError):
             ran_out = 1
         except Exception as error:

@@ -14,6 +14,7 @@ another token, tells.
 B rows, T tokens, V vocabulary entries.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.batch.documents import PADDING, document_starts
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
-
-Batch = dict[str, Any]
 
 
 class IsolationProbe:
@@ -46,7 +46,7 @@ class IsolationProbe:
 
     def __init__(
         self,
-        forward: Callable[[Batch], Tensor | None],
+        forward: Callable[[PackedBatch], Tensor | None],
         models: Sequence[nn.Module],
         packing: PackingPolicy,
         vocab_size: int,
@@ -69,18 +69,22 @@ class IsolationProbe:
                 packing.attn_mask_type,
             )
 
-    def check(self, step: int, batch: Batch) -> None:
+    def check(self, step: int, batch: Batch | PackedBatch) -> None:
         """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
 
         Random states are left as they were. Raises RuntimeError on every rank if anything leaks
         on one of them; the rank's own message names layer, row, documents and tokens.
         """
-        if "attention_masks" in batch:
+        batch = self.packing.pack(batch)
+        if "attention_masks" in batch.entries:
             warn_once(logger, "isolation is not checked: the batch brings masks of its own")
             return
-        document_ids = self._document_ids(batch)
+        document_ids = batch.document_ids
+        if document_ids is None:
+            document_ids = torch.zeros(batch.tokens.shape, dtype=torch.int32)
+        document_ids = document_ids.cpu()
         starts = document_starts(document_ids)
-        place = self._choose_token(step, batch["input"].cpu(), document_ids, starts)
+        place = self._choose_token(step, batch.tokens.cpu(), document_ids, starts)
         exchanged = self._exchange(batch, place)
         must_stay = ~_seen_from(place, starts)
 
@@ -100,12 +104,6 @@ class IsolationProbe:
 
     # ---- which token ----
 
-    def _document_ids(self, batch: Batch) -> Tensor:
-        """[B, T] on the CPU."""
-        if not self.packing.separates_documents:
-            return torch.zeros(batch["input"].shape, dtype=torch.int32)
-        return self.packing.document_ids(batch).cpu()
-
     def _choose_token(
         self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
     ) -> tuple[int, int] | None:
@@ -123,14 +121,14 @@ class IsolationProbe:
                 return row, column
         return None
 
-    def _exchange(self, batch: Batch, place: tuple[int, int] | None) -> Batch:
+    def _exchange(self, batch: PackedBatch, place: tuple[int, int] | None) -> PackedBatch:
         """A copy of the batch with another token at this place."""
         if place is None:
             return batch
-        tokens = batch["input"].clone()
+        tokens = batch.tokens.clone()
         new = (tokens[place] + 1) % self.vocab_size
         tokens[place] = (new + 1) % self.vocab_size if new == self.packing.eos_id else new
-        return {**batch, "input": tokens}
+        return dataclasses.replace(batch, tokens=tokens)
 
     # ---- what moved ----
 
@@ -141,7 +139,7 @@ class IsolationProbe:
             [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
         ).cpu()
 
-    def _run(self, batch: Batch) -> Tensor | None:
+    def _run(self, batch: PackedBatch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
             return self.forward(batch)
@@ -154,7 +152,7 @@ class IsolationProbe:
         return bool(flag)
 
     def _first_layer_that_leaks(
-        self, batch: Batch, exchanged: Batch, must_stay: Tensor
+        self, batch: PackedBatch, exchanged: PackedBatch, must_stay: Tensor
     ) -> str | None:
         """The name of the first block whose output moves where it must not."""
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
@@ -168,9 +166,9 @@ class IsolationProbe:
         torch.distributed.all_gather_object(found, layer, group=self.pipeline_group)
         return min(filter(None, found), key=_layer_number, default=None)
 
-    def _layer_outputs(self, batch: Batch) -> dict[str, Tensor]:
+    def _layer_outputs(self, batch: PackedBatch) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
-        seq_len = batch["input"].shape[1]
+        seq_len = batch.tokens.shape[1]
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:

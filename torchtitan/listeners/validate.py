@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.packing import PackingPolicy, split_rows
+from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.config import JobConfig
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -17,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.listeners.metrics import MetricsProcessor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction
-from torchtitan.step.runner import Batch, Runner
+from torchtitan.step.runner import Runner
 from torchtitan.tools.host_copy import read_later
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
@@ -89,23 +90,20 @@ class Validator(BaseValidator):
 
     def post_dataloading_process(
         self,
-        input_dict: Batch,
+        input_dict: Batch | PackedBatch,
         labels: torch.Tensor,
         model_parts: list[nn.Module],
-    ) -> tuple[torch.Tensor, torch.Tensor, Batch, Batch]:
+    ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
         Extra inputs are the batch's other entries; extra keywords hold the attention masks of
         models that want them. Under context parallelism all hold this rank's tokens, [B, T/cp].
-        Meant to be overridden.
+        Meant to be overridden; then the batch comes as a dict.
         """
-        inputs, extra_inputs, extra_kwargs = self._packing(model_parts).model_inputs(
-            model_parts[0], input_dict, self.tokenizer
-        )
+        packing = self._packing(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
-        if sharding is not None:
-            return sharding.shard(inputs, labels, extra_inputs, extra_kwargs)
-        return inputs, labels, extra_inputs, extra_kwargs
+        batch = packing.pack(input_dict, labels)
+        return packing.model_inputs(model_parts[0], batch, self.tokenizer, sharding)
 
     def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
@@ -120,7 +118,11 @@ class Validator(BaseValidator):
         runner = Runner(
             model_parts,
             torch.device(get_device_type()),
-            lambda batch, labels: self.post_dataloading_process(batch, labels, model_parts),
+            lambda batch: self.post_dataloading_process(
+                dict_if_overridden(self.post_dataloading_process, Validator, batch),
+                batch.labels,
+                model_parts,
+            ),
             self.validation_context,
             self.maybe_enable_amp,
             sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
@@ -184,12 +186,12 @@ class Validator(BaseValidator):
 
         All ranks of a pipeline return the same.
         """
-        labels = self._packing(runner.model_parts).mask_labels(input_dict, labels)
-        batches = [(input_dict, labels)]
+        packing = self._packing(runner.model_parts)
+        batches = [packing.mask_labels(packing.pack(input_dict, labels))]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
-            batches = list(zip(*split_rows(input_dict, labels, n_rows), strict=True))
-        microbatches = [runner.prepare(*batch) for batch in batches]
+            batches = batches[0].split(n_rows)
+        microbatches = [runner.prepare(batch) for batch in batches]
         losses = runner.run(microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels))
         # Labels are counted as they were fed in, so that the sum over the ranks that share a
         # sequence counts each one once.

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.engine import Batch, TrainingEngine
+from torchtitan.batch.batch import Batch
+from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config

@@ -16,24 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.batch.context import (
-    ContextSharding,
-    join_outputs,
-    shard_batch,
-    shards_of,
-)
+from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
-from torchtitan.tools.host_copy import to_device
+from torchtitan.batch.packing import ModelInputs
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
-
-Batch = dict[str, Any]
-"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
-
-Entries that the model's forward does not take reach only the loss and output functions.
-"""
 
 Head = Callable[..., Any]
 """What a decoder computes from hidden states in place of logits; see `components.logprobs`."""
@@ -66,8 +56,7 @@ OnOutput = Callable[[Any, Microbatch], Any]
 class Runner:
     """Calls the model on microbatches, in the contexts that the job wants.
 
-    process: (batch, labels), on the device -> what `TrainingEngine.post_dataloading_process`
-        returns.
+    process: a batch on the device -> what the model's forward gets.
     train_context, amp: entered around every forward; the former around backward, too.
     schedule, has_last_stage: under pipeline parallelism.
     dp_group, filler: the ranks that read different batches, and what they run to keep step.
@@ -77,7 +66,7 @@ class Runner:
 
     model_parts: list[nn.Module]
     device: torch.device
-    process: Callable[[Batch, Tensor | None], tuple[Tensor, Tensor | None, Batch, Batch]]
+    process: Callable[[PackedBatch], ModelInputs]
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None
@@ -89,39 +78,29 @@ class Runner:
     # Makes sums, in steps of its own, of the means that a client's own backward has.
     gradient_factor: float = 1.0
     dp_group: dist.ProcessGroup | None = None
-    filler: Callable[[], tuple[Batch, Tensor]] | None = None
+    filler: Callable[[], PackedBatch] | None = None
     more_follow: bool = dataclasses.field(default=False, init=False)
 
     # ---- before the model ----
 
-    def to_device(self, batch: Batch) -> Batch:
-        """A copy of `batch` with its tensors on the device; other values as they are."""
-        return {
-            key: to_device(value, self.device) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-        }
-
-    def prepare(
-        self, batch: Batch, labels: Tensor | None = None, head: Head | None = None
-    ) -> Microbatch:
-        """batch["input"]: [B, T]; labels: [B, T], which a head gets in place of the loss."""
-        seq_len = batch["input"].shape[1]
+    def prepare(self, batch: PackedBatch, head: Head | None = None) -> Microbatch:
+        """head: gets the batch's labels in place of the loss."""
+        seq_len = batch.tokens.shape[1]
         if self.sharding is not None:
-            batch, labels = self.sharding.pad(batch, labels)
-        batch = self.to_device(batch)
-        if labels is not None:
-            labels = to_device(labels, self.device)
-        inputs, labels, extra_inputs, extra_kwargs = self.process(batch, labels)
+            batch = self.sharding.pad(batch)
+        batch = batch.to(self.device)
+        inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
         kwargs = _taken_by(self.model_parts[0], extra_inputs | extra_kwargs)
         if head is not None:
             kwargs["head"] = functools.partial(head, labels=labels)
         if self.sharding is None:
-            return Microbatch(inputs, kwargs, labels, batch)
+            return Microbatch(inputs, kwargs, labels, batch.as_dict())
         shards = shards_of(kwargs["attention_masks"])
         join = functools.partial(
             join_outputs, shards=shards, n_tokens=inputs.shape[1], seq_len=seq_len
         )
-        return Microbatch(inputs, kwargs, labels, shard_batch(batch, shards), join)
+        entries = dataclasses.replace(batch, labels=None, document_ids=None)
+        return Microbatch(inputs, kwargs, labels, shard_batch(entries, shards).as_dict(), join)
 
     def ask_num_fillers(self, n: int, is_single: bool) -> Callable[[], int]:
         """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
@@ -132,8 +111,7 @@ class Runner:
 
     def microbatches(
         self,
-        batches: Sequence[Batch],
-        label_list: Sequence[Tensor | None],
+        batches: Sequence[PackedBatch],
         head: Head | None,
         n_fillers: Callable[[], int],
         reduce_with_last: bool = False,
@@ -143,14 +121,14 @@ class Runner:
         reduce_with_last: mark the last one of them all.
         """
         defers = reduce_with_last and self.defers_reduction
-        for i, (batch, labels) in enumerate(zip(batches, label_list, strict=True)):
-            microbatch = self.prepare(batch, labels, head)
+        for i, batch in enumerate(batches):
+            microbatch = self.prepare(batch, head)
             is_last = i + 1 == len(batches)
             # Asked for after the others are queued, and only where the answer matters.
             reduces = is_last and not (defers and n_fillers())
             yield dataclasses.replace(microbatch, reduces_gradients=reduces)
         if n := n_fillers():
-            filler = dataclasses.replace(self.prepare(*self.filler()), is_filler=True)
+            filler = dataclasses.replace(self.prepare(self.filler()), is_filler=True)
             for i in range(n):
                 yield dataclasses.replace(filler, reduces_gradients=i + 1 == n)
 

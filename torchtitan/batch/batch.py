@@ -1,0 +1,159 @@
+"""A batch as one value: made once where it enters a step, and from then on only read.
+
+B rows, T tokens per row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
+from torchtitan.tools.host_copy import to_device
+
+Batch = dict[str, Any]
+"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
+
+What callers give, and their loss and output functions get. Entries that the model's forward does
+not take reach only those functions.
+"""
+
+# What a token behind a row's end has; 0 for entries that are not listed.
+_PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
+# Never one value per token, whatever the shape.
+_LENGTHS = ("seq_lens", "cu_seqlens")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """Rows of tokens, and what is known of each.
+
+    tokens: [B, T]. labels: [B, T], or None.
+    document_ids: [B, T] int32, padding -1; None where no documents are kept apart, or the batch
+        brings masks instead. See `PackingPolicy.pack`.
+    entries: the caller's others, positions and sources of boundaries among them.
+    sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None = None
+    document_ids: Tensor | None = None
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sample_ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, labels: Tensor | None = None) -> Self:
+        """Raises ValueError if `batch["input"]` is not [B, T]."""
+        tokens = batch.get("input")
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                "a microbatch needs 'input', a tensor of token ids [B, T], got "
+                f"{type(tokens).__name__} there and the keys {sorted(batch)}; put the tokens "
+                "under 'input'"
+            )
+        if tokens.dim() < 2:
+            raise ValueError(
+                f"a microbatch's 'input' must be rows of token ids [B, T], got shape "
+                f"{tuple(tokens.shape)}; give a single row as input[None]"
+            )
+        entries = {key: value for key, value in batch.items() if key != "input"}
+        return cls(tokens, labels, None, entries, getattr(tokens, SAMPLE_IDS, None))
+
+    def as_dict(self) -> Batch:
+        """The caller's entries, tokens included, without labels."""
+        return {"input": self.tokens, **self.entries}
+
+    def check_labels(self) -> None:
+        """Raises ValueError if the labels are not [B, T]."""
+        if self.labels is not None and self.labels.shape[:2] != self.tokens.shape[:2]:
+            raise ValueError(
+                "labels must have the shape of 'input' [B, T], got "
+                f"{tuple(self.labels.shape)} for {tuple(self.tokens.shape)}; give each token its "
+                f"target, {IGNORE_INDEX} where it has none"
+            )
+
+    def to(self, device: torch.device) -> Self:
+        """A copy with its tensors on the device, but for `sample_ids`; other values as they are."""
+        return self._with_each(lambda key, x: x if key == SAMPLE_IDS else _tensor_to(x, device))
+
+    def with_tokens(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        """Apply `change(x, padding)` to whatever has a value per token.
+
+        x: [B, T, ...], or [1, T, ...] for all rows. padding: what x has behind the end of a row.
+        """
+        n_rows, seq_len = self.tokens.shape[:2]
+
+        def apply(key: str, x: Any) -> Any:
+            is_per_token = (
+                isinstance(x, Tensor) and x.dim() >= 2 and key not in (*_LENGTHS, SAMPLE_IDS)
+            )
+            if is_per_token and x.shape[0] in (1, n_rows) and x.shape[1] == seq_len:
+                return change(x, _PADDING_OF.get(key, 0))
+            return x
+
+        return self._with_each(apply)
+
+    def split(self, n_rows: int) -> list[Self]:
+        """Microbatches of `n_rows` rows; the last may have fewer.
+
+        Tensors [B, ...] and lists of B are split; tensors of one row or no dim and everything
+        else are shared. Raises ValueError for entries that cannot be split by rows.
+        """
+        num_rows = len(self.tokens)
+        if n_rows >= num_rows:
+            return [self]
+        for key, value in self.entries.items():
+            _check_has_rows(key, value, num_rows, n_rows)
+
+        def is_of_rows(x: Any) -> bool:
+            has_length = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, list | tuple)
+            return has_length and len(x) == num_rows
+
+        return [
+            self._with_each(lambda _, x, i=i: x[i : i + n_rows] if is_of_rows(x) else x)
+            for i in range(0, num_rows, n_rows)
+        ]
+
+    def _with_each(self, change: Callable[[str, Any], Any]) -> Self:
+        """Apply `change(name, value)` to the tokens, the labels and all else."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        entries = own.pop("entries")
+        return type(self)(
+            **{key: change(key, value) for key, value in own.items()},
+            entries={key: change(key, value) for key, value in entries.items()},
+        )
+
+
+def batch_to(batch: Batch, device: torch.device) -> Batch:
+    """A copy with its tensors on the device; other values as they are."""
+    return {key: _tensor_to(value, device) for key, value in batch.items()}
+
+
+def _tensor_to(x: Any, device: torch.device) -> Any:
+    return to_device(x, device) if isinstance(x, Tensor) else x
+
+
+def dict_if_overridden(method: Any, base: type, batch: PackedBatch) -> Batch | PackedBatch:
+    """What a method that clients may replace gets: a dict, unless it still is that of `base`."""
+    function = getattr(method, "__func__", None)
+    is_ours = function is not None and function is getattr(base, function.__name__, None)
+    return batch if is_ours else batch.as_dict()
+
+
+def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
+    if isinstance(value, Tensor):
+        # A row for each of the batch's, one for all (no row of lengths is), or one number for all.
+        is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
+        if value.dim() == 0 or is_shared or (value.dim() >= 2 and len(value) == num_rows):
+            return
+        key = f"{key!r} of shape {list(value.shape)}"
+    elif key == "attention_masks":
+        key = repr(key)
+    else:
+        return
+    raise ValueError(
+        f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and "
+        f"its {key} cannot be split by rows; give a list of microbatches instead"
+    )
