@@ -14,22 +14,17 @@ import torch
 
 from torchtitan import build
 from torchtitan.batch.batch import Batch, PackedBatch, batch_to, dict_if_overridden
-from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import filler_batch
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import LossFunction
-from torchtitan.optim.offload import Offloader
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.step.checks import check_denominator, labels_of
-from torchtitan.step.runner import Head, Microbatch, Runner, on_error
-from torchtitan.step.update import OptimStepResult, Update
+from torchtitan.step.forward_backward import forward, forward_backward
+from torchtitan.step.runner import Head, on_error
+from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger, warn_once
 
@@ -37,11 +32,6 @@ if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 ENGINE_API_VERSION = 1
-
-
-def closed_on_error(engine: "TrainingEngine") -> contextlib.AbstractContextManager[None]:
-    """Close the engine if its construction fails inside."""
-    return on_error(engine.close)
 
 
 class TrainingEngine:
@@ -71,8 +61,9 @@ class TrainingEngine:
     model_parts: list[torch.nn.Module]
     checkpointer: CheckpointManager | None = None
     loss_fn: LossFunction
-    step: int
-    ntokens_seen: int
+    step: int = 0
+    ntokens_seen: int = 0
+    _loaded_step = _loaded_version = 0
 
     # Set under pipeline parallelism.
     pp_schedule: "PipelineSchedule | None" = None
@@ -86,86 +77,8 @@ class TrainingEngine:
 
         self.train_spec = resolve_job(job_config, self.builds_data)
         host.move_in(self)
-        with closed_on_error(self):
-            self._build()
-
-    def _build(self) -> None:
-        config, spec = self.job_config, self.train_spec
-        training, degrees = config.training, config.parallelism
-        self.device = build.set_device()
-        self.parallel_dims = self.init_distributed()
-        self.context_sharding = ContextSharding.of(self.parallel_dims, degrees)
-        config.maybe_log()
-        self.seed = build.choose_seed(config, self.parallel_dims, self.device)
-        self.build_data()
-        self.model_args = build.derive_model_args(config, spec)
-        model, self.model_converters = build.build_on_meta(
-            config, spec, self.model_args, self.parallel_dims
-        )
-        self._count_parameters(model)
-        self.global_batch_size = training.global_batch_size
-        if self.global_batch_size < 0:
-            self.global_batch_size = training.local_batch_size * self.dp_size
-        rows_at_once = training.local_batch_size * self.dp_size
-        self.gradient_accumulation_steps = self.global_batch_size // rows_at_once
-        self.loss_fn = spec.build_loss_fn(config, parallel_dims=self.parallel_dims)
-        self._parallelize(model)
-        gradient_factor = self._average_gradients()
-        build.materialize(self.model_parts, config, self.device, self.seed)
-
-        self.optimizers = spec.build_optimizers_fn(
-            self.model_parts, config.optimizer, self.parallel_dims
-        )
-        self.lr_schedulers = spec.build_lr_schedulers_fn(
-            self.optimizers, config.lr_scheduler, training.steps
-        )
-        self.optimizers.register_step_post_hook(
-            lambda *_args, **_kwargs: self.model_converters.post_optimizer_hook(self.model_parts)
-        )
-        self._offloader = Offloader(self.model_parts, self.optimizers, self.device)
-        self.update = Update(
-            config,
-            self.model_parts,
-            self.optimizers,
-            self.lr_schedulers,
-            self.parallel_dims,
-            self.device,
-            self.dp_group,
-        )
-        self.step = self.ntokens_seen = 0
-        self._loaded_step = self._loaded_version = 0
-        self.checkpointer = build.build_checkpointer(self)
-
-        if training.defer_gradient_sync and self.pp_schedule is not None:
-            logger.warning(
-                "training.defer_gradient_sync has no effect under pipeline parallelism, whose "
-                "schedule reduces gradients after the last microbatch of a call anyway"
-            )
-        self.train_context = dist_utils.get_train_context(
-            self.parallel_dims.tp_enabled and not degrees.disable_loss_parallel
-        )
-        self.maybe_enable_amp = dist_utils.maybe_enable_amp(
-            self.parallel_dims, training.mixed_precision_param, self.device.type
-        )
-        self.runner = Runner(
-            self.model_parts,
-            self.device,
-            lambda batch: self.post_dataloading_process(
-                dict_if_overridden(self.post_dataloading_process, TrainingEngine, batch),
-                batch.labels,
-            ),
-            self.train_context,
-            self.maybe_enable_amp,
-            sharding=self.context_sharding,
-            schedule=self.pp_schedule,
-            has_last_stage=self.pp_has_last_stage is not False,
-            defers_reduction=training.defer_gradient_sync and self.pp_schedule is None,
-            has_replicas=self.parallel_dims.dp_replicate_enabled,
-            keeps_weights=degrees.fsdp_reshard_after_forward == "never",
-            gradient_factor=gradient_factor,
-            dp_group=self.dp_group,
-            filler=lambda: filler_batch(training.seq_len, self.packing.separates_documents),
-        )
+        with on_error(self.close):
+            build.build_engine(self)
 
     def init_distributed(self) -> ParallelDims:
         """Join or reuse the process group and return the layout of ranks."""
@@ -173,48 +86,6 @@ class TrainingEngine:
 
     def build_data(self) -> None:
         """Hook for subclasses that own data; called before the model is built."""
-
-    def _count_parameters(self, model: torch.nn.Module) -> None:
-        seq_len = self.job_config.training.seq_len
-        count = self.model_args.get_nparams_and_flops
-        self.num_params, self.num_flops_per_token = count(model, seq_len)
-        self._flops_without_attention = count(model, 0)[1]
-        logger.info("model size: %s parameters", f"{self.num_params:,}")
-
-    def flops_per_token(self, attended_length: float) -> float:
-        """FLOPs of a token whose attention spans so many tokens; `num_flops_per_token` if seq_len."""
-        attention = self.num_flops_per_token - self._flops_without_attention
-        share = attended_length / self.job_config.training.seq_len
-        return self._flops_without_attention + share * attention
-
-    def _parallelize(self, model: torch.nn.Module) -> None:
-        spec, dims, config = self.train_spec, self.parallel_dims, self.job_config
-        if not dims.pp_enabled:
-            self.model_parts = [spec.parallelize_fn(model, dims, config)]
-            return
-        self.pp_schedule, self.model_parts, self.pp_has_first_stage, self.pp_has_last_stage = (
-            spec.pipelining_fn(
-                model,
-                dims,
-                config,
-                self.device,
-                self.model_args,
-                spec.parallelize_fn,
-                self.loss_fn,
-            )
-        )
-
-    def _average_gradients(self) -> float:
-        """Under "mean", gradients are divided in backward, whatever sums them over ranks.
-
-        Returns what every loss is multiplied by to make up for other divisions in backward.
-        """
-        if self.job_config.training.gradient_reduction == "mean" and self.dp_size > 1:
-            from torchtitan.distributed.fsdp import scale_gradients
-
-            if self.pp_has_last_stage is not False:
-                scale_gradients(self.model_parts[-1], 1 / self.dp_size)
-        return 1.0
 
     # ---- where this rank stands ----
 
@@ -267,7 +138,7 @@ class TrainingEngine:
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        A client's own gets the batch as a dict. Every pipeline stage gets both of the last two: positions and masks come in either. Under
+        Every pipeline stage gets both of the last two: positions and masks come in either. Under
         context parallelism all hold this rank's tokens, [B, T/cp].
         """
         packing = self.packing
@@ -277,6 +148,11 @@ class TrainingEngine:
             self.tokenizer,
             self.context_sharding,
         )
+
+    def model_inputs(self, batch: PackedBatch) -> ModelInputs:
+        """Return what `post_dataloading_process` does; a client's own one gets a dict."""
+        method = self.post_dataloading_process
+        return method(dict_if_overridden(method, TrainingEngine, batch), batch.labels)
 
     @torch.no_grad()
     def forward_step(
@@ -301,20 +177,8 @@ class TrainingEngine:
         tensors [B, T, ...]; what it returns for them, [B, T/cp, ...], is joined to [B, T, ...].
         Raises ValueError for a head and a batch without labels.
         """
-        self._offloader.check_here("forward_step", "model")
-        batches, is_single = _as_list(microbatches)
-        packing = self.packing
-        batches = [packing.pack(x, None if head is None else labels_of(x)) for x in batches]
-        for batch in batches:
-            batch.check_labels()
-        n_fillers = self.runner.ask_num_fillers(len(batches), is_single)
-
-        def output_of(logits: torch.Tensor, microbatch: Microbatch) -> Any:
-            logits = whole_tensor(logits)
-            return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
-
-        prepared = self.runner.microbatches(batches, head, n_fillers)
-        return self.runner.run(prepared, output_of)
+        self.offloader.check_here("forward_step", "model")
+        return forward(self, microbatches, output_fn, head)
 
     def forward_backward_step(
         self,
@@ -350,51 +214,8 @@ class TrainingEngine:
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
         are those of a part of the microbatches then: call `optimizers.zero_grad()`.
         """
-        self._offloader.check_here("forward_backward_step", "model", "grad")
-        batches, is_single = _as_list(input_dict)
-        label_list = [labels] if isinstance(labels, torch.Tensor) else list(labels)
-        if len(batches) != len(label_list):
-            raise ValueError(
-                f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
-                "give one labels tensor per microbatch"
-            )
-        batches = list(map(self.packing.pack, batches, label_list))
-        if loss_fn is None or head is not None:  # what only a loss function sees may be any shape
-            for batch in batches:
-                batch.check_labels()
-        check_denominator(global_valid_tokens)
-        if self.pp_schedule is not None and is_single:
-            batches = batches[0].split(
-                self.job_config.parallelism.pipeline_parallel_microbatch_size
-            )
-
-        n_fillers = self.runner.ask_num_fillers(len(batches), is_single)
-        if self.job_config.optimizer.early_step_in_backward:
-            self.update.prepare_early_step(len(batches) + n_fillers())
-            self.checkpointer.maybe_wait_for_staging()  # backward will change the weights
-
-        def loss_of(logits: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
-            if loss_fn is None and head is not None:
-                loss = -logits.logprobs.sum()
-            elif loss_fn is None:
-                loss = self.loss_fn(logits, microbatch.labels)
-            else:
-                loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
-            return loss / global_valid_tokens
-
-        with on_error(self.update.forget_microbatches):
-            prepared = self.runner.microbatches(batches, head, n_fillers, reduce_with_last=True)
-            losses = self.runner.run(prepared, loss_of, backward=True)
-            # In fp32, whatever the loss function gave: ranks without a loss have to match it.
-            loss = torch.zeros((), device=self.device)
-            if losses:
-                stacked = torch.stack(losses)
-                self.update.losses.add(stacked, [batch.sample_ids for batch in batches])
-                loss = stacked.sum(dtype=torch.float32)
-            if self.pp_schedule is not None:
-                # Only the rank of the last stage knows it, and all ranks log it.
-                loss = self.pp_schedule.broadcast_from_last_stage(loss)
-            return loss
+        self.offloader.check_here("forward_backward_step", "model", "grad")
+        return forward_backward(self, input_dict, labels, global_valid_tokens, loss_fn, head)
 
     def optim_step(
         self,
@@ -424,7 +245,7 @@ class TrainingEngine:
         skipped steps, too. Optimizers other than "fused" have the host wait instead.
         Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`.
         """
-        self._offloader.check_here("optim_step", "model", "optimizer", "grad")
+        self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
         self.runner.reshard()  # parameters that a client's forward left gathered have no gradients
         return self.update.step(
@@ -530,7 +351,7 @@ class TrainingEngine:
         steps need it back. What is there already stays: on the CPU nothing ever moves.
         Raises ValueError for another device, and where hooks on parameters would be lost.
         """
-        target = self._offloader.check_target(device)
+        target = self.offloader.check_target(device)
         if self.job_config.optimizer.early_step_in_backward:
             raise ValueError(
                 "to(device) cannot move parameters whose optimizer steps in their gradient's "
@@ -543,7 +364,7 @@ class TrainingEngine:
             return
         self.checkpointer.maybe_wait_for_staging()
         self.checkpointer.release_model()
-        self._offloader.move(target, model=model, optimizer=optimizer, grad=grad)
+        self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
 
     def iter_hf_weights(
         self, *, dtype: torch.dtype | None = None, sharded: bool = False
@@ -573,9 +394,3 @@ class TrainingEngine:
                 self.checkpointer.close()
         finally:
             host.move_out(self)
-
-
-def _as_list(microbatches: Any) -> tuple[list[Batch | PackedBatch], bool]:
-    """The batches, and whether it was one by itself."""
-    is_single = isinstance(microbatches, dict | PackedBatch)
-    return [microbatches] if is_single else list(microbatches), is_single

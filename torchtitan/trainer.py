@@ -18,8 +18,9 @@ from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
-from torchtitan.engine import TrainingEngine, closed_on_error
+from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.step.runner import on_error
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
@@ -38,7 +39,7 @@ class Trainer(TrainingEngine):
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
-        with closed_on_error(self):
+        with on_error(self.close):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             self._steps_ahead: StepsAhead | None = None
             self._build_metrics()
@@ -61,19 +62,6 @@ class Trainer(TrainingEngine):
                 tokenizer=self.tokenizer,
                 job_config=config,
             )
-
-    def _average_gradients(self) -> float:
-        """Besides, a client's own backward has the mean over replicas that nothing shards: it
-        counts on the reference's DDP there, and multiplies its loss by the number of ranks."""
-        factor = super()._average_gradients()
-        dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
-        replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
-        if self.dataloader is None and replicas_only and reduction == "sum":
-            from torchtitan.distributed.fsdp import scale_gradients
-
-            scale_gradients(self.model_parts[0], 1 / self.dp_size)
-            factor = float(self.dp_size)
-        return factor
 
     def _build_metrics(self) -> None:
         from torchtitan.listeners.metrics import build_metrics_processor
@@ -341,7 +329,11 @@ class Trainer(TrainingEngine):
         """
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
-            self.metrics_processor.num_flops_per_token = self.flops_per_token(attended_length)
+            share = attended_length / self.job_config.training.seq_len
+            attention = self.num_flops_per_token - self.flops_without_attention
+            self.metrics_processor.num_flops_per_token = (
+                self.flops_without_attention + share * attention
+            )
         self._attended_pairs = self._attending_tokens = 0
 
     # ---- the loop ----

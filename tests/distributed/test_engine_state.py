@@ -150,7 +150,7 @@ def put_away_and_back(case, folder):
         return tensor.clone()
 
     for _ in range(2):
-        engine._offloader.replace({"model", "optimizer", "grad"}, relocate)
+        engine.offloader.replace({"model", "optimizer", "grad"}, relocate)
     after = parameters(engine)
     (model,) = engine.model_parts
     found["same objects"] = before.keys() == after.keys() and all(

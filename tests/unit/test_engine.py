@@ -505,7 +505,7 @@ def test_load_brings_optimizer_state_where_it_was_put(tmp_path):
     engine.optim_step()
     engine.save(str(tmp_path / "saved"))
     # As on an accelerator after to("cpu", optimizer=False); "meta" stands for it.
-    engine._offloader.places["optimizer"] = torch.device("meta")
+    engine.offloader.places["optimizer"] = torch.device("meta")
     engine.load(str(tmp_path / "saved"))
     assert all(state["exp_avg"].is_meta for state in engine.optimizers.state.values())
 

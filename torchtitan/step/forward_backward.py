@@ -1,0 +1,111 @@
+"""What `forward_step` and `forward_backward_step` of an engine do: check, pack, run, add up.
+
+B sequences, T tokens, V vocabulary entries.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.step.runner import Head, Microbatch, on_error
+
+
+def forward(
+    engine: Any,
+    microbatches: Batch | Sequence[Batch],
+    output_fn: Callable[[Any, Batch], Any] | None,
+    head: Head | None,
+) -> list[Any] | None:
+    """See `TrainingEngine.forward_step`."""
+    batches, is_single = _as_list(microbatches)
+    packing = engine.packing
+    batches = [packing.pack(x, None if head is None else _labels_of(x)) for x in batches]
+    for batch in batches:
+        batch.check_labels()
+    n_fillers = engine.runner.ask_num_fillers(len(batches), is_single)
+
+    def output_of(logits: Tensor, microbatch: Microbatch) -> Any:
+        logits = whole_tensor(logits)
+        return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
+
+    return engine.runner.run(engine.runner.microbatches(batches, head, n_fillers), output_of)
+
+
+def forward_backward(
+    engine: Any,
+    input_dict: Batch | Sequence[Batch],
+    labels: Tensor | Sequence[Tensor],
+    global_valid_tokens: Tensor | float,
+    loss_fn: Callable[[Any, Tensor, Batch], Tensor] | None,
+    head: Head | None,
+) -> Tensor:
+    """See `TrainingEngine.forward_backward_step`."""
+    batches, is_single = _as_list(input_dict)
+    label_list = [labels] if isinstance(labels, Tensor) else list(labels)
+    if len(batches) != len(label_list):
+        raise ValueError(
+            f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
+            "give one labels tensor per microbatch"
+        )
+    batches = list(map(engine.packing.pack, batches, label_list))
+    if loss_fn is None or head is not None:  # what only a loss function sees may have any shape
+        for batch in batches:
+            batch.check_labels()
+    # One on an accelerator is not looked at, which would wait for it.
+    on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"
+    if not on_device and not 0 < float(global_valid_tokens) < math.inf:
+        raise ValueError(
+            f"global_valid_tokens must be above 0 and finite, got {float(global_valid_tokens)}; it "
+            "divides the loss: give max(count, 1) for a step that may have no valid token"
+        )
+    config, runner, update = engine.job_config, engine.runner, engine.update
+    if engine.pp_schedule is not None and is_single:
+        batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
+
+    n_fillers = runner.ask_num_fillers(len(batches), is_single)
+    if config.optimizer.early_step_in_backward:
+        update.prepare_early_step(len(batches) + n_fillers())
+        engine.checkpointer.maybe_wait_for_staging()  # backward will change the weights
+
+    def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
+        if loss_fn is None and head is not None:
+            loss = -logits.logprobs.sum()
+        elif loss_fn is None:
+            loss = engine.loss_fn(logits, microbatch.labels)
+        else:
+            loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
+        return loss / global_valid_tokens
+
+    with on_error(update.forget_microbatches):
+        microbatches = runner.microbatches(batches, head, n_fillers, reduce_with_last=True)
+        losses = runner.run(microbatches, loss_of, backward=True)
+        # In fp32, whatever the loss function gave: ranks without a loss have to match it.
+        loss = torch.zeros((), device=engine.device)
+        if losses:
+            stacked = torch.stack(losses)
+            update.losses.add(stacked, [batch.sample_ids for batch in batches])
+            loss = stacked.sum(dtype=torch.float32)
+        if engine.pp_schedule is not None:
+            # Only the rank of the last stage knows it, and all ranks log it.
+            loss = engine.pp_schedule.broadcast_from_last_stage(loss)
+        return loss
+
+
+def _as_list(microbatches: Any) -> tuple[list[Batch | PackedBatch], bool]:
+    """The batches, and whether it was one by itself."""
+    is_single = isinstance(microbatches, dict | PackedBatch)
+    return [microbatches] if is_single else list(microbatches), is_single
+
+
+def _labels_of(batch: Batch) -> Tensor:
+    if batch.get("labels") is None:
+        raise ValueError(
+            f"forward_step with a head needs the batch's 'labels' [B, T], got {sorted(batch)}; put "
+            "the token ids there whose log-probs are wanted, IGNORE_INDEX where none is"
+        )
+    return batch["labels"]
