@@ -22,13 +22,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.engine import closed_on_error
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingBatch, TrainingSample
+from torchtitan.step.runner import on_error
 from torchtitan.tools.utils import use_device
 
 # ---- what goes in and out ----
@@ -167,7 +167,7 @@ class LocalTrainingClient:
     def __init__(self, job_config: JobConfig):
         self._trainer = PolicyTrainer(job_config)
         engine = self._trainer.engine
-        with closed_on_error(engine):
+        with on_error(engine.close):
             self._batcher = Batcher.from_config(job_config, engine.dp_size)
             self._generator = build_generator(job_config, engine)
         # Where unseeded sampling continues.

@@ -12,7 +12,6 @@ from typing import Any
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed.stop import StopRequest
-from torchtitan.engine import closed_on_error
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
@@ -25,6 +24,7 @@ from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, TrainingBatch, TrainingSample
+from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop
@@ -42,7 +42,7 @@ class Controller:
         self.job_config, self.config = job_config, job_config.rl
         self.trainer = PolicyTrainer(job_config)
         engine = self.trainer.engine
-        with closed_on_error(engine):
+        with on_error(engine.close):
             if task is None:
                 build_tokenizer = engine.train_spec.build_tokenizer_fn
                 tokenizer = None if build_tokenizer is None else build_tokenizer(job_config)
