@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from torchtitan.tools import utils
+from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger
 
 if torch.cuda.is_available():
@@ -67,6 +67,14 @@ def logger_as_it_was():
     before = logger.handlers, logger.level, logger.propagate
     yield
     logger.handlers, logger.level, logger.propagate = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def engines_left_open_end_with_their_file():
+    """What they have changed in the process would else be there in later files."""
+    yield
+    for engine in host.engines():
+        host.move_out(engine)
 
 
 def destroy_what_begins_here():

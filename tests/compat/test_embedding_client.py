@@ -6,6 +6,7 @@ own loss and step, checkpoints in a folder of its own.
 """
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -270,6 +271,7 @@ CASES = {
 
 def run_clients(folder, cases):
     """One after the other in one process, so that their replacements of `get_train_spec` nest."""
+    os.chdir(folder)  # clients leave job.dump_folder at its default
     add_tiny_flavors()
     qwen3_args["client"] = dataclasses.replace(qwen3_args["tiny"], vocab_size=SIZES[2])
     hf_folder = make_hf_folder(folder)
