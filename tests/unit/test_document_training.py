@@ -133,10 +133,10 @@ def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_pat
     build = getattr(decoder, builder)
     monkeypatch.setattr(decoder, builder, lambda ids: calls.append(ids.shape) or build(ids))
     trainer = make_trainer(tmp_path, attn_type, *short_documents(tmp_path))
-    ((batch, labels),), _, _ = one_step(trainer)
+    (batch,), _, _ = one_step(trainer)
     assert trainer.model_args.n_layers > 1
     trainer.forward_backward_step(
-        input_dict=[batch, batch], labels=[labels, labels], global_valid_tokens=1.0
+        input_dict=[batch] * 2, labels=[batch.labels] * 2, global_valid_tokens=1.0
     )
     assert calls == [(2, 128)] * 2
 
