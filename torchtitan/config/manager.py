@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
+import tomli
 import tyro
 
 from torchtitan.config.checks.common import import_named
@@ -21,11 +22,14 @@ from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
 
-class TomlSyntaxError(tomllib.TOMLDecodeError):
-    """A TOML file that cannot be parsed; the message names the file and the line."""
+class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
+    """A TOML file that cannot be parsed; the message names the file and the line.
+
+    Also the standard library's error, which callers may catch.
+    """
 
     def __init__(self, path: str, line: int, reason: str) -> None:
-        # Past TOMLDecodeError's own constructor, whose arguments differ between Python versions.
+        # Past the constructors of TOMLDecodeError, which want the text.
         ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
 
@@ -85,11 +89,9 @@ class ConfigManager:
             line = content.count(b"\n", 0, error.start) + 1
             raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
         try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            at_line = re.search(r"at line (\d+)", str(error))
-            line = int(at_line[1]) if at_line else text.count("\n") + 1
-            raise TomlSyntaxError(path, line, str(error)) from error
+            return tomli.loads(text)
+        except tomli.TOMLDecodeError as error:
+            raise TomlSyntaxError(path, error.lineno, str(error)) from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
