@@ -61,15 +61,15 @@ class TrainingEngine:
 
     # Trainer replaces these; an engine has no data.
     builds_data = False
-    tokenizer = None
-    dataloader = None
-    metrics_processor = None
+    tokenizer: Any = None
+    dataloader: Any = None
+    metrics_processor: Any = None
 
     job_config: JobConfig
     parallel_dims: ParallelDims
     train_spec: TrainSpec
     model_parts: list[torch.nn.Module]
-    checkpointer: CheckpointManager | None = None
+    checkpointer: CheckpointManager
     loss_fn: LossFunction
     step: int
     ntokens_seen: int
@@ -189,6 +189,7 @@ class TrainingEngine:
         if not dims.pp_enabled:
             self.model_parts = [spec.parallelize_fn(model, dims, config)]
             return
+        assert spec.pipelining_fn is not None, "the config's checks have looked"
         self.pp_schedule, self.model_parts, self.pp_has_first_stage, self.pp_has_last_stage = (
             spec.pipelining_fn(
                 model,
@@ -369,12 +370,15 @@ class TrainingEngine:
             self.update.prepare_early_step(len(batches) + n_fillers())
             self.checkpointer.maybe_wait_for_staging()  # backward will change the weights
 
-        def loss_of(logits: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        def loss_of(logits: Any, microbatch: Microbatch) -> torch.Tensor:
             if loss_fn is None and head is not None:
                 loss = -logits.logprobs.sum()
             elif loss_fn is None:
                 loss = self.loss_fn(logits, microbatch.labels)
             else:
+                assert microbatch.labels is not None, (
+                    "forward_backward_step gives each microbatch its labels"
+                )
                 loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
             return loss / global_valid_tokens
 
@@ -567,7 +571,7 @@ class TrainingEngine:
     def close(self) -> None:
         """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
         try:
-            if self.checkpointer is not None:
+            if hasattr(self, "checkpointer"):  # the construction may have failed before it
                 self.checkpointer.close()
         finally:
             host.move_out(self)

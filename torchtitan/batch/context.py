@@ -102,6 +102,7 @@ class ContextSharding:
         )
         masks = extra_kwargs["attention_masks"]
         shards = shards_of(masks)
+        assert shards is not None, "prepare_context_parallel_input has made them"
         extra_kwargs["positions"] = positions_of_rank(
             masks, extra_kwargs.get("positions"), inputs.shape[1]
         )

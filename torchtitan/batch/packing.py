@@ -6,10 +6,11 @@ RoPE positions begin anew, and attention costs the square of each document's len
 B rows, T tokens per row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
@@ -59,7 +60,7 @@ class PackingPolicy:
         """Whether attention stays within documents."""
         return self.attn_mask_type != "causal"
 
-    def document_ids(self, batch: Batch) -> Tensor:
+    def document_ids(self, batch: Mapping[str, Any]) -> Tensor:
         """Document ids [B, T] of a batch; under a causal mask, those of "block_causal".
 
         Raises ValueError if the batch does not say where its documents begin.
@@ -103,9 +104,7 @@ class PackingPolicy:
 
     # ---- what the model sees ----
 
-    def model_inputs(
-        self, model: nn.Module, batch: Batch, tokenizer: Any
-    ) -> tuple[Tensor, Batch, Batch]:
+    def model_inputs(self, model: Any, batch: Batch, tokenizer: Any) -> tuple[Tensor, Batch, Batch]:
         """Return (inputs [B, T], extra_inputs, extra_kwargs) for the model's forward.
 
         extra_inputs: the batch's other entries, without those that only say where documents

@@ -120,7 +120,7 @@ class ConfigManager:
         return self._merge_configs(self.config_cls, custom_cls)
 
     @staticmethod
-    def _merge_configs(base: type, custom: type) -> type:
+    def _merge_configs(base: Any, custom: Any) -> type:
         """A new dataclass with the fields of both; where both have one, `custom` decides.
 
         Sections that both have are merged field by field in the same way.
@@ -134,7 +134,8 @@ class ConfigManager:
         for name, field in (base_fields | custom_fields).items():
             both = base_types.get(name), custom_types.get(name)
             kind = both[0] if both[1] is None else both[1]
-            default, factory = field.default, field.default_factory
+            default: Any = field.default
+            factory: Any = field.default_factory
             if both[0] is not both[1] and all(map(dataclasses.is_dataclass, both)):
                 kind = factory = ConfigManager._merge_configs(*both)
                 default = dataclasses.MISSING

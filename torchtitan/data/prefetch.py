@@ -78,7 +78,7 @@ class StepsAhead:
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
-        self.counts: StepCounts | None = None
+        self.counts = StepCounts(0)
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[_Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
@@ -117,7 +117,7 @@ class StepsAhead:
         self._thread.join(timeout=_SECONDS_TO_END)
         if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
             return
-        took_all = self._steps.empty() and (self.counts is None or self.counts.is_whole)
+        took_all = self._steps.empty() and self.counts.is_whole
         if self.keeps_position and not took_all:
             self._dataloader.load_state_dict(self._position)
         if self._group is not None and dist.is_initialized():
