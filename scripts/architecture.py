@@ -9,6 +9,8 @@ tests/unit/test_imports.py fails for an import that points up, and for a picture
 
 import argparse
 import ast
+import itertools
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +38,7 @@ LAYERS = (
 # Old names of modules above, for other programs: nothing of the package imports them.
 REFERENCE_PATHS = ("components/", "hf_datasets/", "tools/profiling.py", "experiments/rl/")
 
-_BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y = 116, 30, 40, 30
+_BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y, _BEND_SPACE = 116, 30, 24, 34, 30
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -78,43 +80,80 @@ def _without_implied(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
+def _columns(rows: list[list[str]], lines: list[list[str]]) -> dict[str, float]:
+    """x of the middle of each box and bend, near to what it is connected with, without overlaps.
+
+    rows: what stands in each, in any order. lines: each arrow's box, bends and box.
+    """
+    neighbours: dict[str, list[str]] = {name: [] for row in rows for name in row}
+    for line in lines:
+        for upper, lower in itertools.pairwise(line):
+            neighbours[upper].append(lower)
+            neighbours[lower].append(upper)
+    space = {name: _BEND_SPACE if ">" in name else _BOX_WIDTH + _GAP_X for name in neighbours}
+    x = {name: 100.0 * i - 50 * len(row) for row in rows for i, name in enumerate(row)}
+    for _ in range(60):
+        for row in rows:
+            wanted = {
+                name: statistics.fmean(x[other] for other in neighbours[name]) for name in row
+            }
+            row.sort(key=wanted.__getitem__)
+            # Where wishes overlap, the neighbours share the error: runs of (sum of wishes, length).
+            offsets = list(
+                itertools.accumulate(
+                    ((space[a] + space[b]) / 2 for a, b in itertools.pairwise(row)), initial=0.0
+                )
+            )
+            runs: list[tuple[float, int]] = []
+            for name, offset in zip(row, offsets, strict=True):
+                total, length = wanted[name] - offset, 1
+                while runs and runs[-1][0] / runs[-1][1] > total / length:
+                    before = runs.pop()
+                    total, length = total + before[0], length + before[1]
+                runs.append((total, length))
+            left = [total / length for total, length in runs for _ in range(length)]
+            x |= {n: at + offset for n, at, offset in zip(row, left, offsets, strict=True)}
+    return x
+
+
 def svg() -> str:
-    """The picture, with imports pointing down."""
-    graph = _without_implied({part: set(ends) for part, ends in arrows().items()})
-    width = max(map(len, LAYERS)) * (_BOX_WIDTH + _GAP_X) + _GAP_X
-    height = len(LAYERS) * (_BOX_HEIGHT + _GAP_Y) + _GAP_Y
-    place: dict[str, tuple[float, float]] = {}
-    for n, row in enumerate(LAYERS, start=1):
-        left = (width - len(row) * (_BOX_WIDTH + _GAP_X) + _GAP_X) / 2
-        for i, part in enumerate(row):
-            place[part] = left + i * (_BOX_WIDTH + _GAP_X), height - n * (_BOX_HEIGHT + _GAP_Y)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" font-family="sans-serif" font-size="13">',
+    """The picture, with imports pointing down; a long arrow has a bend in each row that it passes."""
+    rank = {part: n for n, row in enumerate(LAYERS) for part in row}
+    rows = [list(row) for row in LAYERS]
+    lines = []
+    for start, ends in sorted(_without_implied({k: set(v) for k, v in arrows().items()}).items()):
+        for end in sorted(ends):
+            bends = [(n, f"{start}>{end}:{n}") for n in range(rank[start] - 1, rank[end], -1)]
+            for n, bend in bends:
+                rows[n].append(bend)
+                rank[bend] = n
+            lines.append([start, *(bend for _, bend in bends), end])
+    x = _columns(rows, lines)
+    left, right = min(x.values()) - _BOX_WIDTH, max(x.values()) + _BOX_WIDTH
+    height = len(rows) * (_BOX_HEIGHT + _GAP_Y) + _GAP_Y
+    top = {name: height - (n + 1) * (_BOX_HEIGHT + _GAP_Y) for name, n in rank.items()}
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left:.0f} 0 {right - left:.0f} {height}" '
+        f'width="{right - left:.0f}" font-family="sans-serif" font-size="13">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="#567"/></marker></defs>',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<rect x="{left:.0f}" width="{right - left:.0f}" height="{height}" fill="#fff"/>',
     ]
-    for start, ends in sorted(graph.items()):
-        for end in sorted(ends):
-            x1, y1 = place[start][0] + _BOX_WIDTH / 2, place[start][1] + _BOX_HEIGHT
-            x2, y2 = place[end][0] + _BOX_WIDTH / 2, place[end][1]
-            rows_between = round((y2 - y1 - _GAP_Y) / (_BOX_HEIGHT + _GAP_Y))
-            # Past the boxes of the rows between, on the side to which the arrow leans anyway.
-            side = 1 if x1 + x2 >= width else -1
-            bend = side * (_BOX_WIDTH * 0.75 + 12 * rows_between) if rows_between else 0
-            middle = (x1 + x2) / 2 + 2 * bend
-            lines.append(
-                f'<path d="M{x1:g} {y1:g} Q{middle:g} {(y1 + y2) / 2:g} {x2:g} {y2:g}" '
-                'stroke="#567" fill="none" marker-end="url(#tip)"/>'
-            )
-    for part, (x, y) in sorted(place.items()):
-        lines += [
-            f'<rect x="{x:g}" y="{y:g}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="5" '
-            'fill="#eef3f8" stroke="#567"/>',
-            f'<text x="{x + _BOX_WIDTH / 2:g}" y="{y + 20:g}" text-anchor="middle">{part}</text>',
+    for line in lines:
+        path = f"M{x[line[0]]:.0f} {top[line[0]] + _BOX_HEIGHT}"
+        for upper, lower in itertools.pairwise(line):
+            # Straight down past the boxes of a row, then a curve between two rows.
+            y1, y2 = top[upper] + _BOX_HEIGHT, top[lower]
+            middle = (y1 + y2) // 2
+            path += f" V{y1} C{x[upper]:.0f} {middle} {x[lower]:.0f} {middle} {x[lower]:.0f} {y2}"
+        drawn.append(f'<path d="{path}" stroke="#567" fill="none" marker-end="url(#tip)"/>')
+    for part in sorted(arrows()):
+        drawn += [
+            f'<rect x="{x[part] - _BOX_WIDTH / 2:.0f}" y="{top[part]}" width="{_BOX_WIDTH}" '
+            f'height="{_BOX_HEIGHT}" rx="5" fill="#eef3f8" stroke="#567"/>',
+            f'<text x="{x[part]:.0f}" y="{top[part] + 20}" text-anchor="middle">{part}</text>',
         ]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
 def main() -> None:

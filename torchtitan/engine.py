@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from torchtitan import build
-from torchtitan.batch.batch import Batch, PackedBatch, batch_to, dict_if_overridden
+from torchtitan.batch.batch import (
+    Batch,
+    Microbatches,
+    PackedBatch,
+    batch_to,
+    dict_if_overridden,
+)
+from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
@@ -21,10 +28,12 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import LossFunction
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.offload import Offloader
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.step.forward_backward import forward, forward_backward
-from torchtitan.step.runner import Head, on_error
-from torchtitan.step.update import OptimStepResult
+from torchtitan.step.runner import Head, Runner, on_error
+from torchtitan.step.update import OptimStepResult, Update
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger, warn_once
 
@@ -51,16 +60,33 @@ class TrainingEngine:
 
     # Trainer replaces these; an engine has no data.
     builds_data = False
-    tokenizer = None
-    dataloader = None
-    metrics_processor = None
+    tokenizer: Any = None
+    dataloader: Any = None
+    metrics_processor: Any = None
 
-    job_config: JobConfig
+    # Set by `build_engine`, in this order.
+    device: torch.device
     parallel_dims: ParallelDims
-    train_spec: TrainSpec
-    model_parts: list[torch.nn.Module]
-    checkpointer: CheckpointManager | None = None
+    context_sharding: ContextSharding | None
+    seed: int
+    model_args: Any
+    model_converters: Any
+    num_params: int
+    num_flops_per_token: float  # of rows of `training.seq_len` tokens
+    flops_without_attention: float  # of them
+    global_batch_size: int
+    gradient_accumulation_steps: int
     loss_fn: LossFunction
+    model_parts: list[torch.nn.Module]
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+    offloader: Offloader
+    update: Update
+    checkpointer: CheckpointManager
+    train_context: Callable[[], contextlib.AbstractContextManager[None]]
+    maybe_enable_amp: contextlib.AbstractContextManager[None]
+    runner: Runner
+
     step: int = 0
     ntokens_seen: int = 0
     _loaded_step = _loaded_version = 0
@@ -110,7 +136,7 @@ class TrainingEngine:
     @property
     def lr(self) -> float:
         """The learning rate that the schedule has for the next step."""
-        return self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     @property
     def packing(self) -> PackingPolicy:
@@ -157,7 +183,7 @@ class TrainingEngine:
     @torch.no_grad()
     def forward_step(
         self,
-        microbatches: Batch | Sequence[Batch],
+        microbatches: Microbatches,
         *,
         output_fn: Callable[[Any, Batch], Any] | None = None,
         head: Head | None = None,
@@ -183,7 +209,7 @@ class TrainingEngine:
     def forward_backward_step(
         self,
         *,
-        input_dict: Batch | Sequence[Batch],
+        input_dict: Microbatches,
         labels: torch.Tensor | Sequence[torch.Tensor],
         global_valid_tokens: torch.Tensor | float,
         loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
@@ -390,7 +416,7 @@ class TrainingEngine:
     def close(self) -> None:
         """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
         try:
-            if self.checkpointer is not None:
+            if hasattr(self, "checkpointer"):  # the construction may have failed before it
                 self.checkpointer.close()
         finally:
             host.move_out(self)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
-from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.checkpoint.saving import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
@@ -172,7 +171,7 @@ class Trainer(TrainingEngine):
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]
-    ) -> tuple[list[PackedBatch], int, float]:
+    ) -> tuple[list[PackedBatch], int, int]:
         """Fetch one step's microbatches; return them, own and global valid token counts.
 
         Labels across a document boundary are ignored here already, if the job wants that: in
@@ -193,7 +192,7 @@ class Trainer(TrainingEngine):
                 batch = self._pack(item) if ahead is None else ahead.batch
                 self._attended_pairs += self.packing.attended_pairs(batch)
                 self._attending_tokens += batch.tokens.numel()
-                local_valid_tokens += int((batch.labels != IGNORE_INDEX).sum())
+                local_valid_tokens += batch.num_valid
                 microbatches.append(batch)
         except (DataloaderExhaustedError, StopIteration):
             ran_out = 1
@@ -267,6 +266,7 @@ class Trainer(TrainingEngine):
                 self.isolation_probe.check(self.step, microbatches[0])
         losses = []
         for i, batch in enumerate(microbatches):
+            assert batch.labels is not None
             is_last = i + 1 == len(microbatches)
             with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
@@ -362,7 +362,10 @@ class Trainer(TrainingEngine):
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug
         )
-        profiling = dict(global_step=self.step, base_folder=config.job.dump_folder)
+        profiling: dict[str, Any] = {
+            "global_step": self.step,
+            "base_folder": config.job.dump_folder,
+        }
         try:
             with (
                 maybe_enable_profiling(config.profiling, **profiling) as profiler,
@@ -370,20 +373,21 @@ class Trainer(TrainingEngine):
                 StopRequest(config) as stop,
             ):
                 self._stop = stop
-                self._loop([tool for tool in (profiler, snapshot) if tool is not None])
+                with self._reading_ahead() as batches:
+                    profilers = [tool for tool in (profiler, snapshot) if tool is not None]
+                    self._train_on(self.batch_generator(batches), profilers, stop)
+                self.update.settle()
         finally:
             self.gc_handler.close()
             self._stop = None
         if stop.reason is None:
             logger.info("training completed")
 
-    def _loop(self, profilers: list[Any]) -> None:
-        with self._reading_ahead() as batches:
-            self._train_on(self.batch_generator(batches), profilers)
-        self.update.settle()
-
     def _train_on(
-        self, data_iterator: Iterator[tuple[Batch, torch.Tensor]], profilers: list[Any]
+        self,
+        data_iterator: Iterator[tuple[Batch, torch.Tensor]],
+        profilers: list[Any],
+        stop: StopRequest,
     ) -> None:
         config = self.job_config
         first_step = self.step + 1
@@ -396,14 +400,14 @@ class Trainer(TrainingEngine):
                 self._end_early(str(error))
                 break
             is_last_step = self.step == config.training.steps
-            if not is_last_step and (reason := self._stop.answer()):
+            if not is_last_step and (reason := stop.answer()):
                 save_and_stop(self, reason)
                 return
             if self.checkpointer._should_save(self.step, is_last_step):
                 self.update.settle()  # a step that stops the run is not saved
             started = time.monotonic()
             self.checkpointer.save(self.step, last_step=is_last_step)
-            self._stop.saved(time.monotonic() - started)
+            stop.saved(time.monotonic() - started)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)
             for profiler in profilers:

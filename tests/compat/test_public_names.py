@@ -4,11 +4,11 @@ Names of the reference are there, and say so if they cannot work.
 """
 
 import importlib
-import tomllib
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+import tomli
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -175,7 +175,7 @@ def versions_of_constraints() -> list[tuple[str, str]]:
     ],
 )
 def test_dependency_ranges_admit_tested_versions_and_those_of_a_client(package, version):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     for requirement in (Requirement(line) for lines in lists for line in lines):
         if canonicalize_name(requirement.name) == canonicalize_name(package):
@@ -183,5 +183,5 @@ def test_dependency_ranges_admit_tested_versions_and_those_of_a_client(package, 
 
 
 def test_python_of_a_client_is_admitted():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert Requirement(f"python{project['requires-python']}").specifier.contains("3.11.0")

@@ -4,8 +4,8 @@ B rows, T tokens per row.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ Batch = dict[str, Any]
 What callers give, and their loss and output functions get. Entries that the model's forward does
 not take reach only those functions.
 """
+
+Microbatches: TypeAlias = "Batch | PackedBatch | Sequence[Batch | PackedBatch]"
 
 # What a token behind a row's end has; 0 for entries that are not listed.
 _PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
@@ -64,6 +66,12 @@ class PackedBatch:
     def as_dict(self) -> Batch:
         """The caller's entries, tokens included, without labels."""
         return {"input": self.tokens, **self.entries}
+
+    @property
+    def num_valid(self) -> int:
+        """How many labels count in a loss."""
+        assert self.labels is not None
+        return int((self.labels != IGNORE_INDEX).sum())
 
     def check_labels(self) -> None:
         """Raises ValueError if the labels are not [B, T]."""
@@ -111,10 +119,10 @@ class PackedBatch:
             has_length = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, list | tuple)
             return has_length and len(x) == num_rows
 
-        return [
-            self._with_each(lambda _, x, i=i: x[i : i + n_rows] if is_of_rows(x) else x)
-            for i in range(0, num_rows, n_rows)
-        ]
+        def rows_from(first: int) -> Any:
+            return self._with_each(lambda _, x: x[first : first + n_rows] if is_of_rows(x) else x)
+
+        return [rows_from(first) for first in range(0, num_rows, n_rows)]
 
     def _with_each(self, change: Callable[[str, Any], Any]) -> Self:
         """Apply `change(name, value)` to the tokens, the labels and all else."""

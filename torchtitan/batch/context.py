@@ -96,8 +96,10 @@ class ContextSharding:
         extra_kwargs["positions"] = positions_of_rank(
             masks, extra_kwargs.get("positions"), inputs.shape[1]
         )
-        ours = PackedBatch(whole, entries=extra_inputs)
-        extra_inputs = dict(shard_batch(ours, shards_of(masks)).entries)
+        shards = shards_of(masks)
+        assert shards is not None, "prepare_context_parallel_input has made them"
+        whole_rows = PackedBatch(whole, entries=extra_inputs)
+        extra_inputs = dict(shard_batch(whole_rows, shards).entries)
         return inputs, labels, extra_inputs, extra_kwargs
 
 

@@ -9,7 +9,7 @@ B rows, T tokens per row.
 import dataclasses
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.batch.context import ContextSharding
@@ -95,6 +95,7 @@ class PackingPolicy:
         """
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return batch
+        assert batch.labels is not None
         ids = batch.document_ids
         ends = last_tokens(self._document_ids(batch.as_dict()) if ids is None else ids)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
@@ -119,7 +120,7 @@ class PackingPolicy:
 
     def model_inputs(
         self,
-        model: nn.Module,
+        model: Any,
         batch: PackedBatch,
         tokenizer: Any,
         sharding: ContextSharding | None = None,

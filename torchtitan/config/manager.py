@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
+import tomli
 import tyro
 
 from torchtitan.config.checks.common import import_named
@@ -21,11 +22,14 @@ from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
 
-class TomlSyntaxError(tomllib.TOMLDecodeError):
-    """A TOML file that cannot be parsed; the message names the file and the line."""
+class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
+    """A TOML file that cannot be parsed; the message names the file and the line.
+
+    Also the standard library's error, which callers may catch.
+    """
 
     def __init__(self, path: str, line: int, reason: str) -> None:
-        # Past TOMLDecodeError's own constructor, whose arguments differ between Python versions.
+        # Past the constructors of TOMLDecodeError, which want the text.
         ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
 
@@ -85,11 +89,9 @@ class ConfigManager:
             line = content.count(b"\n", 0, error.start) + 1
             raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
         try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            at_line = re.search(r"at line (\d+)", str(error))
-            line = int(at_line[1]) if at_line else text.count("\n") + 1
-            raise TomlSyntaxError(path, line, str(error)) from error
+            return tomli.loads(text)
+        except tomli.TOMLDecodeError as error:
+            raise TomlSyntaxError(path, error.lineno, str(error)) from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
@@ -118,7 +120,7 @@ class ConfigManager:
         return self._merge_configs(self.config_cls, custom_cls)
 
     @staticmethod
-    def _merge_configs(base: type, custom: type) -> type:
+    def _merge_configs(base: Any, custom: Any) -> type:
         """A new dataclass with the fields of both; where both have one, `custom` decides.
 
         Sections that both have are merged field by field in the same way.
@@ -132,7 +134,8 @@ class ConfigManager:
         for name, field in (base_fields | custom_fields).items():
             both = base_types.get(name), custom_types.get(name)
             kind = both[0] if both[1] is None else both[1]
-            default, factory = field.default, field.default_factory
+            default: Any = field.default
+            factory: Any = field.default_factory
             if both[0] is not both[1] and all(map(dataclasses.is_dataclass, both)):
                 kind = factory = ConfigManager._merge_configs(*both)
                 default = dataclasses.MISSING

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.batch.batch import PackedBatch
-from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
@@ -81,8 +80,8 @@ class StepsAhead:
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
-        self.counts: StepCounts | None = None
-        self.batch: PackedBatch | None = None
+        self.counts = StepCounts(0)
+        self.batch: PackedBatch
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[_Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
@@ -122,7 +121,7 @@ class StepsAhead:
         self._thread.join(timeout=_SECONDS_TO_END)
         if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
             return
-        took_all = self._steps.empty() and (self.counts is None or self.counts.is_whole)
+        took_all = self._steps.empty() and self.counts.is_whole
         if self.keeps_position and not took_all:
             self._dataloader.load_state_dict(self._position)
         if self._group is not None and dist.is_initialized():
@@ -151,7 +150,7 @@ class StepsAhead:
             while len(step.items) < self._items_per_step:
                 item = next(self._iterator)
                 batch = self._pack(item)
-                num_valid_tokens += int((batch.labels != IGNORE_INDEX).sum())
+                num_valid_tokens += batch.num_valid
                 step.items.append(item)
                 step.batches.append(batch)
         except (StopIteration, DataloaderExhaustedError):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Batch, Microbatches, PackedBatch
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.step.runner import Head, Microbatch, on_error
 
 
 def forward(
     engine: Any,
-    microbatches: Batch | Sequence[Batch],
+    microbatches: Microbatches,
     output_fn: Callable[[Any, Batch], Any] | None,
     head: Head | None,
 ) -> list[Any] | None:
@@ -38,7 +38,7 @@ def forward(
 
 def forward_backward(
     engine: Any,
-    input_dict: Batch | Sequence[Batch],
+    input_dict: Microbatches,
     labels: Tensor | Sequence[Tensor],
     global_valid_tokens: Tensor | float,
     loss_fn: Callable[[Any, Tensor, Batch], Tensor] | None,
@@ -96,7 +96,7 @@ def forward_backward(
         return loss
 
 
-def _as_list(microbatches: Any) -> tuple[list[Batch | PackedBatch], bool]:
+def _as_list(microbatches: Microbatches) -> tuple[list[Batch | PackedBatch], bool]:
     """The batches, and whether it was one by itself."""
     is_single = isinstance(microbatches, dict | PackedBatch)
     return [microbatches] if is_single else list(microbatches), is_single

@@ -68,7 +68,8 @@ def has_experts(model_args: Any) -> bool:
 
 
 def attn_type_of(job_config: JobConfig, model_args: Any) -> str:
-    return job_config.model.attn_type or getattr(model_args, "attn_type", "sdpa")
+    chosen = job_config.model.attn_type
+    return getattr(model_args, "attn_type", "sdpa") if chosen is None else chosen
 
 
 def compile_settings(job_config: JobConfig) -> str:

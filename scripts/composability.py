@@ -1,0 +1,181 @@
+"""Ask the config's rules which features combine, and write the table of docs/composability.md.
+
+    python -m scripts.composability [--check]
+
+Each pair of features is one config, which goes through `torchtitan.config.checks` as at a start,
+and through the rules for the CPU and for CUDA. Nothing is built.
+tests/unit/test_docs.py fails for a table that is out of date.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from torchtitan.config import JobConfig, checks
+from torchtitan.config.checks.device import device_limits
+from torchtitan.protocols.model_converter import known_converter_names
+from torchtitan.protocols.train_spec import get_train_spec
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/composability.md"
+
+# Each is a set of keys; "experts" takes a flavor with experts. Without a feature a job is
+# llama3's debug model with flex attention.
+_EXPERTS = {"model.name": "qwen3", "model.flavor": "debugmodel_moe_small"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "FSDP 2": {"parallelism.data_parallel_shard_degree": 2},
+    "DDP 2": {"parallelism.data_parallel_replicate_degree": 2},
+    "TP 2": {"parallelism.tensor_parallel_degree": 2},
+    "TP 2, asynchronous": {
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.enable_async_tensor_parallel": True,
+        "compile.enable": True,
+    },
+    "PP 2, 1F1B": {"parallelism.pipeline_parallel_degree": 2},
+    "PP 2, ZBVZeroBubble": {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
+    },
+    "CP 2, allgather": {"parallelism.context_parallel_degree": 2},
+    "CP 2, alltoall": {
+        "parallelism.context_parallel_degree": 2,
+        "parallelism.context_parallel_rotate_method": "alltoall",
+    },
+    "CP 2, ptrr": {
+        "parallelism.context_parallel_degree": 2,
+        "parallelism.context_parallel_load_balancer": "ptrr",
+    },
+    "experts, EP 2": {
+        **_EXPERTS,
+        "parallelism.expert_parallel_degree": 2,
+        "parallelism.data_parallel_shard_degree": 2,
+    },
+    "sdpa": {"model.attn_type": "sdpa"},
+    "varlen": {"model.attn_type": "varlen"},
+    "packed documents": {"model.attn_mask_type": "block_causal"},
+    "fp32": {"training.mixed_precision_param": "float32"},
+    "compile": {"compile.enable": True},
+    "full AC": {"activation_checkpoint.mode": "full"},
+    "memory budget AC": {"activation_checkpoint.mode": "memory_budget", "compile.enable": True},
+    "float8": {"model.converters": ["quantize.linear.float8"]},
+    "MXFP8": {"model.converters": ["quantize.linear.mx"]},
+    "experts, float8": {**_EXPERTS, "model.converters": ["quantize.grouped_mm.float8"]},
+    "early step": {"optimizer.early_step_in_backward": True},
+    "accumulation": {"training.global_batch_size": 64},
+    "FSDP 2, CPU offload": {
+        "parallelism.data_parallel_shard_degree": 2,
+        "training.enable_cpu_offload": True,
+    },
+}
+# Two features that set one of these are no pair.
+_EXCLUSIVE = {
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "model.attn_type",
+    "activation_checkpoint.mode",
+}
+
+
+class _Refused(Exception):
+    """A rule's message and name."""
+
+
+def _refuse(*problems: Iterable[str]) -> None:
+    for rule in problems:
+        for message in rule:
+            module = Path(rule.gi_code.co_filename).stem
+            raise _Refused(message, f"{module}.{rule.gi_code.co_name}")
+
+
+def refusal(*features: str) -> tuple[str, str] | None:
+    """(message, rule) of the first rule that the features break together; None if there is none."""
+    config = JobConfig()
+    keys: dict[str, Any] = {"model.attn_type": "flex", "parallelism.data_parallel_shard_degree": 1}
+    for name in features:
+        for key, value in FEATURES[name].items():
+            keys[key] = [*keys.get(key, []), *value] if isinstance(value, list) else value
+    for key, value in keys.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    degrees = config.parallelism
+    dp = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+    ranks = dp * degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree
+    ranks *= degrees.context_parallel_degree
+    spec = get_train_spec(config.model.name)
+    dims = SimpleNamespace(
+        tp_enabled=degrees.tensor_parallel_degree > 1,
+        pp_enabled=degrees.pipeline_parallel_degree > 1,
+        cp_enabled=degrees.context_parallel_degree > 1,
+        uses_fsdp=degrees.data_parallel_shard_degree * degrees.context_parallel_degree > 1,
+    )
+    model = SimpleNamespace(model_args=config.model, modules=list)
+    try:
+        with mock.patch.object(checks, "refuse", _refuse):
+            checks.check_job_config(config, ranks, known_converter_names(), builds_data=False)
+            checks.check_against_spec(config, spec, ranks, builds_data=False)
+        for device in ("cpu", "cuda"):
+            with mock.patch("torchtitan.tools.utils.device_type", device):
+                _refuse(device_limits(config, dims, model))
+    except _Refused as found:
+        return found.args
+    return None
+
+
+def table() -> str:
+    """The triangle of pairs, and the rules that it names by number."""
+    alone = [name for name in FEATURES if refusal(name)]
+    assert not alone, f"refused by themselves: {alone}"
+    names = list(FEATURES)
+    letters = [chr(ord("a") + i) for i in range(len(names))]
+    rules: dict[tuple[str, str], int] = {}
+    lines = [
+        f"| | {' | '.join(letters[:-1])} |",
+        f"|---{'|:-:' * (len(names) - 1)}|",
+    ]
+    for i, name in enumerate(names):
+        cells = []
+        for other in names[:i]:
+            if _EXCLUSIVE & {*FEATURES[name]} & {*FEATURES[other]}:
+                cells.append("–")
+                continue
+            found = refusal(other, name)
+            if found is None:
+                cells.append("·")
+                continue
+            # One rule may refuse several keys: the message up to what it got tells them apart.
+            message = re.split(r",? got |; ", found[0])[0]
+            cells.append(str(rules.setdefault((found[1], message), len(rules) + 1)))
+        cells += [""] * (len(names) - 1 - len(cells))
+        lines.append(f"| {letters[i]} {name} | {' | '.join(cells)} |")
+    lines += ["", "| | the rule says | it stands in |", "|---|---|---|"]
+    for (rule, message), number in rules.items():
+        module, function = rule.split(".")
+        where = f"`torchtitan/config/checks/{module}.py`, `{function}`"
+        lines.append(f"| {number} | {message} | {where} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The page with today's table between its two marks."""
+    return re.sub(
+        r"(?<=<!-- pairs -->\n\n).*?(?=\n\n<!-- end of pairs -->)",
+        lambda _: table(),
+        PAGE.read_text(),
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 if the table is out of date")
+    if parser.parse_args().check:
+        raise SystemExit(PAGE.read_text() != page())
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What the documentation names is there, and its examples run."""
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from scripts import architecture, composability
+from tests.compat.test_public_names import REFERENCE_PATHS
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
+from torchtitan.rl.job_config import JobConfig as RLJobConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+# Written from tables with tests of their own.
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+    if path.name != "faults.md"
+}
+
+FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page])
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_repository_that_a_page_names_are_there(page):
+    named = re.findall(
+        r"(?<![\w/.])(?:\./)?((?:torchtitan|tests|scripts|benchmarks|examples|docs|\.ci)/[\w./-]+)",
+        PAGES[page],
+    )
+    missing = {path for path in named if not (ROOT / path.rstrip(".")).exists()}
+    assert {path for path in missing if "NAME" not in path} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_that_a_page_names_are_keys_of_the_config(page):
+    config = RLJobConfig()
+    sections = "|".join(field.name for field in dataclasses.fields(config))
+    for key in re.findall(rf"(?:`|--)((?:{sections})(?:\.[a-z]\w*)+)[`\s=]", PAGES[page]):
+        value = config
+        for name in [] if key.endswith(FILES) else key.split("."):
+            assert hasattr(value, name), f"{page}: {key}"
+            value = getattr(value, name)
+
+
+# ---- architecture.md ----
+
+
+def test_every_part_of_the_package_is_described():
+    page = PAGES["docs/architecture.md"]
+    parts = [part for row in architecture.LAYERS for part in row]
+    assert [part for part in parts if f"**`{part}`**" not in page] == []
+
+
+def test_table_of_the_references_paths_is_that_of_the_test():
+    rows = re.findall(
+        r"^\| `(torchtitan\.[\w.]+)` \| `(torchtitan\.[\w.]+)` \|$",
+        PAGES["docs/architecture.md"],
+        re.M,
+    )
+    assert dict(rows) == REFERENCE_PATHS
+
+
+# ---- composability.md ----
+
+
+def test_table_of_pairs_is_what_the_configs_rules_say():
+    assert composability.PAGE.read_text() == composability.page(), (
+        "run: python -m scripts.composability"
+    )
+
+
+# ---- metrics.md ----
+
+
+def test_every_metric_of_training_is_described():
+    class Recorder(BaseLogger):
+        names: set[str] = set()
+
+        def log(self, metrics, step):
+            self.names |= metrics.keys()
+
+    dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
+    processor = MetricsProcessor(JobConfig(), dims)
+    processor.logger, processor.num_flops_per_token = Recorder(), 1
+    processor.gpu_peak_flops = 1.0
+    processor.log(1, 1.0, 1.0, 1.0, extra_metrics={"n_tokens_seen": 1, "lr": 1.0})
+    processor.log_validation(1.0, 1)
+    page = PAGES["docs/metrics.md"]
+    described = {name for name in Recorder.names if f"`{name}`" in page}
+    rest = {name for name in Recorder.names - described if "validation_metrics/memory/" not in name}
+    assert rest == set()
+
+
+def test_every_metric_of_rl_is_described():
+    source = "".join(
+        (ROOT / "torchtitan/rl" / name).read_text() for name in ("controller.py", "losses.py")
+    )
+    names = set(re.findall(r'"((?:rl|time|loss)/[\w()]+)"', source))
+    names |= {f"loss/{name}" for name in re.findall(r'metrics\["(\w+)"\]', source)}
+    assert names
+    assert {name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]} == set()
+
+
+# ---- extending.md ----
+
+
+def test_module_of_the_page_on_extending_trains(tmp_path):
+    page = PAGES["docs/extending.md"]
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "my_ideas.py").write_text("\n\n".join(blocks))
+    (command,) = re.findall(r"```bash\npython (.*?)```", page, flags=re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, *command.replace("\\\n", "").split()]
+        + ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2"]
+        + ["--parrot.z_loss=0.5", f"--job.dump_folder={tmp_path}"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    # ln(2048) = 7.6, and half of its square for the loss's own term.
+    (loss,) = re.findall(r"step:  2 .*?loss: +([\d.]+)", result.stdout)
+    assert 30 < float(loss) < 45
+
+
+# ---- patch-set.md ----
+
+UNITS = dict(
+    re.findall(r"^### (\d+\. .*?)\n(.*?)(?=^##|\Z)", PAGES["docs/patch-set.md"], re.M | re.S)
+)
+FIELDS = ["Why", "0.2.2|#2985", "Different", "Unused", "Files here", "Files in 0.2.2", "Tests"]
+
+
+def field_of(unit: str, name: str) -> str:
+    (text,) = re.findall(
+        rf"^(?:{name}): (.*?)(?=^[\w#][\w#.]*(?: [\w.]+){{0,2}}: |\Z)", UNITS[unit], re.M | re.S
+    )
+    return text
+
+
+def functions_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_units_of_the_patch_set_are_numbered():
+    assert [int(title.split(".")[0]) for title in UNITS] == list(range(1, len(UNITS) + 1))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_unit_of_the_patch_set_names_files_and_tests_that_exist(unit):
+    for name in FIELDS:
+        assert field_of(unit, name).strip(), name
+    # Paths of the reference can be imported here, too.
+    for name in ("Files here", "Files in 0.2.2"):
+        paths = re.findall(r"`([^`]+)`", field_of(unit, name))
+        assert paths or field_of(unit, name).strip() == "none"
+        assert [path for path in paths if not (ROOT / path).is_file()] == []
+    checks = functions_of("tests/distributed/contract_checks.py") | functions_of(
+        "torchtitan/testing/contract.py"
+    )
+    known: set[str] = set()
+    for name in re.findall(r"`([^`]+)`", field_of(unit, "Tests")):
+        if name.endswith(".py"):
+            known = functions_of(name)
+        else:
+            assert name in known | checks, name
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if "\nFigures: " in UNITS[unit]])
+def test_figures_of_the_patch_set_are_those_of_other_pages(unit):
+    text = field_of(unit, "Figures")
+    commands = re.findall(r"`([^`]+\.py)`", text)
+    assert commands and all((ROOT / command).is_file() for command in commands)
+    others = "".join(text for page, text in PAGES.items() if page != "docs/patch-set.md")
+    figures = re.findall(
+        r"\d[\d.,]*(?:e-\d+)?(?<![.,])",
+        re.sub(r"`[^`]*`|1F1B|Interleaved1F1B|float64|fp32", "", text),
+    )
+    assert figures
+    assert [figure for figure in figures if figure not in others] == []
+
+
+def test_version_is_none_that_the_reference_has_published():
+    version = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version.startswith("0.2.100")
