@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -74,8 +74,11 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
     entries = dict(zip(layout.rows, local.unbind(0), strict=True))
     if not inner:
         return entries, layout
-    mesh = _axes_of(stacked.device_mesh, inner)
-    placements = [_on_dim(stacked.placements[axis], -1 + _dim(stacked, axis)) for axis in inner]
+    mesh = stacked.device_mesh
+    if len(inner) < mesh.ndim:
+        mesh = mesh[tuple(mesh.mesh_dim_names[axis] for axis in inner)]
+    placements = [stacked.placements[axis] for axis in inner]
+    placements = [_on_dim(placement, placement.dim - 1) for placement in placements]
     shape = stacked.shape[1:]
     return {n: _from_local(view, mesh, placements, shape) for n, view in entries.items()}, layout
 
@@ -93,11 +96,15 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
     tensors = [entries[n] for n in numbers]
     if not is_sharded:
         return _stack_plain(tensors)
+    mesh, placements = layout.mesh, layout.placements
     if tensors:
-        local = _stack_plain([t.to_local() if is_dtensor(t) else t for t in tensors])
+        local = _stack_plain([local_tensor(tensor) for tensor in tensors])
     else:
-        local = _empty_share(layout)
-    return _from_local(local, layout.mesh, layout.placements, layout.shape)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, _ = compute_local_shape_and_global_offset(layout.shape, mesh, placements)
+        local = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+    return _from_local(local, mesh, placements, layout.shape)
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -118,7 +125,7 @@ def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
 
 
 def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
-    """The same block where `join_rows` of so many [E, R, C] has it, of which this is one."""
+    """The same block where `join_rows` of `n_parts` tensors [E, R, C] has it; this is number `part`."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     offsets = entry, part * n_rows + row, column
     return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
@@ -157,9 +164,7 @@ def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -
     from torch.distributed.tensor import Replicate
 
     placements = [p if p.is_replicate() or p.dim != 1 else Replicate() for p in like.placements]
-    local = change(
-        *(t.redistribute(placements=placements).to_local() for t in tensors),
-    )
+    local = change(*(t.redistribute(placements=placements).to_local() for t in tensors))
     n_rows = local.shape[1]
     shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
     return _from_local(local, like.device_mesh, placements, shape)
@@ -181,13 +186,6 @@ def _stack_plain(tensors: list[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def _empty_share(layout: StackLayout) -> Tensor:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, _ = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
-    return torch.empty(shape, dtype=layout.dtype, device=layout.device)
-
-
 def _from_local(
     local: Tensor,
     mesh: Any,
@@ -206,10 +204,6 @@ def _from_local(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _dim(tensor: "DTensor", axis: int) -> int:
-    return tensor.placements[axis].dim
-
-
 def _on_dim(placement: "Placement", dim: int) -> "Placement":
     """The same split on another dim; a strided one stays strided."""
     if placement.dim == dim:
@@ -217,9 +211,3 @@ def _on_dim(placement: "Placement", dim: int) -> "Placement":
     split_factor = getattr(placement, "split_factor", None)
     kind = type(placement)
     return kind(dim) if split_factor is None else kind(dim, split_factor=split_factor)
-
-
-def _axes_of(mesh: Any, axes: list[int]) -> Any:
-    if len(axes) == mesh.ndim:
-        return mesh
-    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
