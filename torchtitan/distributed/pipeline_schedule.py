@@ -272,7 +272,7 @@ class PipelineSchedule:
             }
         schedule._has_backward = not forward_only
         # Torch would find out shapes here, and allocate for them.
-        schedule._initialize_stage = schedule._initialize_stages = _nothing_to_initialize
+        schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
         # Torch 2.14 would join outputs, which may differ in length.
         schedule._merge_outputs = list
         return schedule
@@ -280,7 +280,10 @@ class PipelineSchedule:
     def _num_to_plan_for(self, n: int) -> int:
         """The smallest number of microbatches, n or more, that torch's schedule takes."""
         if self.csv_path:
-            num_planned = _num_microbatches_in_csv(self.csv_path)
+            with open(self.csv_path, newline="") as file:
+                actions = [_Action.from_str(cell) for row in csv.reader(file) for cell in row]
+            parts = [part for action in actions if action for part in _parts_of(action)]
+            num_planned = 1 + max((part.microbatch_index or 0 for part in parts), default=-1)
             if n > num_planned:
                 raise ValueError(
                     f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} orders "
@@ -290,7 +293,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             return max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # In equal rounds of about one microbatch per rank.
+            # Torch deals microbatches in equal rounds, of about one per rank.
             num_ranks = self.stages[0].group_size
             return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
         return n
@@ -310,6 +313,11 @@ class PipelineSchedule:
 _FORWARD_ONLY_ACTIONS = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
+def _parts_of(action: _Action) -> tuple[_Action, ...]:
+    """The two actions that an overlapped one consists of; else itself."""
+    return action.sub_actions or (action,)
+
+
 def _filter_actions(actions: list[_Action], n: int, forward_only: bool) -> list[_Action]:
     """Those of the first n microbatches; of two overlapped actions, the one that is wanted."""
 
@@ -321,14 +329,10 @@ def _filter_actions(actions: list[_Action], n: int, forward_only: bool) -> list[
 
     kept: list[_Action] = []
     for action in actions:
-        parts = action.sub_actions or (action,)
+        parts = _parts_of(action)
         wanted = [part for part in parts if is_wanted(part)]
         kept += [action] if len(wanted) == len(parts) else wanted
     return kept
-
-
-def _nothing_to_initialize(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _run_microbatches(
@@ -339,9 +343,9 @@ def _run_microbatches(
     losses: list[Any] | None,
     return_outputs: bool,
 ) -> None:
-    """Torch's `step` where it takes lists (from 2.14 on), else what it does with its own."""
+    """Torch's `step` where it takes lists (from 2.14 on), else what `step` calls with its lists."""
     if "arg_mbs" not in inspect.signature(schedule.step).parameters:
-        # `step` would take the lists for keywords of the model.
+        # This `step` would pass the lists on to the model, as keywords.
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         return
     lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
@@ -356,10 +360,3 @@ def _common_length(**lists: Sequence[Any] | None) -> int:
             "microbatch one entry in each"
         )
     return next(iter(lengths.values()))
-
-
-def _num_microbatches_in_csv(path: str) -> int:
-    with open(path, newline="") as file:
-        actions = [_Action.from_str(cell) for row in csv.reader(file) for cell in row]
-    parts = [part for action in actions if action for part in action.sub_actions or (action,)]
-    return 1 + max((part.microbatch_index or 0 for part in parts), default=-1)

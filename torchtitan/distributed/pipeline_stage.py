@@ -82,7 +82,7 @@ class VariableShapeStage(PipelineStage):
         self._received.clear()
         self._received_gradients.clear()
 
-    # ---- forward ----
+    # ---- forward: for each microbatch the schedule has the stage receive, compute and send ----
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -91,6 +91,7 @@ class VariableShapeStage(PipelineStage):
         return [self._p2p(dist.irecv, received, self.stage_index - 1, self._forward_group)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        # From the stage before, where this rank holds it too.
         self._received[mb_index] = prev_stage_outputs.detach()
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
@@ -116,11 +117,11 @@ class VariableShapeStage(PipelineStage):
                     f"{output.dtype} of shape {tuple(output.shape)}"
                 )
         if self.is_last and not self.has_backward:
-            del self.fwd_cache[fwd_chunk_id]  # or logits pile up
+            del self.fwd_cache[fwd_chunk_id]  # otherwise logits would pile up
         else:
-            # No gradient flows to keywords, and masks are not even tensors.
             stage_output, inputs = self.fwd_cache[fwd_chunk_id]
-            # What a head returns is a tuple in the tuple; torch looks at the tensors of one.
+            # Torch expects a flat tuple of tensors, and a head returns a tuple inside it. No
+            # gradient flows to keywords, so only the first input is kept.
             tensors = tuple(x for x in tree_leaves(stage_output) if isinstance(x, Tensor))
             self.fwd_cache[fwd_chunk_id] = tensors, inputs[:1]
         return output
@@ -132,7 +133,7 @@ class VariableShapeStage(PipelineStage):
         (output,), _ = keep(fwd_chunk_id)
         return [self._p2p(dist.isend, output.detach(), self.stage_index + 1, self._forward_group)]
 
-    # ---- backward ----
+    # ---- backward: the same, against the direction of forward ----
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
@@ -165,8 +166,8 @@ class VariableShapeStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._contexts[bwd_chunk_id]():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        # Torch's separate pass for weights sets gradients as they come, transposed say, where
-        # autograd lays them out like the parameter. Fused optimizers go by memory, not strides.
+        # Torch's separate pass for weights leaves gradients in any layout, transposed for example,
+        # where autograd lays them out like the parameter. Fused optimizers ignore strides.
         for parameter in self.submod.parameters():
             gradient = parameter.grad
             if gradient is not None and gradient.stride() != parameter.stride():
