@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.attention.varlen  # noqa: F401  registers torch.ops.torch_attn._varlen_attn
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -113,8 +114,6 @@ def _set_memory_budget(
             "activation_checkpoint.mode = 'memory_budget' is carried out by the compiler; set "
             "compile.enable = true with 'model' among compile.components, or choose another mode"
         )
-    import torch._functorch.config
-
     if ac_config.visualize_memory_budget_pareto:
         folder = os.path.join(base_folder, "memory_budget_pareto")
         os.makedirs(folder, exist_ok=True)

@@ -24,8 +24,8 @@ from torchtitan.config.pipeline_layout import (
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 
-# Train specs name `pipeline_llm`, so every run imports this module. Torch's schedules load its
-# compiler: what needs them is imported inside functions.
+# Every train spec names `pipeline_llm`, and a config error is to be told before slow modules are
+# loaded: FSDP, and torch's schedules, which load its compiler, are imported inside functions.
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import LossFunction, PipelineSchedule
     from torchtitan.distributed.pipeline_stage import VariableShapeStage

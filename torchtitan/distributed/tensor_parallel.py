@@ -175,7 +175,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
             "to quantize.linear.float8.filter_fqns"
         )
     else:
-        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear
+        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear  # torchao
 
         module.__class__ = LocalFloat8Linear
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
+# DTensor's module is imported inside functions that are given one, as `is_dtensor` explains.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement

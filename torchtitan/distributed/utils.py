@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.determinism import set_determinism
@@ -50,11 +51,7 @@ class TrainContext(Protocol):
 
 def get_train_context(enable_loss_parallel: bool) -> TrainContext:
     """A context factory; with loss parallel, cross entropy works on vocabulary-sharded logits."""
-    if not enable_loss_parallel:
-        return contextlib.nullcontext
-    from torch.distributed.tensor.parallel import loss_parallel  # loads DTensor
-
-    return loss_parallel
+    return loss_parallel if enable_loss_parallel else contextlib.nullcontext
 
 
 def maybe_enable_amp(
@@ -94,7 +91,8 @@ def create_context_parallel_ctx(
     cp_rotate_method: str,
 ) -> Generator[None, None, None]:
     """Torch's own context-parallel context: shards `cp_buffers` on `cp_seq_dims` while inside."""
-    from torch.distributed.tensor.experimental import context_parallel  # loads DTensor
+    # Experimental: torch may rename them, which is to break only those who call this.
+    from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(cp_rotate_method)
