@@ -196,8 +196,8 @@ def _op_policy(
 class _RecomputeMode(_CachedTorchDispatchMode):
     """Torch's mode for recomputation, which also runs ops that forward didn't.
 
-    From torch 2.13 on, its own raises on them. Hooks that exist only in backward (FLOP counters,
-    say) issue views of their own.
+    From torch 2.13 on, torch's mode raises on them. Hooks that exist only in backward, of FLOP
+    counters for example, run views that forward did not.
     """
 
     # Torch registers flex attention and compiled regions for its own mode's exact type.

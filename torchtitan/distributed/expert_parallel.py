@@ -17,7 +17,7 @@ is one summand of the result, and the gradient of its input one summand of the w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,14 @@ __all__ = [
 _OPS = torch.ops._c10d_functional
 
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
-"""Parameter -> the dimension of its hidden units, None if it has none: of `GroupedExperts`."""
+"""`GroupedExperts`' parameters -> the dimension of their hidden units, None where there is none."""
 
 
 class TensorParallel(ParallelStyle):
     """Splits experts by hidden units over a 1-D mesh; nothing is communicated.
 
     hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default. Applying the style raises ValueError
-        for a parameter that it leaves out.
+        for a parameter that is not in it.
     """
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
@@ -64,8 +64,7 @@ class TensorParallel(ParallelStyle):
         self.hidden_dims = hidden_dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in dict(module.named_parameters(recurse=False)):
-            _split(module, name, device_mesh, [_hidden_dim(self.hidden_dims, name)])
+        _split(module, device_mesh, lambda name: [_hidden_dim(self.hidden_dims, name)])
         return module
 
 
@@ -125,8 +124,7 @@ class ExpertParallel(BaseExpertParallel):
         return super()._apply(module, device_mesh)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        for parameter_name in dict(mod.named_parameters(recurse=False)):
-            _split(mod, parameter_name, device_mesh, [0])
+        _split(mod, device_mesh, lambda parameter_name: [0])
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
@@ -167,17 +165,15 @@ class ExpertTensorParallel(ExpertParallel):
         self.hidden_dims = hidden_dims
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        for parameter_name in dict(mod.named_parameters(recurse=False)):
-            dims = [0, _hidden_dim(self.hidden_dims, parameter_name)]
-            _split(mod, parameter_name, device_mesh, dims)
+        _split(mod, device_mesh, lambda parameter: [0, _hidden_dim(self.hidden_dims, parameter)])
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Gives each rank of a 1-D mesh a share of tokens that all of them have, for a reorderer.
+    """Has each rank of a 1-D mesh reorder a share of the tokens, which all ranks have.
 
-    Applied to a `TokenReorderer`, called with scores and experts [T, k] of all tokens: the rank
-    sorts the pairs of T / R tokens, rounded up, and its last tokens may be fewer. Pairs keep
-    their numbers among all T * k.
+    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens:
+    each rank sorts the pairs of T / R tokens, rounded up; the last ranks may have fewer. Pairs
+    keep their numbers among all T * k.
     """
 
     def __init__(self) -> None:
@@ -226,9 +222,13 @@ def _hidden_dim(hidden_dims: Mapping[str, int | None], name: str) -> int | None:
     return hidden_dims[name]
 
 
-def _split(module: nn.Module, name: str, mesh: DeviceMesh, dims: list[int | None]) -> None:
-    share = split_parameter(f"the experts' {name}", getattr(module, name), mesh, dims)
-    module.register_parameter(name, share)
+def _split(
+    experts: nn.Module, mesh: DeviceMesh, dims_of: Callable[[str], list[int | None]]
+) -> None:
+    """Split every parameter: `dims_of(its name)` has a dimension for each axis of the mesh."""
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        share = split_parameter(f"the experts' {name}", parameter, mesh, dims_of(name))
+        experts.register_parameter(name, share)
 
 
 def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -237,15 +237,15 @@ def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """x: [sum of sent, ...], for each rank of the group its rows -> [sum of received, ...]."""
+    """All-to-all of rows: x [sum of sent, ...], in rank order -> [sum of received, ...]."""
     return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 @dataclass
 class _Exchange:
-    """Tokens per expert: what this rank sends [E] to all experts, and those here receive [R * e].
+    """Tokens per expert, as exchanged: `sent` [E] by this rank, `received` [R * e] by its experts.
 
-    splits: their sums per rank [2, R], in pinned memory once `copied` has happened.
+    splits: their sums per rank [2, R], in host memory once `copied` has happened.
     """
 
     sent: Tensor

@@ -145,8 +145,8 @@ class ParallelDims:
         }
 
     def _axis_exists(self, name: str, size: int) -> bool:
-        # Experts have meshes of their own as soon as ep is on, and none (the dense ones serve
-        # them) while it is off, whatever size efsdp comes out at.
+        # While ep is on, experts have their own meshes, even at size 1. While it is off, the dense
+        # meshes serve them, whatever size efsdp comes out at.
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:

@@ -185,7 +185,7 @@ class Peers:
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank == 0:  # before anything else: the main thread ends this process when it knows
+        if self.rank == 0:  # first of all: once the main thread knows, it may end this process
             self._send({"failed": self._first_failure})
         self._has_failed.set()
         if not self._leaving.wait(_SECONDS_TO_END):
@@ -230,7 +230,7 @@ class Peers:
 
 
 def _problem_of(told: list[dict[str, Any]]) -> str | None:
-    """Why these ranks cannot train together; None if they can. told: what each rank set."""
+    """Why these ranks cannot train together; None if they can. told: what each rank said."""
     ranks_of: dict[str, list[int]] = {}
     for rank, own in enumerate(told):
         if own["error"] is not None:

@@ -167,7 +167,7 @@ def _meeting_place() -> tuple[str, ...]:
 
 
 def _wait_for_server(timeout: timedelta) -> None:
-    """Return when rank 0, or torchrun, can be reached: torch would print pages while it waits."""
+    """Return when rank 0, or torchrun, can be reached: torch would log pages while it waits."""
     rank, _, address, port = _meeting_place()
     deadline = time.monotonic() + timeout.total_seconds()
     while rank != "0":

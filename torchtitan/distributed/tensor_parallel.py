@@ -37,7 +37,7 @@ from torchtitan.tools.linear import Linear, linear
 from torchtitan.tools.logging import logger
 
 Row = Mapping[str, int | None]
-"""Of one module: parameter name -> the dimension it is split along, None where it stays whole."""
+"""One module's parameters: name -> the dimension it is split along, None where it stays whole."""
 
 _DEGREE_OF_AXIS = {
     "ep": "parallelism.expert_parallel_degree",
@@ -264,7 +264,7 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         )
         return
     with warnings.catch_warnings():
-        # Called deprecated, and yet the pass leaves alone what it was not called for (torch 2.13).
+        # It warns that it is deprecated, yet the pass skips groups without it (torch 2.13).
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

@@ -1,9 +1,8 @@
 """Taking stacked weights apart and putting them together, whole or sharded, without copies.
 
 Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
-The functions here make views of the local memory of a DTensor, so that what a reader writes into
-them is in the parameter at once, and no rank handles more than it holds. The letters: E experts,
-R rows, C columns.
+The functions here make views of the local memory of a DTensor: what a reader writes into a view is
+in the parameter, and no rank handles more than it holds. The letters: E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalShard(NamedTuple):
-    """The block of a tensor of `shape` that begins at `offsets`, one of each per dim."""
+    """A block of a larger tensor of `shape`, in which it begins at `offsets` (one per dim)."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -85,7 +84,7 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
 
 
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
-    """The inverse of `unstack`. The memory is that of the entries where these are its views.
+    """The inverse of `unstack`; a view if the entries are the views that `unstack` gave.
 
     Raises ValueError that names the missing entries of `name`.
     """
@@ -159,7 +158,10 @@ def swap_rows_and_columns(tensor: Tensor) -> Tensor:
 
 
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`change` of the tensors, all laid out alike; only rows that ranks split are gathered."""
+    """`change` of the local tensors, which all have the layout of `like`, with whole rows [dim 1].
+
+    Rows are gathered where ranks split them.
+    """
     if not is_dtensor(like):
         return change(*tensors)
     from torch.distributed.tensor import Replicate
@@ -194,9 +196,9 @@ def _from_local(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> "DTensor":
-    """A DTensor whose shape is given, as it cannot be told from uneven shards.
+    """A DTensor of this shape, which uneven shards don't tell.
 
-    stride: None if contiguous; `contiguous()` of the result believes it.
+    stride: of the whole tensor, None if contiguous; `contiguous()` of the result goes by it.
     """
     from torch.distributed.tensor import DTensor
 
