@@ -39,7 +39,7 @@ def permute_tokens(
 
     counts: [R * E] int.
     Returns (shape of x with the zero row that padding comes from, padded x [M, D], the row of
-    each of its M rows, slot sizes [E] int32). M follows from N alone, so nothing waits for the
+    each of its M rows, slot sizes [E] int32). M depends only on N, so nothing waits for the
     device; rows past the sum of the sizes belong to no expert.
     """
     padded_len = x.shape[0] + experts_per_rank * alignment

@@ -1,6 +1,7 @@
 """What a step needs of its ranks: contexts to run in, reductions to one number, gradient clipping.
 
-The names of process groups and seeds are those of `process_group` and `determinism`.
+Process groups and seeds are in `process_group` and `determinism`; other programs import their
+names from here.
 """
 
 import contextlib
