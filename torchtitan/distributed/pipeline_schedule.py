@@ -51,8 +51,9 @@ class PipelineSchedule:
     loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here.
     n_microbatches: into how many a whole batch is split.
     csv_path: a file with an order of actions, in place of the named schedule's.
-    replicas: ranks that hold the same stages unsharded and read other data; the gradients of
-        each step are summed over them.
+
+    To be set where other ranks hold the same stages unsharded and read other data:
+    replicas: those ranks; the gradients of each step are summed over them.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class PipelineSchedule:
         loss_fn: LossFunction | None,
         n_microbatches: int,
         csv_path: str = "",
-        replicas: DeviceMesh | None = None,
     ):
         self.schedule_class = _PipelineScheduleRuntime if csv_path else get_schedule_class(name)
         self.stages = list(stages)
         self.loss_fn = loss_fn
         self.n_microbatches = n_microbatches
         self.csv_path = csv_path
-        self.replicas = replicas
+        self.replicas: DeviceMesh | None = None
         self.group = self.stages[0].group
         self.num_stages = self.stages[0].num_stages
         self.has_first_stage = any(stage.is_first for stage in self.stages)

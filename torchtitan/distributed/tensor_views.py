@@ -6,7 +6,7 @@ in the parameter, and no rank handles more than it holds. The letters: E experts
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
 # DTensor's module is imported inside functions that are given one, as `is_dtensor` explains.
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class LocalShard(NamedTuple):
@@ -42,7 +39,7 @@ class StackLayout(NamedTuple):
     """How a DTensor [E, R, C] lies on the ranks; `rows` are the E that this rank holds."""
 
     mesh: Any
-    placements: tuple["Placement", ...]
+    placements: tuple[Any, ...]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -192,10 +189,10 @@ def _stack_plain(tensors: list[Tensor]) -> Tensor:
 def _from_local(
     local: Tensor,
     mesh: Any,
-    placements: Sequence["Placement"],
+    placements: Sequence[Any],
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
-) -> "DTensor":
+) -> Tensor:
     """A DTensor of this shape, which uneven shards don't tell.
 
     stride: of the whole tensor, None if contiguous; `contiguous()` of the result goes by it.
@@ -207,7 +204,7 @@ def _from_local(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _on_dim(placement: "Placement", dim: int) -> "Placement":
+def _on_dim(placement: Any, dim: int) -> Any:
     """The same split on another dim; a strided one stays strided."""
     if placement.dim == dim:
         return placement
