@@ -51,9 +51,8 @@ class PipelineSchedule:
     loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here.
     n_microbatches: into how many a whole batch is split.
     csv_path: a file with an order of actions, in place of the named schedule's.
-
-    To be set where other ranks hold the same stages unsharded and read other data:
-    replicas: those ranks; the gradients of each step are summed over them.
+    replicas: set it where other ranks hold the same stages unsharded and read other data; the
+        gradients of each step are summed over these ranks.
     """
 
     def __init__(
