@@ -16,7 +16,12 @@ from torchtitan.checkpoint.run_record import record_of
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.determinism import (
+    agree_on_seed,
+    set_determinism,
+    use_deterministic_kernels,
+)
+from torchtitan.distributed.process_group import init_distributed
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.optim.offload import Offloader
 from torchtitan.protocols.model_converter import build_model_converters
@@ -121,7 +126,7 @@ def set_device() -> torch.device:
 
 def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
     """Join or reuse the process group and return the layout of ranks."""
-    world_size = dist_utils.init_distributed(
+    world_size = init_distributed(
         config.comm,
         enable_cpu_backend=config.training.enable_cpu_offload,
         base_folder=config.job.dump_folder,
@@ -158,10 +163,10 @@ def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> 
     """Return the seed of the parameters. The host's generators are seeded only if it asked."""
     debug = config.debug
     if debug.seed is not None:
-        return dist_utils.set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])
+        return set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])
     if debug.deterministic:
-        dist_utils.use_deterministic_kernels(debug.deterministic_warn_only)
-    return dist_utils.agree_on_seed(dims, device, debug)
+        use_deterministic_kernels(debug.deterministic_warn_only)
+    return agree_on_seed(dims, device, debug)
 
 
 def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:

@@ -106,7 +106,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
 def _find_peers(timeout_seconds: float) -> "Peers":
     from torchtitan.distributed.peers import Peers
-    from torchtitan.distributed.utils import find_peers
+    from torchtitan.distributed.process_group import find_peers
 
     return Peers(*find_peers(timedelta(seconds=timeout_seconds)))
 

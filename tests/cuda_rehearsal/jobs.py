@@ -31,7 +31,10 @@ def ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     )
     environment = mock.patch.dict(os.environ, NGPU=str(world_size), LOCAL_RANK="0")
     torch._dynamo.reset()  # another model's sizes would make this one's dynamic
-    with environment, mock.patch("torchtitan.distributed.utils.init_fake_mode", lambda *_: group()):
+    with (
+        environment,
+        mock.patch("torchtitan.distributed.process_group.init_fake_mode", lambda *_: group()),
+    ):
         yield
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import torchtitan.distributed.utils as dist_utils
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, process_group
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -66,10 +66,10 @@ def recorder_unset(monkeypatch):
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplog, tmp_path):
     (tmp_path / "file").touch()
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path / "file"), backend)
+    process_group._configure_flight_recorder(Comm(), str(tmp_path / "file"), backend)
     assert "a hang will leave no traces" in caplog.text
     assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), backend)
+    process_group._configure_flight_recorder(Comm(), str(tmp_path), backend)
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "comm_traces"))
     assert (tmp_path / "comm_traces").is_dir()
 
@@ -77,10 +77,10 @@ def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplo
 @pytest.mark.usefixtures("recorder_unset")
 def test_only_a_setting_of_the_users_own_is_overruled_with_a_warning(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what torchrun gives to everybody
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
+    process_group._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and not caplog.text
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    dist_utils._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
+    process_group._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING changes from '2' to '3'" in caplog.text
 
 
@@ -126,8 +126,8 @@ def device_id_of_init(device_type, world_size, local_rank):
     module = torch.get_device_module(device_type)
     meeting = {"store": None, "rank": 0, "world_size": world_size}
     with (
-        patch.object(dist_utils, "get_device_info", return_value=(device_type, module)),
-        patch.object(dist_utils, "_rendezvous", return_value=meeting),
+        patch.object(process_group, "get_device_info", return_value=(device_type, module)),
+        patch.object(process_group, "_rendezvous", return_value=meeting),
         patch.object(dist, "init_process_group", init),
     ):
         dist_utils.init_distributed(Comm(trace_buf_size=0), enable_cpu_backend=True)
@@ -201,7 +201,7 @@ def test_settings_that_are_not_about_the_group_are_applied_over_an_existing_one(
 def refusal_on(device_type, backend, enable_cpu_backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     module = torch.get_device_module(device_type)
-    with patch.object(dist_utils, "get_device_info", return_value=(device_type, module)):
+    with patch.object(process_group, "get_device_info", return_value=(device_type, module)):
         try:
             dist_utils.init_distributed(
                 Comm(trace_buf_size=0), enable_cpu_backend=enable_cpu_backend

@@ -33,7 +33,7 @@ def test_an_error_of_all_ranks_is_one_message_and_those_of_some_name_them():
 def meet(config_of_rank, timeout_seconds=20):
     from datetime import timedelta
 
-    from torchtitan.distributed.utils import find_peers
+    from torchtitan.distributed.process_group import find_peers
 
     peers = Peers(*find_peers(timedelta(seconds=timeout_seconds)))
     try:

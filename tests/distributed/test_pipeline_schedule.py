@@ -233,8 +233,9 @@ def run_replicas():
             with pytest.raises(FailedOnPurpose):
                 pipeline.schedule.step(**pipeline.inputs(mine, 2), return_outputs=False)
         for n in range(1, 40):
-            pipeline.schedule._schedule_for(n, forward_only=True)
-        assert len(pipeline.schedule._schedules) == pipeline_schedule._MAX_SCHEDULES
+            pipeline.schedule._schedule_for(n, True)
+        kept = pipeline.schedule._schedule_for.cache_info().currsize
+        assert kept == pipeline_schedule._MAX_SCHEDULES
     expected = {}
     for lengths in (LENGTHS[:4], LENGTHS[4:]):
         for seed in range(2):

@@ -1,6 +1,7 @@
 """How many stages a pipeline has and which modules each of them holds: numbers and names only."""
 
 import math
+from itertools import islice
 
 from torchtitan.config.job_config import Parallelism
 
@@ -8,7 +9,7 @@ from torchtitan.config.job_config import Parallelism
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # one stage per rank
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two per rank: r and its mirror image
-# No order of their own: it comes from parallelism.pipeline_parallel_schedule_csv.
+# The order of its actions comes from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
@@ -22,7 +23,10 @@ def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
 
 
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
-    """The stages that a pipeline rank holds, in the order of the model."""
+    """The stages that a pipeline rank holds, in the order of the model.
+
+    Raises ValueError if they cannot be shared out evenly, or not as the schedule needs it.
+    """
     if num_stages % pp_degree:
         raise ValueError(
             f"the stages of a pipeline must be shared out evenly, got {num_stages} stages for "
@@ -44,10 +48,8 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    modules, per_stage = (
-        parallelism.module_fqns_per_model_part,
-        parallelism.pipeline_parallel_layers_per_stage,
-    )
+    modules = parallelism.module_fqns_per_model_part
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
     weights = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
@@ -102,7 +104,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """A module in no list would be left out of the model, silently."""
+    """Refuse lists that don't name every module once: one in no list would silently be left out."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     if missing := [name for name in expected if name not in listed]:
@@ -148,8 +150,6 @@ def generate_llm_fqn_per_model_part(
     counts[0] -= input_weight
     counts[-1] -= output_weight
 
-    stages, first = [], 0
-    for count in counts:
-        stages.append(layers[first : first + count])
-        first += count
+    remaining = iter(layers)
+    stages = [list(islice(remaining, count)) for count in counts]
     return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "output"]]

@@ -1,11 +1,8 @@
 """How a model is spread over processes: meshes, data parallelism, checkpointed activations."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.distributed.parallel_dims import ParallelDims
-
-if TYPE_CHECKING:
-    from torchtitan.distributed.no_parallel import NoParallel
 
 __all__ = ["NoParallel", "ParallelDims"]
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.attention.varlen  # noqa: F401  registers torch.ops.torch_attn._varlen_attn
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -54,7 +55,7 @@ def apply_ac(
     products every second one, and all else is computed again.
     memory_budget: the compiler decides what to keep; blocks aren't wrapped.
 
-    reads_device: blocks, not compiled as a whole, call `read_once`.
+    reads_device: blocks call `read_once`, and are not compiled as a whole.
 
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches something but a Linear.
@@ -63,23 +64,46 @@ def apply_ac(
     # one used last: forward and recompute may use different ones, and must not change places.
     host.change("lru cache", False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
-    if ac_config.mode == "memory_budget":
+    mode, option = ac_config.mode, ac_config.selective_ac_option
+    if mode == "memory_budget":
         _set_memory_budget(ac_config, model_compile_enabled, base_folder)
         return
+    if mode not in ("full", "selective"):
+        raise ValueError(
+            f"activation_checkpoint.mode must be full or selective to wrap blocks, got {mode!r}"
+        )
+    by_op = mode == "selective" and option == "op"
+    if mode == "selective" and not by_op and not option.isdecimal():
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option must be 'op' or a number n (every n-th "
+            f"block), got {option!r}"
+        )
+    every = max(int(option), 1) if mode == "selective" and not by_op else 1
+    saved_ops = _expand_packets(op_sac_save_list or set())
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
         # By the block's number in the whole model, so that pipeline stages wrap the same blocks.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
-        wrapped = _apply_ac_to_transformer_block(
+        if number % every:
+            continue
+        options: dict[str, Any] = {"context_fn": reading_contexts} if reads_device else {}
+        if by_op:
+            names = ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
+            shapes = _linear_shapes(block, f"layers.{layer_id}", names)
+            context_fn = _context_fn(saved_ops, shapes)
+            if reads_device:
+                context_fn = partial(reading_contexts, context_fn)
+            options = {"context_fn": context_fn}
+        wrapped = checkpoint_wrapper(
             block,
-            ac_config,
-            number=number,
-            base_fqn=f"layers.{layer_id}",
-            op_sac_save_list=op_sac_save_list or set(),
-            reads_device=reads_device,
+            preserve_rng_state=ac_config.preserve_rng_state,
+            determinism_check=ac_config.determinism_check,
+            early_stop=ac_config.early_stop,
+            debug=ac_config.debug,
+            **options,
         )
         layers.register_module(layer_id, wrapped)
-    logger.info("activation checkpointing: %s", ac_config.mode)
+    logger.info("activation checkpointing: %s", mode)
 
 
 def _set_memory_budget(
@@ -90,8 +114,6 @@ def _set_memory_budget(
             "activation_checkpoint.mode = 'memory_budget' is carried out by the compiler; set "
             "compile.enable = true with 'model' among compile.components, or choose another mode"
         )
-    import torch._functorch.config
-
     if ac_config.visualize_memory_budget_pareto:
         folder = os.path.join(base_folder, "memory_budget_pareto")
         os.makedirs(folder, exist_ok=True)
@@ -103,70 +125,11 @@ def _set_memory_budget(
     logger.info("activation memory budget: %s", ac_config.memory_budget)
 
 
-def _apply_ac_to_transformer_block(
-    block: nn.Module,
-    ac_config: ActivationCheckpoint,
-    *,
-    number: int,
-    base_fqn: str,
-    op_sac_save_list: set[Any],
-    reads_device: bool = False,
-) -> nn.Module:
-    full_options = {"context_fn": reading_contexts} if reads_device else {}
-    if ac_config.mode == "full":
-        return _apply_full_ac(block, ac_config, **full_options)
-    if ac_config.mode != "selective":
-        raise ValueError(
-            f"activation_checkpoint.mode must be full or selective to wrap blocks, "
-            f"got {ac_config.mode!r}"
-        )
-    option = ac_config.selective_ac_option
-    if option == "op":
-        return _apply_op_sac(block, ac_config, base_fqn, op_sac_save_list, reads_device)
-    if not option.isdecimal():
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option must be 'op' or a number n (every n-th "
-            f"block), got {option!r}"
-        )
-    every = max(int(option), 1)
-    return _apply_full_ac(block, ac_config, **full_options) if number % every == 0 else block
-
-
-def _apply_full_ac(
-    block: nn.Module, ac_config: ActivationCheckpoint, **checkpoint_options: Any
-) -> nn.Module:
-    return checkpoint_wrapper(
-        block,
-        preserve_rng_state=ac_config.preserve_rng_state,
-        determinism_check=ac_config.determinism_check,
-        early_stop=ac_config.early_stop,
-        debug=ac_config.debug,
-        **checkpoint_options,
-    )
-
-
-def _apply_op_sac(
-    block: nn.Module,
-    ac_config: ActivationCheckpoint,
-    base_fqn: str,
-    op_sac_save_list: set[Any],
-    reads_device: bool,
-) -> nn.Module:
-    recomputed_shapes = _linear_shapes(
-        block, base_fqn, ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
-    )
-    saved_ops = _expand_packets(op_sac_save_list)
-    context_fn = _context_fn(saved_ops, recomputed_shapes)
-    if reads_device:
-        context_fn = partial(reading_contexts, context_fn)
-    return _apply_full_ac(block, ac_config, context_fn=context_fn)
-
-
 @functools.cache
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """One object for all blocks of one policy: for each other one dynamo compiles them anew."""
+    """One object for all blocks of one policy: dynamo compiles again for each other object."""
     return partial(_selective_contexts, saved_ops, recomputed_shapes)
 
 
@@ -214,8 +177,9 @@ def _op_policy(
     def policy(
         ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        if op is _COPY and _copies_to_cpu(*args, **kwargs):
-            return CheckpointPolicy.MUST_SAVE  # the copy would wait for the device once more
+        if op is _COPY and args[0].device.type != "cpu" and kwargs.get("device") is not None:
+            if torch.device(kwargs["device"]).type == "cpu":
+                return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device again
         if op not in saved_ops:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if op in _PRODUCTS:
@@ -229,16 +193,11 @@ def _op_policy(
     return policy
 
 
-def _copies_to_cpu(source: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    return source.device.type != "cpu" and device is not None and torch.device(device).type == "cpu"
-
-
 class _RecomputeMode(_CachedTorchDispatchMode):
     """Torch's mode for recomputation, which also runs ops that forward didn't.
 
-    From torch 2.13 on, its own raises on them. Hooks that exist only in backward (FLOP counters,
-    say) issue views of their own.
+    From torch 2.13 on, torch's mode raises on them. Hooks that exist only in backward, of FLOP
+    counters for example, run views that forward did not.
     """
 
     # Torch registers flex attention and compiled regions for its own mode's exact type.

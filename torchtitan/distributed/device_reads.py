@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def read_once(read: Callable[[], T]) -> T:
-    """What `read` returns; in the recomputation of a checkpointed block, what it was in forward.
+    """What `read` returns; in the recomputation of a checkpointed block, what it returned in forward.
 
     Both passes have to make the same calls in the same order. Without `reading_contexts` around
     them every call reads.
@@ -23,7 +23,7 @@ def read_once(read: Callable[[], T]) -> T:
 def reading_contexts(
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
 ) -> "tuple[_Reads, _Reads]":
-    """A checkpoint's context_fn: those of another one, and in them `read_once`."""
+    """Contexts for `checkpoint(context_fn=...)`: those of `context_fn`, with `read_once` in force."""
     forward, recompute = context_fn()
     values: list[Any] = []
     return _Reads(values, False, forward), _Reads(values, True, recompute)

@@ -10,15 +10,15 @@ from torch import Tensor
 def is_dtensor(x: Any) -> bool:
     """Whether `x` is a DTensor.
 
-    None can exist before its module is loaded; importing that module takes as long as a third
-    of `import torch`, which a run of one process need not spend.
+    Does not load DTensor's module, which takes a third as long as `import torch` and which a run
+    of one process may not need: before someone loads it, there is no DTensor.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """`x` as a plain tensor, gathered if it is a DTensor, for use that is alike on every rank."""
+    """`x` as a plain tensor; collective if it is a DTensor, which is then gathered."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
@@ -28,12 +28,12 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
-    """This rank's part of a parameter, a plain tensor to compute with; None and others as they are.
+    """This rank's part of a parameter, a plain tensor to compute with; unchanged if no DTensor.
 
     Where ranks hold the parameter whole, each uses it on its own tokens, heads or hidden units:
-    the gradient is summed over them.
-    added_once: the parameter (a bias) is added to one summand of a sum over these ranks: each
-        rank gets its share of it.
+    the gradient is summed over these ranks.
+    added_once: the parameter (a bias) is added to each summand of a sum over these ranks, so each
+        rank gets 1 / ranks of it.
     """
     if not is_dtensor(parameter):
         return parameter

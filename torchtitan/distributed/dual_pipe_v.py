@@ -1,18 +1,17 @@
 """Overlap of one microbatch's experts with another one's attention in DualPipeV: not available.
 
 The schedule DualPipeV itself runs, without that overlap. The names exist so that programs written
-against the reference import; those that would have to overlap raise NotImplementedError when used.
+against the reference can import them; those that would have to overlap raise NotImplementedError
+when used.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
+from torchtitan.config import JobConfig
 from torchtitan.distributed.expert_parallel import BaseExpertParallel, ExpertParallel
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.parallel_dims import ParallelDims
 
 __all__ = [
     "DualPipeExpertParallel",
@@ -23,12 +22,13 @@ __all__ = [
 ]
 
 
-def get_dual_pipe_v_flag(job_config: "JobConfig", parallel_dims: "ParallelDims") -> bool:
+def get_dual_pipe_v_flag(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
     """Whether experts and attention of two microbatches overlap: False, in every job."""
     return False
 
 
-def _refuse() -> NoReturn:
+def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises NotImplementedError."""
     raise NotImplementedError(
         "experts do not overlap with another microbatch here; set "
         "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without this, and use "
@@ -40,14 +40,14 @@ class DualPipeExpertParallel(ExpertParallel):
     """Raises NotImplementedError when built."""
 
     def __init__(self, inner_ep: BaseExpertParallel) -> None:
-        _refuse()
+        overlap_callback()
 
 
 class HookCoordinator:
     """Raises NotImplementedError when built."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse()
+        overlap_callback()
 
 
 class SyncHook:
@@ -55,12 +55,7 @@ class SyncHook:
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse()
-
-
-def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    _refuse()
+        overlap_callback()
 
 
 def _count_moe_modules(model: nn.Module) -> int:

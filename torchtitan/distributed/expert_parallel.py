@@ -17,24 +17,19 @@ is one summand of the result, and the gradient of its input one summand of the w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.distributed.device_reads import read_once
+from torchtitan.distributed.tensor_parallel import split_parameter
 from torchtitan.distributed.token_groups import (
     kernel_alignment,
     permute_tokens,
@@ -54,14 +49,14 @@ __all__ = [
 _OPS = torch.ops._c10d_functional
 
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
-"""Parameter -> the dimension of its hidden units, None if it has none: of `GroupedExperts`."""
+"""`GroupedExperts`' parameters -> the dimension of their hidden units, None where there is none."""
 
 
 class TensorParallel(ParallelStyle):
     """Splits experts by hidden units over a 1-D mesh; nothing is communicated.
 
     hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default. Applying the style raises ValueError
-        for a parameter that it leaves out.
+        for a parameter that is not in it.
     """
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
@@ -69,8 +64,7 @@ class TensorParallel(ParallelStyle):
         self.hidden_dims = hidden_dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in dict(module.named_parameters(recurse=False)):
-            _split(module, name, device_mesh, [_hidden_dim(self.hidden_dims, name)])
+        _split(module, device_mesh, lambda name: [_hidden_dim(self.hidden_dims, name)])
         return module
 
 
@@ -119,41 +113,43 @@ class ExpertParallel(BaseExpertParallel):
         self._announced: _Exchange | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.announce_counts = partial(self._announce_counts, device_mesh)
+        def announce_counts(num_tokens_per_expert: Tensor) -> None:
+            """Begin the exchange of the counts [E] that the next dispatch will be called with.
+
+            What is issued from here to the dispatch keeps the device busy while the host waits.
+            """
+            self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
+
+        module.announce_counts = announce_counts
         return super()._apply(module, device_mesh)
 
-    def _announce_counts(self, device_mesh: DeviceMesh, num_tokens_per_expert: Tensor) -> None:
-        """Begin the exchange of the counts [E] that the next dispatch will be called with.
-
-        What is issued from here to the dispatch keeps the device busy while the host waits.
-        """
-        self._announced = _begin_exchange(num_tokens_per_expert, device_mesh)
-
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        for parameter_name in dict(mod.named_parameters(recurse=False)):
-            _split(mod, parameter_name, device_mesh, [0])
+        _split(mod, device_mesh, lambda parameter_name: [0])
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
     ) -> tuple[Tensor, Tensor]:
         routed, num_tokens_per_expert = inputs
-        num_ranks, group = device_mesh.size(), device_mesh.get_group().group_name
-        num_local = num_tokens_per_expert.shape[0] // num_ranks
+        mesh = _ep_axis(device_mesh)
+        num_ranks, group = mesh.size(), mesh.get_group().group_name
         exchange, self._announced = self._announced, None
         if exchange is None or exchange.sent is not num_tokens_per_expert:
-            exchange = _begin_exchange(num_tokens_per_expert, device_mesh)
+            exchange = _begin_exchange(num_tokens_per_expert, mesh)
         self.input_splits, self.output_splits = read_once(exchange.wait_for_splits)
         routed = _AllToAll.apply(routed, self.output_splits, self.input_splits, group)
-        alignment = kernel_alignment(routed.device)
         self.input_shape, routed, self.permuted_indices, padded_counts = permute_tokens(
-            routed, exchange.received, num_ranks, num_local, alignment
+            routed,
+            exchange.received,
+            num_ranks,
+            experts_per_rank=num_tokens_per_expert.shape[0] // num_ranks,
+            alignment=kernel_alignment(routed.device),
         )
         return routed, padded_counts
 
     def _token_combine(
         self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh
     ) -> Tensor:
-        group = device_mesh.get_group().group_name
+        group = _ep_axis(device_mesh).get_group().group_name
         out = unpermute_tokens(routed_output, self.input_shape, self.permuted_indices)
         return _AllToAll.apply(out, self.input_splits, self.output_splits, group)
 
@@ -169,30 +165,15 @@ class ExpertTensorParallel(ExpertParallel):
         self.hidden_dims = hidden_dims
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        for parameter_name in dict(mod.named_parameters(recurse=False)):
-            dims = [0, _hidden_dim(self.hidden_dims, parameter_name)]
-            _split(mod, parameter_name, device_mesh, dims)
-
-    def _announce_counts(self, device_mesh: DeviceMesh, num_tokens_per_expert: Tensor) -> None:
-        super()._announce_counts(device_mesh["ep"], num_tokens_per_expert)
-
-    def _token_dispatch(
-        self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor]:
-        return super()._token_dispatch(mod, inputs, device_mesh["ep"])
-
-    def _token_combine(
-        self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh
-    ) -> Tensor:
-        return super()._token_combine(mod, routed_output, device_mesh["ep"])
+        _split(mod, device_mesh, lambda parameter: [0, _hidden_dim(self.hidden_dims, parameter)])
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Gives each rank of a 1-D mesh a share of tokens that all of them have, for a reorderer.
+    """Has each rank of a 1-D mesh reorder a share of the tokens, which all ranks have.
 
-    Applied to a `TokenReorderer`, called with scores and experts [T, k] of all tokens: the rank
-    sorts the pairs of T / R tokens, rounded up, and its last tokens may be fewer. Pairs keep
-    their numbers among all T * k.
+    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens:
+    each rank sorts the pairs of T / R tokens, rounded up; the last ranks may have fewer. Pairs
+    keep their numbers among all T * k.
     """
 
     def __init__(self) -> None:
@@ -241,45 +222,30 @@ def _hidden_dim(hidden_dims: Mapping[str, int | None], name: str) -> int | None:
     return hidden_dims[name]
 
 
-_DEGREE_OF_AXIS = {
-    "ep": "parallelism.expert_parallel_degree",
-    "etp": "parallelism.expert_tensor_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
+def _split(
+    experts: nn.Module, mesh: DeviceMesh, dims_of: Callable[[str], list[int | None]]
+) -> None:
+    """Split every parameter: `dims_of(its name)` has a dimension for each axis of the mesh."""
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        share = split_parameter(f"the experts' {name}", parameter, mesh, dims_of(name))
+        experts.register_parameter(name, share)
 
 
-def _split(module: nn.Module, name: str, mesh: DeviceMesh, dims: list[int | None]) -> None:
-    """Replace a parameter by its share: along `dims[i]` over the i-th axis of the mesh.
-
-    Values of a parameter that is not on the meta device are taken as equal on every rank.
-
-    Raises ValueError for a dimension that the axis does not divide.
-    """
-    parameter = getattr(module, name)
-    for axis, dim in enumerate(dims):
-        if dim is not None and parameter.shape[dim] % mesh.size(axis):
-            axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
-            degree = _DEGREE_OF_AXIS.get(axis_name, f"the size of mesh axis {axis_name!r}")
-            raise ValueError(
-                f"{degree} must divide dimension {dim} of the experts' {name}, got "
-                f"{mesh.size(axis)} with shape {list(parameter.shape)}; choose a divisor of "
-                f"{parameter.shape[dim]}"
-            )
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
+def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks among which experts are dealt, of a mesh [ep] or [ep, etp]."""
+    return mesh if mesh.ndim == 1 else mesh["ep"]
 
 
 def _exchange(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """x: [sum of sent, ...], for each rank of the group its rows -> [sum of received, ...]."""
+    """All-to-all of rows: x [sum of sent, ...], in rank order -> [sum of received, ...]."""
     return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 @dataclass
 class _Exchange:
-    """Tokens per expert: what this rank sends [E] to all experts, and those here receive [R * e].
+    """Tokens per expert, as exchanged: `sent` [E] by this rank, `received` [R * e] by its experts.
 
-    splits: their sums per rank [2, R], in pinned memory once `copied` has happened.
+    splits: their sums per rank [2, R], in host memory once `copied` has happened.
     """
 
     sent: Tensor

@@ -1,4 +1,4 @@
-"""The seam for fault-tolerant training with torchft. Only "off" is available in this version."""
+"""Where fault-tolerant training with torchft would come in. Only "off" is available so far."""
 
 import importlib.util
 from collections.abc import Callable

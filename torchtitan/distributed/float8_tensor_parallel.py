@@ -2,13 +2,13 @@
 
 Layers with one scale per tensor use the scale of the whole tensor: wherever ranks hold parts of an
 input, a weight or a gradient, the largest of their magnitudes is found by an all-reduce of one
-number. Every value then is rounded as in one process. A block whose linear layers are all of this
-kind sends the hidden states and gradients that it gathers in float8, half the bytes of bf16.
+number. Every value then is rounded as in one process. If all linear layers of a block are of this
+kind, it gathers its hidden states and gradients in float8, half the bytes of bf16.
 
-Layers scaled by rows compute the scales of this rank's part, which are at least as fine; their
-hidden states travel in high precision.
+Layers with one scale per row compute the scales of this rank's part, which are at least as fine;
+their hidden states travel in high precision.
 
-B rows, T tokens, t = T / tp of them on this rank, K inputs, N outputs, here of this rank's part.
+B rows, T tokens, t = T / tp of them on this rank, K inputs, N outputs (both of this rank's part).
 """
 
 from typing import Any
@@ -35,15 +35,14 @@ _OPS = torch.ops._c10d_functional
 
 def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
     casts = linear.config
-    granularities = {
-        cast.scaling_granularity
+    return all(
+        cast.scaling_granularity == ScalingGranularity.TENSORWISE
         for cast in (
             casts.cast_config_input,
             casts.cast_config_weight,
             casts.cast_config_grad_output,
         )
-    }
-    return granularities == {ScalingGranularity.TENSORWISE}
+    )
 
 
 class LocalFloat8Linear(Float8Linear):
@@ -78,7 +77,10 @@ def to_float8(
     mm_config: LinearMMConfig,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """`x` rounded to float8 with one scale, that of all parts of it in `group`; as is if it was."""
+    """`x` rounded to float8 with one scale for its parts on all ranks of `group`.
+
+    Unchanged if it is in float8 already.
+    """
     if isinstance(x, Float8TrainingTensor):
         return x
     cast = {
@@ -93,8 +95,8 @@ def to_float8(
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 
 
-# torch.compile puts these into its graph as they are and traces what they do afterwards: inside,
-# a tensor in float8 looks like any other to it.
+# allow_in_graph: torch.compile puts these functions into its graph unopened and traces what they do
+# later. A tensor in float8 then looks like any other to it.
 
 
 @torch._dynamo.allow_in_graph
@@ -178,7 +180,8 @@ class _Float8Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return reduce_scatter(grad, *ctx.ranks), None, None, None, None
+        grad_shard = reduce_scatter(grad, 1, grad.shape[1], *ctx.ranks)
+        return grad_shard, None, None, None, None
 
 
 @torch._dynamo.allow_in_graph
@@ -186,7 +189,7 @@ class _Float8Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sum: Tensor, ranks: tuple, *configs: Any) -> Tensor:
         ctx.seq_len, ctx.ranks, ctx.configs = partial_sum.shape[1], ranks, configs
-        return reduce_scatter(partial_sum, *ranks)
+        return reduce_scatter(partial_sum, 1, ctx.seq_len, *ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -202,16 +205,11 @@ _REDUCED = ("attention.wo", "feed_forward.w2")
 
 
 def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
-    """What the block gathers its hidden states in, if all that compute with them can take it."""
-    linears = [_find(block, name) for name in _READ + _REDUCED]
+    """What gathers the block's hidden states in float8; None if not all its layers take that."""
+    modules = dict(block.named_modules())
+    linears = [modules.get(name) for name in _READ + _REDUCED]
     fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)
     # A bias would have to sum a gradient in float8.
-    if not fits or any(_find(block, name).bias is not None for name in _REDUCED):
+    if not fits or any(modules[name].bias is not None for name in _REDUCED):
         return None
     return Float8SequenceShards(mesh, linears[0])
-
-
-def _find(module: nn.Module, name: str) -> nn.Module | None:
-    for part in name.split("."):
-        module = getattr(module, part, None)
-    return module

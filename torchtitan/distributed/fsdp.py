@@ -10,12 +10,12 @@ and `output`, each but `layers` possibly None on a pipeline stage.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -23,6 +23,8 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
@@ -50,15 +52,14 @@ def apply_fsdp(
 
     dp_mesh: one axis for FSDP; two, replicas outermost, for HSDP. Size 1 works, without
     communication. Parameters are gathered in `param_dtype`, gradients reduced in `reduce_dtype`.
-    ep_degree: ranks among which the experts of a block were dealt. Above 1 they are a unit each,
-    sharded on `edp_mesh`, whose last axis is that of ranks with the same experts.
-    gradient_divide_factor: accepted for compatibility; gradients are never divided.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward
-    and gathers them anew in backward; "never" keeps them; "default" is always without pipeline
-    parallelism (where every microbatch would gather again), else never. A number n keeps them
+    and gathers them again in backward; "never" keeps them; "default" is "never" under pipeline
+    parallelism, where every microbatch would gather again, else "always". A number n keeps them
     spread over n successive ranks of the shard axis, say those of a node, where backward gathers
     them. Experts, of which each rank has its own, are then freed as by "always".
-
+    ep_degree: ranks among which the experts of a block were dealt. Above 1, each block's experts
+    are a unit, sharded on `edp_mesh`, whose last axis holds the ranks with the same experts.
+    gradient_divide_factor: accepted for compatibility; gradients are never divided.
     register_buffers: have what is sent and received allocated by the process group.
 
     Raises ValueError for another policy, and for a number that does not divide the shard axis.
@@ -88,14 +89,15 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
     blocks = list(model.layers.values())
-    for experts in _experts_of(blocks) if ep_degree > 1 else ():
-        fully_shard(
-            experts,
-            reshard_after_forward=bool(reshard),
-            shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
-            **(block_options | {"mesh": edp_mesh}),
-        )
     for block in blocks:
+        if ep_degree > 1 and block.moe_enabled:
+            experts = block.moe.experts
+            fully_shard(
+                experts,
+                reshard_after_forward=bool(reshard),
+                shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
+                **(block_options | {"mesh": edp_mesh}),
+            )
         shard_unit(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
@@ -103,29 +105,22 @@ def apply_fsdp(
     disable_fsdp_gradient_division(model)
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)
-    if register_buffers:
-        _allocate_from_process_groups(
-            model, [mesh for mesh in (dp_mesh, edp_mesh) if mesh is not None]
-        )
-
-
-def _allocate_from_process_groups(model: nn.Module, meshes: list[DeviceMesh]) -> None:
-    """Collective. NCCL registers such memory with the network; where it cannot, torch allocates."""
-    device_type = meshes[0].device_type
-    if device_type == "cpu":
+    if register_buffers and dp_mesh.device_type == "cpu":
         logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
-        return
-    for mesh in meshes:
-        # NCCL has no memory to give before its communicator is there, which the first use makes.
-        group = mesh.get_group(mesh.ndim - 1)
-        torch.distributed.all_reduce(torch.zeros(1, device=device_type), group=group)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_allocate_memory_from_process_group_for_comm(True)
+    elif register_buffers:
+        # NCCL registers such memory with the network; where it cannot, torch allocates. It has no
+        # memory to give before its communicator is there, which the first collective makes.
+        for mesh in (dp_mesh, edp_mesh):
+            if mesh is not None:
+                group = mesh.get_group(mesh.ndim - 1)
+                torch.distributed.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+        for unit in _units_of(model):
+            unit.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def _experts_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    return [block.moe.experts for block in blocks if getattr(block, "moe_enabled", False)]
+def _units_of(model: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP gathers and reduces one at a time; none if it is not used."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _expert_placement(
@@ -151,11 +146,9 @@ def _prefetch_in_order(
     FSDP by itself gathers when the host comes to a unit, which is early enough as long as the
     host runs ahead of the device. Where experts are dealt, it waits in each block.
     """
-    units = [[block, *_experts_of([block])] for block in blocks]
-    if embeddings is not None:
-        units.insert(0, [embeddings])
-    if output is not None:
-        units.append([output])
+    units = [[block, block.moe.experts] if block.moe_enabled else [block] for block in blocks]
+    units = [[embeddings], *units, [output]]
+    # Leaves out None, and modules that belong to another's unit.
     units = [[module for module in unit if isinstance(module, FSDPModule)] for unit in units]
     for unit, following in pairwise(unit for unit in units if unit):
         unit[0].set_modules_to_forward_prefetch(following)
@@ -187,16 +180,13 @@ def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceM
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
     """`fully_shard`, for reshard_after_forward=num_ranks: all units share one mesh for that.
 
-    torch makes one for each unit, with process groups of its own, and of this rank's dp_mesh
-    only: process groups have to be made by all ranks of the world together.
+    torch makes a mesh for each unit, with its own process groups, and on this rank's dp_mesh
+    only: all ranks of the world have to make process groups together.
     """
-    from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
-    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-
     axis = dp_mesh.ndim - 1
     names = "fsdp_between", "fsdp_within"
     sizes = dp_mesh.size(axis) // num_ranks, num_ranks
-    # Nobody communicates on the outer one.
+    # No rank communicates on the outer one.
     mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
     mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
@@ -213,11 +203,10 @@ def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., An
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Have every FSDP module of the model sum gradients over ranks instead of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A factor is otherwise applied inside the collective, which gloo cannot do.
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in _units_of(model):
+        unit.set_gradient_divide_factor(1.0)
+        # A factor is otherwise applied inside the collective, which gloo cannot do.
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_model(model: nn.Module) -> None:
@@ -226,19 +215,14 @@ def reshard_model(model: nn.Module) -> None:
     A forward without backward leaves the last unit gathered. Its parameters are then plain
     tensors, which optimizers and checkpoints don't know.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            _forget_forwards(module)
-
-
-def _forget_forwards(module: FSDPModule) -> None:
-    """Backward goes through the forwards since the last one to gather ahead, and would gather what
-    a forward without backward used last."""
-    for group in _param_groups(module):
-        if hasattr(group.comm_ctx, "post_forward_order"):  # there was a forward
-            group.comm_ctx.post_forward_order.clear()
-            group._post_forward_indices.clear()
+    for unit in _units_of(model):
+        unit.reshard()
+        # Backward goes through the forwards since the last backward to gather ahead, and would
+        # gather what a forward without backward used last.
+        for group in _param_groups(unit):
+            if hasattr(group.comm_ctx, "post_forward_order"):  # there was a forward
+                group.comm_ctx.post_forward_order.clear()
+                group._post_forward_indices.clear()
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -266,34 +250,29 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 
 
 def recover_model(model: nn.Module) -> None:
-    """Make the model fit for its next forward after one, or a backward, that failed half-way.
+    """Make the model ready for its next forward after a forward or backward failed half-way.
 
     FSDP would go on with the weights it had gathered then. No-op without FSDP.
     """
-    # FSDP knows its own root from the first forward on; before, it has gathered nothing.
+    # FSDP knows its own root from the first forward on; before that, it has gathered nothing.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                _drop_unreduced_gradients(module)
-    else:
+    if not hasattr(model, "reset_iter_state"):
         logger.warning(
             "torch %s cannot put FSDP back after a failed forward or backward: build a new engine, "
             "or install torch >= 2.13",
             torch.__version__,
         )
-
-
-def _drop_unreduced_gradients(module: FSDPModule) -> None:
-    """Gradients of gathered parameters, which the next backward would reduce with its own."""
-    for group in _param_groups(module):
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.unsharded_accumulated_grad = None
-            parameter = getattr(fsdp_param, "_unsharded_param", None)
-            if parameter is not None:
-                parameter.grad = None
+        return
+    model.reset_iter_state()
+    # Drop gradients of gathered parameters: the next backward would reduce them with its own.
+    for unit in _units_of(model):
+        for group in _param_groups(unit):
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.unsharded_accumulated_grad = None
+                parameter = getattr(fsdp_param, "_unsharded_param", None)
+                if parameter is not None:
+                    parameter.grad = None
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
@@ -302,8 +281,6 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     The model keeps plain parameters under their old names. `enable_compile` says that blocks
     are compiled, and lets the compiler split graphs where DDP's buckets end.
     """
-    from torch.distributed._composable.replicate import replicate
-
     if enable_compile:
         host.change_attribute(torch._dynamo.config, "optimize_ddp", "ddp_optimizer")
     # Buffers stay each rank's own: what some count, experts' tokens, is summed over ranks later.
@@ -316,31 +293,37 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
 def scale_gradients(model: nn.Module, factor: float) -> None:
     """Multiply all gradients of the model by `factor`, however it is spread over ranks.
 
-    Those of its output are multiplied, where backward begins; of a pipeline, give the last stage.
+    The gradients of its output are multiplied, where backward begins; of a pipeline, give the last
+    stage.
     """
-    model.register_forward_hook(partial(_scale_gradient_of_output, factor))
+
+    def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        return tree_map_only(Tensor, lambda tensor: _ScaleGradient.apply(tensor, factor), output)
+
+    model.register_forward_hook(scale_output)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients over the ranks of a 1-D mesh, in place; none counts as zero.
 
-    For modules that DDP cannot follow, as a pipeline's stages: their forwards and backwards of
-    several microbatches alternate.
+    For modules that DDP cannot follow: in a pipeline's stages, forwards and backwards of several
+    microbatches alternate.
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    num_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = local_tensor(parameter.grad)
-        key = grad.dtype, grad.device
-        buckets[key].append(grad)
-        num_bytes[key] += grad.nbytes
-        if num_bytes[key] >= _BUCKET_BYTES:
-            _sum_bucket(buckets.pop(key), mesh)
-            del num_bytes[key]
+        bucket = buckets[grad.dtype, grad.device]
+        bucket.append(grad)
+        if sum(grad.nbytes for grad in bucket) >= _BUCKET_BYTES:
+            _sum_bucket(bucket, mesh)
+            bucket.clear()
     for bucket in buckets.values():
-        _sum_bucket(bucket, mesh)
+        if bucket:
+            _sum_bucket(bucket, mesh)
 
 
 def _sum_bucket(grads: list[Tensor], mesh: DeviceMesh) -> None:
@@ -348,12 +331,6 @@ def _sum_bucket(grads: list[Tensor], mesh: DeviceMesh) -> None:
     torch.distributed.all_reduce(flat, group=mesh.get_group())
     for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
-
-
-def _scale_gradient_of_output(factor: float, module: nn.Module, args: Any, output: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return output
-    return tree_map_only(Tensor, lambda tensor: _ScaleGradient.apply(tensor, factor), output)
 
 
 class _ScaleGradient(torch.autograd.Function):

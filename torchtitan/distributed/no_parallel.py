@@ -12,7 +12,7 @@ class NoParallel(ParallelStyle):
     """Every rank of the mesh computes the whole module, on parameters that are DTensors.
 
     For modules too small to split (a router gate, a norm) inside a tensor-parallel block: all
-    parameters of the block then live on one mesh, as gradient clipping wants it.
+    parameters of the block are then on one mesh.
 
     input_layout: how the module's first input comes in, when it is a plain tensor.
     output_layout: how the output leaves; as a plain local tensor unless `use_local_output` is off.

@@ -29,6 +29,10 @@ _AXES_OF_CUT: dict[str, tuple[str, ...]] = {
 }
 
 
+def _is_above_one(degree: str) -> property:
+    return property(lambda self: getattr(self, degree) > 1)
+
+
 @dataclass
 class ParallelDims:
     """Degrees of parallelism of a world of `world_size` ranks; meshes are built when asked for.
@@ -93,30 +97,25 @@ class ParallelDims:
         world_mesh = init_device_mesh(
             device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
         )
-        cuts = {cut: self._cut(world_mesh, axes, sizes) for cut, axes in _AXES_OF_CUT.items()}
+        cuts: dict[str, DeviceMesh] = {}
+        for cut, axes in _AXES_OF_CUT.items():
+            # An axis that no rank communicates on gets torch's fake backend: no communicator.
+            unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
+            cuts[cut] = world_mesh._unflatten(
+                0, tuple(sizes[name] for name in axes), axes, backend_override=unused
+            )
         loss_mesh = cuts["dataloading"]["batch", "cp"]._flatten("loss_mesh")
 
         self._world_mesh = world_mesh
-        self._global_meshes = {
-            "dataloading": cuts["dataloading"],
-            "loss": loss_mesh,
-            "dense": cuts["dense"],
-            "sparse": cuts["sparse"],
-        }
-        self._meshes = {
-            "pp": cuts["dataloading"]["pp"],
-            "batch": cuts["dataloading"]["batch"],
-            "loss": loss_mesh,
-            "dp_replicate": cuts["dense"]["dp_replicate"],
-            "fsdp": cuts["dense"]["fsdp"],
-            "cp": cuts["dataloading"]["cp"],
-            "tp": cuts["dataloading"]["tp"],
-            "ep": cuts["sparse"]["ep"],
-            "efsdp": cuts["sparse"]["efsdp"],
-            "etp": cuts["sparse"]["etp"],
-        }
-        for name, mesh in self._meshes.items():
-            assert mesh.size() == sizes[name], f"{name}: {mesh.size()} != {sizes[name]}"
+        self._global_meshes = cuts | {"loss": loss_mesh}
+        self._meshes = {}
+        for name, size in sizes.items():
+            mesh = loss_mesh
+            if name != "loss":
+                # Of the cuts that have this axis, the first one.
+                mesh = next(cuts[cut] for cut, axes in _AXES_OF_CUT.items() if name in axes)[name]
+            assert mesh.size() == size, f"{name}: {mesh.size()} != {size}"
+            self._meshes[name] = mesh
         active = {n: m.size() for n, m in self.get_all_one_dimensional_meshes().items()}
         logger.info("%s, active mesh axes: %s", self, active or "none (one rank)")
         return world_mesh
@@ -145,18 +144,9 @@ class ParallelDims:
             "etp": self.etp,
         }
 
-    def _cut(
-        self, world_mesh: DeviceMesh, axes: tuple[str, ...], sizes: dict[str, int]
-    ) -> DeviceMesh:
-        # An axis that nobody communicates on gets torch's fake backend, to spare a communicator.
-        unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
-        return world_mesh._unflatten(
-            0, tuple(sizes[name] for name in axes), axes, backend_override=unused
-        )
-
     def _axis_exists(self, name: str, size: int) -> bool:
-        # Experts have meshes of their own as soon as ep is on, and none (the dense ones serve
-        # them) while it is off, whatever size efsdp comes out at.
+        # While ep is on, experts have their own meshes, even at size 1. While it is off, the dense
+        # meshes serve them, whatever size efsdp comes out at.
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
@@ -222,21 +212,17 @@ class ParallelDims:
             self.build_mesh()
         return self._world_mesh
 
+    dp_replicate_enabled = _is_above_one("dp_replicate")
+    dp_shard_enabled = _is_above_one("dp_shard")
+    cp_enabled = _is_above_one("cp")
+    tp_enabled = _is_above_one("tp")
+    pp_enabled = _is_above_one("pp")
+    ep_enabled = _is_above_one("ep")
+    etp_enabled = _is_above_one("etp")
+
     @property
     def dp_enabled(self) -> bool:
-        return self.dp_replicate > 1 or self.dp_shard > 1
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        return self.dp_replicate > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        return self.dp_shard > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        return self.cp > 1
+        return self.dp_replicate_enabled or self.dp_shard_enabled
 
     @property
     def dp_cp_enabled(self) -> bool:
@@ -248,26 +234,13 @@ class ParallelDims:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP holds the parameters: to shard them, or to sum over ranks what DDP cannot,
-        which knows plain parameters of one mesh only (not split matrices, not dealt experts)."""
+        """Whether FSDP holds the parameters.
+
+        It does in order to shard them, or to sum over ranks what DDP cannot: DDP knows only plain
+        parameters of one mesh (no split matrices, no dealt experts).
+        """
         replicates_split = self.dp_replicate_enabled and self.tp_enabled
         return self.always_fsdp or self.fsdp_enabled or replicates_split or self.ep_enabled
-
-    @property
-    def tp_enabled(self) -> bool:
-        return self.tp > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        return self.pp > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        return self.ep > 1
-
-    @property
-    def etp_enabled(self) -> bool:
-        return self.etp > 1
 
     @property
     def fsdp_gradient_divide_factor(self) -> int:
@@ -281,9 +254,9 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """A multiple that every layout of these degrees takes but for load balancer "ptrr".
+        """A multiple that every layout of these degrees takes, except load balancer "ptrr".
 
-        The reference's number, for clients that ask for it. Nothing here does: tp takes rows of
-        any length, and what cp needs depends on the balancer (`sequence_multiple`).
+        Only for clients that ask for the reference's number: here tp takes rows of any length, and
+        what cp needs depends on the balancer (`sequence_multiple`).
         """
         return self.tp * (self.cp * 2)

@@ -1,7 +1,7 @@
 """What the ranks of a job tell each other beside training: their configs, and who failed first.
 
-For `torchtitan.train.main`, in processes of its own. Where a rank is gone, a collective says so
-late or never, and on another rank; here all ranks hear it within seconds, with the reason.
+For `torchtitan.train.main`. When a rank dies, the others' collectives fail late or never, and don't
+say why; here all ranks hear it within seconds, with the reason.
 """
 
 import json
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 
-# What may differ between ranks: names, and paths on disks of their own.
+# What may differ between ranks: names, and paths, since each may have its own disk.
 _OWN_OF_EACH_RANK = (
     "job.config_file",
     "job.description",
@@ -36,9 +37,9 @@ _OWN_OF_EACH_RANK = (
 )
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
-SECONDS_TO_REPORT = 15  # a rank that can't train waits so long for the others
-_SECONDS_TO_END = 2  # a rank that hears of a failure ends by itself until then
-_SECONDS_TO_CLOSE = 10  # and one that has failed may take so long to close what it holds
+SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the others
+_SECONDS_TO_END = 2  # after hearing of a failure, a rank has this long to end by itself
+_SECONDS_TO_CLOSE = 10  # and a rank that failed has this long to close what it holds
 
 
 class PeerError(Exception):
@@ -46,16 +47,16 @@ class PeerError(Exception):
 
 
 class Peers:
-    """This rank's connection with the others of its job; all ranks make one, first thing.
+    """This rank's connection with the others of its job; all ranks make one before anything else.
 
-    Rank 0 hears from every other rank, and passes on what it hears. A connection that ends without
-    a word is a rank that was killed.
+    Rank 0 hears from every other rank, and passes on what it hears. If a connection ends without
+    a message, that rank was killed.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, int] = {}  # to whom
+        self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
@@ -69,7 +70,12 @@ class Peers:
         unless it is the error that it has itself. Raises DistStoreError if a rank does not come.
         """
         timeout = self._store.timeout
-        own = {"error": error, "config": config and _flat(config)}
+        settings = {
+            key: value
+            for key, value in flat_settings(config).items()
+            if key not in _OWN_OF_EACH_RANK
+        }
+        own = {"error": error, "config": settings}
         self._store.set(f"config_{self.rank}", json.dumps(own, default=str))
         server = None
         if self.rank == 0:
@@ -78,25 +84,26 @@ class Peers:
             told = [json.loads(text) for text in self._store.multi_get(names)]
             verdict: dict[str, Any] = {"problem": _problem_of(told)}
             if verdict["problem"] is None:
-                server = _listen()
+                ipv6 = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+                server = socket.create_server(
+                    ("", 0), **(ipv6 if socket.has_dualstack_ipv6() else {})
+                )
                 verdict |= {"port": server.getsockname()[1], "token": secrets.token_hex(16)}
             self._store.set("verdict", json.dumps(verdict))
             if verdict["problem"]:
                 if verdict["problem"] != error:
                     print(verdict["problem"], file=sys.stderr, flush=True)
-                self._wait_until_read()
+                # The store may be in this process, which is about to end.
+                deadline = time.monotonic() + SECONDS_TO_REPORT
+                others = self.world_size - 1
+                while self._store.add("read", 0) < others and time.monotonic() < deadline:
+                    time.sleep(0.05)
         else:
             verdict = json.loads(self._store.get("verdict"))
             self._store.add("read", 1)
         if verdict["problem"] is not None:
             raise PeerError(verdict["problem"])
         self._watch(server, verdict["port"], verdict["token"])
-
-    def _wait_until_read(self) -> None:
-        """The store may be in this process, which is about to end."""
-        deadline = time.monotonic() + SECONDS_TO_REPORT
-        while self._store.add("read", 0) < self.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
 
     # ---- from then on ----
 
@@ -156,7 +163,7 @@ class Peers:
                         self._fail(rank, "")
 
     def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
-        """False if it comes from somebody else, who has found the port."""
+        """False if the line comes from another program that has found the port."""
         try:
             told = dict(json.loads(line))
         except (ValueError, TypeError):
@@ -174,11 +181,11 @@ class Peers:
         return True
 
     def _fail(self, rank: int, message: str) -> None:
-        """Remember who failed first, pass it on, and end this process if nothing else does."""
+        """Remember who failed first, tell the others, and end this process if nothing else does."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank == 0:  # first of all: the process may end as soon as it knows itself
+        if self.rank == 0:  # first of all: once the main thread knows, it may end this process
             self._send({"failed": self._first_failure})
         self._has_failed.set()
         if not self._leaving.wait(_SECONDS_TO_END):
@@ -186,7 +193,7 @@ class Peers:
             os._exit(1)
 
     def describe_failure(self, wait_seconds: float = 0) -> str:
-        """What this rank says of another's failure, in one line."""
+        """Another rank's failure in one line, for this rank to print."""
         if not self._has_failed.wait(wait_seconds) or self._first_failure is None:
             return (
                 f"rank {self.rank} lost its connection to another rank; the first error is in that "
@@ -211,7 +218,7 @@ class Peers:
         timer.start()
 
     def leave(self) -> None:
-        """This rank is done; that its connection ends means nothing."""
+        """This rank is done; the end of its connection is no failure."""
         self._leaving.set()
         self._send({"bye": self.rank})
 
@@ -222,19 +229,8 @@ class Peers:
                 connection.sendall(line)
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{key}.")
-        elif key not in _OWN_OF_EACH_RANK:
-            flat[key] = value
-    return flat
-
-
 def _problem_of(told: list[dict[str, Any]]) -> str | None:
-    """Why these ranks cannot train together; None if they can. told: what each rank set."""
+    """Why these ranks cannot train together; None if they can. told: what each rank said."""
     ranks_of: dict[str, list[int]] = {}
     for rank, own in enumerate(told):
         if own["error"] is not None:
@@ -242,7 +238,10 @@ def _problem_of(told: list[dict[str, Any]]) -> str | None:
     if list(ranks_of.values()) == [list(range(len(told)))]:
         return told[0]["error"]
     if ranks_of:
-        return "\n".join(f"{_name(ranks)}: {error}" for error, ranks in ranks_of.items())
+        return "\n".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {error}"
+            for error, ranks in ranks_of.items()
+        )
     first = told[0]["config"]
     lines = []
     for rank, own in enumerate(told):
@@ -259,16 +258,6 @@ def _problem_of(told: list[dict[str, Any]]) -> str | None:
         f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
         "ranks with the same config"
     )
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -13,26 +13,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config.checks import layout
+from torchtitan.config.checks.common import refuse
 from torchtitan.config.pipeline_layout import (
-    CSV_SCHEDULES,
-    SCHEDULES,
     generate_llm_fqn_per_model_part,
-    is_one_of,
     modules_of_stages,
     stage_ids_of_rank,
 )
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 
-# pipeline_schedule is imported where it is used: with torch's schedules comes its compiler.
+# Every train spec names `pipeline_llm`, and a config error is to be told before slow modules are
+# loaded: FSDP, and torch's schedules, which load its compiler, are imported inside functions.
 if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.pipeline_schedule import (
-        LossFunction,
-        PipelineSchedule,
-        VariableShapeStage,
-    )
+    from torchtitan.distributed.pipeline_schedule import LossFunction, PipelineSchedule
+    from torchtitan.distributed.pipeline_stage import VariableShapeStage
 
 __all__ = [
     "build_pipeline_schedule",
@@ -44,8 +40,8 @@ __all__ = [
 
 def pipeline_llm(
     model: nn.Module,
-    parallel_dims: "ParallelDims",
-    job_config: "JobConfig",
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
     device: torch.device,
     model_args: Any,
     parallelize_fn: Callable[..., nn.Module],
@@ -58,7 +54,7 @@ def pipeline_llm(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    from torchtitan.distributed.pipeline_schedule import HiddenStates
+    from torchtitan.distributed.pipeline_stage import HiddenStates
 
     parallelism = job_config.parallelism
     n_layers = getattr(model_args, "n_layers", None)
@@ -101,7 +97,7 @@ def pipeline_module_split(
     their keys, or of a ModuleList. Other children become None; buffers stay everywhere.
     Raises ValueError if the stages cannot be shared out to the ranks.
     """
-    from torchtitan.distributed.pipeline_schedule import HiddenStates, VariableShapeStage
+    from torchtitan.distributed.pipeline_stage import HiddenStates, VariableShapeStage
 
     num_stages = len(module_names_per_stage)
     ids = stage_ids_of_rank(pp_schedule, pp_mesh.get_local_rank(), pp_mesh.size(), num_stages)
@@ -140,33 +136,23 @@ def _keep_modules(model: nn.Module, names: set[str]) -> None:
 
 
 def build_pipeline_schedule(
-    job_config: "JobConfig", stages: "list[VariableShapeStage]", loss_fn: "LossFunction"
+    job_config: JobConfig, stages: "list[VariableShapeStage]", loss_fn: "LossFunction"
 ) -> "PipelineSchedule":
     """Return the schedule that the config names, for this rank's stages.
 
-    Raises FileNotFoundError if its CSV file is missing, ValueError if the local batch does not
-    divide into microbatches or the name is of no schedule that can be run.
+    Raises FileNotFoundError if its CSV file is missing, ConfigError (a ValueError) if the local
+    batch does not divide into microbatches or the name is of no schedule that can be run.
     """
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
     parallelism, rows = job_config.parallelism, job_config.training.local_batch_size
-    name = parallelism.pipeline_parallel_schedule
     csv_path = parallelism.pipeline_parallel_schedule_csv or ""
     if csv_path and not os.path.isfile(csv_path):
         raise FileNotFoundError(
             f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r}"
         )
-    if not is_one_of(name, SCHEDULES) or (is_one_of(name, CSV_SCHEDULES) and not csv_path):
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)} (with "
-            f"pipeline_parallel_schedule_csv set for the last), got {name!r}; correct it"
-        )
+    refuse(layout.pipeline_schedule(job_config))
     microbatch_size = parallelism.pipeline_parallel_microbatch_size
-    if rows % microbatch_size:
-        raise ValueError(
-            f"training.local_batch_size must be a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size, got {rows} with {microbatch_size}"
-        )
     n_microbatches = rows // microbatch_size
     num_stages = stages[0].num_stages
     if n_microbatches < num_stages:
@@ -179,4 +165,6 @@ def build_pipeline_schedule(
             microbatch_size,
             num_stages,
         )
-    return PipelineSchedule(name, stages, loss_fn, n_microbatches, csv_path)
+    return PipelineSchedule(
+        parallelism.pipeline_parallel_schedule, stages, loss_fn, n_microbatches, csv_path
+    )

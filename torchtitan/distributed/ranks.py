@@ -1,6 +1,6 @@
 """What ranks tell each other on the host. Every function here is collective.
 
-Without a process group there is one rank, which asks itself.
+Without a process group this process is the only rank.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def all_ranks(value: T) -> list[T]:
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """What `work()` returns on every rank, in rank order.
 
-    What it raises on one rank is raised on all, so that none waits for another that has stopped.
+    What it raises on one rank is raised on all, so that no rank waits for one that has stopped.
     """
     own: tuple[Any, Exception | None]
     try:

@@ -1,8 +1,8 @@
 """Initial weights that don't depend on how the model is spread over ranks.
 
-An element's value is a function of (seed, name of the parameter, which draw into it, global index
-of the element) alone, so every layout and every number of ranks starts from the same weights, bit
-for bit, and each rank generates no more than its own shard.
+An element's value depends only on (seed, name of the parameter, number of earlier draws into it,
+global index of the element). Every layout and every number of ranks thus starts from the same
+weights, bit for bit, and each rank generates no more than its own shard.
 
 The numbers come from a counter: SplitMix64's output function (Steele, Lea, Flood 2014, with the
 constants of Stafford's variant 13) of `key + index * golden`, where the key hashes the rest. A
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.tools.logging import logger, warn_once
 
 # What wrappers of modules put into names.
@@ -107,9 +107,10 @@ class seeded_init(TorchDispatchMode):
         name = self._name_by_id.get(id(tensor)) or self._name_by_memory.get(_memory_of(tensor))
         if name is None:
             return False
-        key = _key(self._seed, name, self._num_draws[name])
+        draw = f"{self._seed}/{name}/{self._num_draws[name]}"
+        key = int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little")
         self._num_draws[name] += 1
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        local = local_tensor(tensor)
         values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
         flat = values.view(-1)
         start = 0
@@ -138,20 +139,18 @@ def trunc_normal_(
 
 def _transform_of(func: Any, *numbers: float, **kwargs: Any) -> _Transform | None:
     """What the random op makes of uniform numbers; None for ops that we leave to torch."""
-    if kwargs.pop("generator", None) is not None:  # somebody wants that one's numbers
+    if kwargs.pop("generator", None) is not None:  # the caller wants that generator's numbers
         return None
     if func is torch.ops.aten.normal_.default:
-        return _normal(*numbers, **kwargs)
+        return _truncated_normal(*numbers, **kwargs)
     if func is torch.ops.aten.uniform_.default:
         return _uniform_between(*numbers, **kwargs)
     return None
 
 
-def _normal(mean: float = 0.0, std: float = 1.0) -> _Transform:
-    return _truncated_normal(mean, std, -math.inf, math.inf)
-
-
-def _truncated_normal(mean: float, std: float, a: float, b: float) -> _Transform:
+def _truncated_normal(
+    mean: float = 0.0, std: float = 1.0, a: float = -math.inf, b: float = math.inf
+) -> _Transform:
     # Inverse of the distribution function, through erf, between its values at the bounds.
     low, high = (
         math.erf((bound - mean) / (std * math.sqrt(2))) if std else 0.0 for bound in (a, b)
@@ -168,14 +167,9 @@ def _uniform_between(low: float = 0.0, high: float = 1.0) -> _Transform:
     return lambda u: u.mul_(high - low).add_(low)
 
 
-def _key(seed: int, name: str, draw: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{draw}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
 def _uniform(index: Tensor, key: int) -> Tensor:
     """Numbers in (0, 1) that look random, one per index. [n] int64 (overwritten) -> [n] float64."""
-    bits = index.mul_(_signed(_GOLDEN)).add_(_signed(key))  # int64 arithmetic wraps, as it should
+    bits = index.mul_(_signed(_GOLDEN)).add_(_signed(key))  # wraps around, as it should
     shifted = torch.empty_like(bits)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         bits.bitwise_xor_(_shift_right(bits, shift, shifted)).mul_(_signed(factor))

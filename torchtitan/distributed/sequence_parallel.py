@@ -6,12 +6,12 @@ own tokens (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
     whole    [B, T, M]
     a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
 
-Where tp does not divide T, the last shards end in rows of zeros. Norms and sums leave them without
-influence on any token, and whoever gathers shards drops them.
+Where tp does not divide T, the last shards end in rows of zeros. Norms and sums don't let them
+influence any token, and gathering drops them.
 
-Hidden states are plain tensors. Their gradients have two kinds, and who joins shards has to know
-which it will get: inside a split module each rank's gradient is one summand of the whole one, and
-elsewhere (logits, the hand-over between pipeline stages) it is the whole one on every rank.
+Hidden states are plain tensors. There are two ways to make shards whole, by the gradient that will
+come back. Inside a split module each rank's gradient is one summand of the whole one: `gather`.
+Elsewhere (logits, the hand-over between pipeline stages) it is the whole one on every rank: `join`.
 """
 
 from typing import Any
@@ -56,15 +56,16 @@ class SequenceShards:
 
     def gather(self, shard: Tensor, seq_len: int) -> Tensor:
         """[B, t, M] -> [B, T, M] for a module whose work is split: gradients are summed."""
-        return _Gather.apply(shard, seq_len, *self._ranks)
+        return _Move.apply("all_gather", "reduce_scatter", shard, 1, seq_len, *self._ranks)
 
     def reduce(self, partial_sum: Tensor) -> Tensor:
         """[B, T, M], one summand on each rank -> this rank's rows [B, t, M] of the sum."""
-        return _Reduce.apply(partial_sum, *self._ranks)
+        seq_len = partial_sum.shape[1]
+        return _Move.apply("reduce_scatter", "all_gather", partial_sum, 1, seq_len, *self._ranks)
 
     def split(self, whole: Tensor) -> Tensor:
         """[B, T, M], the same on every rank -> this rank's rows [B, t, M]."""
-        return _Split.apply(whole, *self._ranks)
+        return _Move.apply("own_rows", "all_gather", whole, 1, whole.shape[1], *self._ranks)
 
     def join(self, shard: Tensor, seq_len: int) -> Tensor:
         """[B, t, M] -> [B, T, M] where every rank's gradient will be the whole one."""
@@ -75,51 +76,23 @@ def join_shards(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool = False
 ) -> Tensor:
     """All ranks' shards along `dim`, cut to `length`; every rank's gradient is the whole one."""
-    return _Join.apply(shard, dim, length, group, size, rank, overlap)
+    return _Move.apply("all_gather", "own_rows", shard, dim, length, group, size, rank, overlap)
 
 
-class _Gather(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """One of `_MOVES` between shards and whole tensors, with another one for the gradient.
+
+    dim: which is split. length: of the whole tensor along it.
+    """
+
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, seq_len: int, *ranks: Any) -> Tensor:
-        ctx.ranks = ranks
-        return all_gather(shard, 1, seq_len, *ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return reduce_scatter(grad, *ctx.ranks), *[None] * 5
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial_sum: Tensor, *ranks: Any) -> Tensor:
-        ctx.seq_len, ctx.ranks = partial_sum.shape[1], ranks
-        return reduce_scatter(partial_sum, *ranks)
+    def forward(ctx: Any, move: str, back: str, x: Tensor, *where: Any) -> Tensor:
+        ctx.back, ctx.where = back, where
+        return _MOVES[move](x, *where)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, *ranks: Any) -> Tensor:
-        ctx.seq_len, ctx.ranks = whole.shape[1], ranks
-        return _own_rows(whole, 1, *ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return all_gather(grad, 1, ctx.seq_len, *ctx.ranks), *[None] * 4
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, dim: int, length: int, *ranks: Any) -> Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return all_gather(shard, dim, length, *ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _own_rows(grad, ctx.dim, *ctx.ranks), *[None] * 6
+        return None, None, _MOVES[ctx.back](grad, *ctx.where), *[None] * len(ctx.where)
 
 
 def all_gather(
@@ -128,27 +101,35 @@ def all_gather(
     gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
     if overlap:
         whole = torch.cat(gathered.chunk(size), dim)
-        # Rows that are cut are right, too, but their products cannot begin before all is there.
+        # Cutting to the same length would be right too, but then products could not begin before
+        # all rows are there.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy for one row.
     by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
     return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
 
 
-def reduce_scatter(partial_sum: Tensor, group: str, size: int, rank: int, overlap: bool) -> Tensor:
-    padded = _pad(partial_sum, 1, size)
+def reduce_scatter(
+    partial_sum: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
+    padded = _pad(partial_sum, dim, size)
     if overlap:
-        by_rank = torch.cat(padded.chunk(size, dim=1))
+        by_rank = torch.cat(padded.chunk(size, dim))
     else:
-        by_rank = padded.unflatten(1, (size, -1)).movedim(1, 0).flatten(0, 1).contiguous()
+        by_rank = padded.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
     return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
 
 
-def _own_rows(whole: Tensor, dim: int, group: str, size: int, rank: int, overlap: bool) -> Tensor:
+def _own_rows(
+    whole: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
     padded = _pad(whole, dim, size)
-    length = padded.shape[dim] // size
-    # A view would keep the whole alive.
-    return padded.narrow(dim, rank * length, length).clone(memory_format=torch.contiguous_format)
+    n_rows = padded.shape[dim] // size
+    # A view would keep the whole tensor alive.
+    return padded.narrow(dim, rank * n_rows, n_rows).clone(memory_format=torch.contiguous_format)
+
+
+_MOVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_rows": _own_rows}
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -24,12 +24,12 @@ _SECONDS_FOR_ONE_SIGNAL = 0.1
 class StopRequest:
     """Whether to save and end after this step, with the same answer on every rank.
 
-    Asked for by SIGTERM, SIGINT or SIGUSR2 to any rank, and by `training.time_limit_minutes`. Use
-    it as a context manager around the loop, on every rank, and call `ask` and `answer` in each step.
+    SIGTERM, SIGINT or SIGUSR2 to any rank asks for it, and `training.time_limit_minutes`. Use it
+    as a context manager around the loop, on every rank, and call `ask` and `answer` in each step.
 
     A second signal ends the process at once, with 128 + its number, even if the loop hangs. Where
-    nothing can be saved, the first one does; SIGINT then raises KeyboardInterrupt, as ever.
-    Signals for which the process has handlers of its own are left to those.
+    nothing can be saved, the first one does; SIGINT then raises KeyboardInterrupt, as usual.
+    A signal for which the process has its own handler is left to that handler.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -51,7 +51,8 @@ class StopRequest:
         if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             if self._world_size > 1:
-                # In host memory, so that no step waits for the device, and used for nothing else.
+                # gloo, so that no step waits for the device; its own, so that its messages don't mix
+                # with others.
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         if threading.current_thread() is threading.main_thread():
             self._catch_signals()
@@ -66,7 +67,7 @@ class StopRequest:
             self._thread.join()
             os.close(self._written_by_signals)
         if self._group is not None and dist.is_initialized():
-            with suppress(ValueError):  # it went with the default group
+            with suppress(ValueError):  # destroyed together with the default group
                 dist.destroy_process_group(self._group)
 
     def _catch_signals(self) -> None:
@@ -75,8 +76,8 @@ class StopRequest:
             ours.append(signal.SIGINT)
         if not ours:
             return
-        # Python runs handlers in the main thread, which may hang in a collective; the bytes come
-        # at once, and a thread reads them.
+        # Python runs handlers in the main thread, which may hang in a collective. It writes each
+        # signal's number into the wakeup pipe at once, and a thread reads that.
         read, self._written_by_signals = os.pipe()
         os.set_blocking(self._written_by_signals, False)
         self._thread = threading.Thread(
@@ -106,7 +107,7 @@ class StopRequest:
     # ---- in each step ----
 
     def ask(self) -> None:
-        """Start to ask all ranks; it takes place while this one goes on."""
+        """Start to ask all ranks; communication goes on while this rank works."""
         now = time.monotonic()
         if self._asked_at is not None:
             self._longest_step = max(self._longest_step, now - self._asked_at)
@@ -138,7 +139,7 @@ class StopRequest:
         return self.reason
 
     def saved(self, seconds: float) -> None:
-        """Have this time kept free for the last save."""
+        """Remember how long a save took, to keep that time free for the last one."""
         self._longest_save = max(self._longest_save, seconds)
 
     def _is_time_up(self, now: float) -> bool:
@@ -154,14 +155,14 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """For a data worker: launchers send signals to it, too, and the trainer still needs its data.
+    """Have a data worker ignore signals from launchers: the trainer still needs its data.
 
     SIGTERM from the trainer itself ends it as before.
     """
     signal.set_wakeup_fd(-1)  # the trainer's, after a fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # which tells who sent it; handlers aren't told
+    if hasattr(signal, "sigwaitinfo"):  # tells who sent the signal, which handlers don't learn
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_end_with_trainer, name="signals", daemon=True).start()
 

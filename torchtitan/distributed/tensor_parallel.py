@@ -18,15 +18,17 @@ everything (an auxiliary loss, say) has to be divided by the number of ranks.
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
@@ -34,11 +36,37 @@ from torchtitan.tools import host
 from torchtitan.tools.linear import Linear, linear
 from torchtitan.tools.logging import logger
 
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
-
 Row = Mapping[str, int | None]
-"""Of one module: parameter name -> the dimension it is split along, None where it stays whole."""
+"""One module's parameters: name -> the dimension it is split along, None where it stays whole."""
+
+_DEGREE_OF_AXIS = {
+    "ep": "parallelism.expert_parallel_degree",
+    "etp": "parallelism.expert_tensor_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+
+
+def split_parameter(
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, dims: Sequence[int | None]
+) -> nn.Parameter:
+    """This rank's share of a parameter: split along `dims[i]` over the i-th axis of the mesh.
+
+    Values of a parameter that is not on the meta device are taken as equal on every rank.
+
+    Raises ValueError, with `name`, for a dimension that the axis does not divide.
+    """
+    for axis, dim in enumerate(dims):
+        if dim is not None and parameter.shape[dim] % mesh.size(axis):
+            axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
+            degree = _DEGREE_OF_AXIS.get(axis_name, f"the size of mesh axis {axis_name!r}")
+            raise ValueError(
+                f"{degree} must divide dimension {dim} of {name}, got "
+                f"{mesh.size(axis)} with shape {list(parameter.shape)}; choose a divisor of "
+                f"{parameter.shape[dim]}"
+            )
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
 def distribute_modules(
@@ -78,22 +106,27 @@ def distribute_modules(
         row = _find_row(plan, name, module, parameters)
         for parameter_name, parameter in parameters.items():
             if parameter not in replaced:
-                where = f"{name}.{parameter_name}"
-                replaced[parameter] = _distribute(where, parameter, mesh, row[parameter_name])
+                dims = [row[parameter_name]]
+                replaced[parameter] = split_parameter(
+                    f"{name}.{parameter_name}", parameter, mesh, dims
+                )
             module.register_parameter(parameter_name, replaced[parameter])
         _compute_locally(name, module, row)
     if model.output is not None:
         model.output.__class__ = VocabularyOutput
         model.output.keeps_shards = loss_parallel
     model.sequence = SequenceShards(mesh, overlap)
-    n_float8 = 0
     for block in model.layers.values():
-        in_float8 = _float8_shards(block, mesh) if float8_gather else None
-        block.sequence = model.sequence if in_float8 is None else in_float8
-        n_float8 += in_float8 is not None
+        block.sequence = model.sequence
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
     if float8_gather:
-        logger.info("%d of %d blocks gather in float8", n_float8, len(model.layers))
+        from torchtitan.distributed.float8_tensor_parallel import float8_shards_for  # torchao
+
+        in_float8 = {block: float8_shards_for(block, mesh) for block in model.layers.values()}
+        in_float8 = {block: shards for block, shards in in_float8.items() if shards is not None}
+        for block, shards in in_float8.items():
+            block.sequence = shards
+        logger.info("%d of %d blocks gather in float8", len(in_float8), len(model.layers))
 
 
 def _find_row(
@@ -115,61 +148,36 @@ def _find_row(
     return row
 
 
-def _distribute(
-    where: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None
-) -> nn.Parameter:
-    placement = Replicate() if dim is None else Shard(dim)
-    if dim is not None and parameter.shape[dim] % mesh.size():
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree must divide dimension {dim} of {where}, got "
-            f"{mesh.size()} with shape {list(parameter.shape)}; choose a divisor of "
-            f"{parameter.shape[dim]}"
-        )
-    whole = parameter.detach()
-    split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    return nn.Parameter(split, requires_grad=parameter.requires_grad)
-
-
 def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
     """Have the module's forward read this rank's part of its parameters.
 
-    By another class and not a wrapper: names stay, and compiled blocks share their code.
+    The module gets another class, not a wrapper: names stay, and compiled blocks share their code.
     """
     if getattr(module, "reads_local_parameters", False):
         return
+    # None before torchao is loaded, which takes seconds.
+    torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
     elif type(module) is nn.RMSNorm:
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
-    elif _is_float8_linear(module) and name != "output":
-        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear
-
-        module.__class__ = LocalFloat8Linear
-    elif _is_float8_linear(module):
-        raise ValueError(
-            "tensor parallelism splits the output projection in high precision only; add 'output' "
-            "to quantize.linear.float8.filter_fqns"
-        )
-    else:
+    elif torchao is None or type(module) is not torchao.Float8Linear:
         raise ValueError(
             f"tensor parallelism cannot split {name!r}, a {type(module).__name__}: its forward has "
             "to read parameters through local_parameter() and its class to say so with "
             "reads_local_parameters = True; or set parallelism.tensor_parallel_degree = 1"
         )
+    elif name == "output":
+        raise ValueError(
+            "tensor parallelism splits the output projection in high precision only; add 'output' "
+            "to quantize.linear.float8.filter_fqns"
+        )
+    else:
+        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear  # torchao
 
-
-def _is_float8_linear(module: nn.Module) -> bool:
-    """Whether torchao made it. There is none before its module is loaded, which takes seconds."""
-    loaded = sys.modules.get("torchao.float8.float8_linear")
-    return loaded is not None and type(module) is loaded.Float8Linear
-
-
-def _float8_shards(block: nn.Module, mesh: DeviceMesh) -> SequenceShards | None:
-    from torchtitan.distributed.float8_tensor_parallel import float8_shards_for
-
-    return float8_shards_for(block, mesh)
+        module.__class__ = LocalFloat8Linear
 
 
 # ---- modules that compute with this rank's part of their parameters ----
@@ -233,7 +241,7 @@ class VocabularyOutput(nn.Linear):
 # ---- overlapping communication with matrix products ----
 
 
-def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
+def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Have the compiler overlap gathers and reductions with matrix products, if the job wants it.
 
     Its pass replaces a gather and the products that read it, or a product and the reduction of
@@ -245,7 +253,7 @@ def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
         return
     for problem in async_tensor_parallel(job_config):
         raise RuntimeError(problem)
-    import torch._inductor.config
+    import torch._inductor.config  # loads the compiler
 
     host.change_attribute(torch._inductor.config, "_micro_pipeline_tp", True)
     if tp_mesh.device_type != "cuda":
@@ -255,10 +263,8 @@ def maybe_enable_async_tp(job_config: "JobConfig", tp_mesh: DeviceMesh) -> None:
             tp_mesh.device_type,
         )
         return
-    from torch.distributed import _symmetric_memory
-
     with warnings.catch_warnings():
-        # Called deprecated, and yet the pass leaves alone what it was not called for (torch 2.13).
+        # It warns that it is deprecated, yet the pass skips groups without it (torch 2.13).
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

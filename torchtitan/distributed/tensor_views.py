@@ -1,26 +1,23 @@
 """Taking stacked weights apart and putting them together, whole or sharded, without copies.
 
 Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
-The functions here make views of the local memory of a DTensor, so that what a reader writes into
-them is in the parameter at once, and no rank handles more than it holds. The letters: E experts,
-R rows, C columns.
+The functions here make views of the local memory of a DTensor: what a reader writes into a view is
+in the parameter, and no rank handles more than it holds. The letters: E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
+# DTensor's module is imported inside functions that are given one, as `is_dtensor` explains.
 
 
 class LocalShard(NamedTuple):
-    """The block of a tensor of `shape` that begins at `offsets`, one of each per dim."""
+    """A block of a larger tensor of `shape`, in which it begins at `offsets` (one per dim)."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -42,7 +39,7 @@ class StackLayout(NamedTuple):
     """How a DTensor [E, R, C] lies on the ranks; `rows` are the E that this rank holds."""
 
     mesh: Any
-    placements: tuple["Placement", ...]
+    placements: tuple[Any, ...]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -74,14 +71,17 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
     entries = dict(zip(layout.rows, local.unbind(0), strict=True))
     if not inner:
         return entries, layout
-    mesh = _axes_of(stacked.device_mesh, inner)
-    placements = [_on_dim(stacked.placements[axis], -1 + _dim(stacked, axis)) for axis in inner]
+    mesh = stacked.device_mesh
+    if len(inner) < mesh.ndim:
+        mesh = mesh[tuple(mesh.mesh_dim_names[axis] for axis in inner)]
+    placements = [stacked.placements[axis] for axis in inner]
+    placements = [_on_dim(placement, placement.dim - 1) for placement in placements]
     shape = stacked.shape[1:]
     return {n: _from_local(view, mesh, placements, shape) for n, view in entries.items()}, layout
 
 
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
-    """The inverse of `unstack`. The memory is that of the entries where these are its views.
+    """The inverse of `unstack`; a view if the entries are the views that `unstack` gave.
 
     Raises ValueError that names the missing entries of `name`.
     """
@@ -93,11 +93,15 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
     tensors = [entries[n] for n in numbers]
     if not is_sharded:
         return _stack_plain(tensors)
+    mesh, placements = layout.mesh, layout.placements
     if tensors:
-        local = _stack_plain([t.to_local() if is_dtensor(t) else t for t in tensors])
+        local = _stack_plain([local_tensor(tensor) for tensor in tensors])
     else:
-        local = _empty_share(layout)
-    return _from_local(local, layout.mesh, layout.placements, layout.shape)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, _ = compute_local_shape_and_global_offset(layout.shape, mesh, placements)
+        local = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+    return _from_local(local, mesh, placements, layout.shape)
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -118,7 +122,7 @@ def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
 
 
 def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
-    """The same block where `join_rows` of so many [E, R, C] has it, of which this is one."""
+    """The same block where `join_rows` of `n_parts` tensors [E, R, C] has it; this is number `part`."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     offsets = entry, part * n_rows + row, column
     return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
@@ -151,15 +155,16 @@ def swap_rows_and_columns(tensor: Tensor) -> Tensor:
 
 
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`change` of the tensors, all laid out alike; only rows that ranks split are gathered."""
+    """`change` of the local tensors, which all have the layout of `like`, with whole rows [dim 1].
+
+    Rows are gathered where ranks split them.
+    """
     if not is_dtensor(like):
         return change(*tensors)
     from torch.distributed.tensor import Replicate
 
     placements = [p if p.is_replicate() or p.dim != 1 else Replicate() for p in like.placements]
-    local = change(
-        *(t.redistribute(placements=placements).to_local() for t in tensors),
-    )
+    local = change(*(t.redistribute(placements=placements).to_local() for t in tensors))
     n_rows = local.shape[1]
     shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
     return _from_local(local, like.device_mesh, placements, shape)
@@ -181,23 +186,16 @@ def _stack_plain(tensors: list[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def _empty_share(layout: StackLayout) -> Tensor:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, _ = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
-    return torch.empty(shape, dtype=layout.dtype, device=layout.device)
-
-
 def _from_local(
     local: Tensor,
     mesh: Any,
-    placements: Sequence["Placement"],
+    placements: Sequence[Any],
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
-) -> "DTensor":
-    """A DTensor whose shape is given, as it cannot be told from uneven shards.
+) -> Tensor:
+    """A DTensor of this shape, which uneven shards don't tell.
 
-    stride: None if contiguous; `contiguous()` of the result believes it.
+    stride: of the whole tensor, None if contiguous; `contiguous()` of the result goes by it.
     """
     from torch.distributed.tensor import DTensor
 
@@ -206,20 +204,10 @@ def _from_local(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _dim(tensor: "DTensor", axis: int) -> int:
-    return tensor.placements[axis].dim
-
-
-def _on_dim(placement: "Placement", dim: int) -> "Placement":
+def _on_dim(placement: Any, dim: int) -> Any:
     """The same split on another dim; a strided one stays strided."""
     if placement.dim == dim:
         return placement
     split_factor = getattr(placement, "split_factor", None)
     kind = type(placement)
     return kind(dim) if split_factor is None else kind(dim, split_factor=split_factor)
-
-
-def _axes_of(mesh: Any, axes: list[int]) -> Any:
-    if len(axes) == mesh.ndim:
-        return mesh
-    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchtitan.tools import host
 
-# Rows: 16 bytes of bf16. Converters to 8 bits raise it.
+# In tokens, for kernels that want groups to begin at multiples of 16 bytes: 8 elements of bf16.
+# Converters to 8 bits raise it.
 TOKEN_GROUP_ALIGN_SIZE_M = 8
 ValidTokenGroupAlignmentSize = Literal[8, 16, 32]
 
@@ -27,7 +28,7 @@ def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSiz
 
 
 def kernel_alignment(device: torch.device) -> int:
-    """Rows to whose multiples the grouped kernels of this device want each group padded."""
+    """The multiple of tokens to which each group is padded for this device's grouped kernels."""
     return 1 if device.type == "cpu" else TOKEN_GROUP_ALIGN_SIZE_M
 
 
@@ -38,7 +39,7 @@ def permute_tokens(
 
     counts: [R * E] int.
     Returns (shape of x with the zero row that padding comes from, padded x [M, D], the row of
-    each of its M rows, slot sizes [E] int32). M follows from N alone, so nothing waits for the
+    each of its M rows, slot sizes [E] int32). M depends only on N, so nothing waits for the
     device; rows past the sum of the sizes belong to no expert.
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
@@ -52,7 +53,8 @@ def permute_tokens(
 
 def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
     """Undo `permute_tokens`: [M, D] -> [N, D], without padding."""
-    # Padding, which may hold anything, all goes to the last row. D may differ from the input's.
+    # Padding, which may hold anything, goes to the last row, which is cut. D may differ from the
+    # input's.
     unpermuted = out.new_empty(input_shape[0], out.shape[-1])
     return unpermuted.index_copy(0, _rows(indices, input_shape), out)[:-1]
 
@@ -120,8 +122,8 @@ def fill_indices_wrapper(
     starts = write_offsets.unsqueeze(1) + lengths.cumsum(1) - lengths
     runs = starts.flatten()
     place = torch.arange(max_len, device=runs.device)
-    # The run that began last. Of runs that begin together it is the last, and only that one can
-    # have tokens, since the others end where they begin.
+    # Each place is in the run that began last before it. Of runs that begin together that is the
+    # last one; only it can have tokens, since the others end where they begin.
     run = torch.searchsorted(runs, place, right=True) - 1
     run_or_first = run.clamp(min=0)
     within = place - runs[run_or_first]

@@ -9,30 +9,19 @@ from typing import Any, NoReturn
 __all__ = ["DispatchState", "combine_tokens", "dispatch_tokens", "sync_combine"]
 
 
-def _refuse() -> NoReturn:
+def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises NotImplementedError."""
     raise NotImplementedError(
         "there are no DeepEP kernels here; set parallelism.expert_parallel_comm_backend = "
         "'standard', whose ExpertParallel dispatches and combines by torch's all-to-all"
     )
 
 
+combine_tokens = sync_combine = dispatch_tokens
+
+
 class DispatchState:
     """Raises NotImplementedError when built."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse()
-
-
-def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    _refuse()
-
-
-def combine_tokens(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    _refuse()
-
-
-def sync_combine() -> NoReturn:
-    """Raises NotImplementedError."""
-    _refuse()
+        dispatch_tokens()

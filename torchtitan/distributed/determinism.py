@@ -1,0 +1,112 @@
+"""Seeds that ranks agree on, and kernels that give the same result in every run."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor import _random
+
+from torchtitan.config.job_config import Debug
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.tools import host
+from torchtitan.tools.logging import logger
+
+
+def set_determinism(
+    parallel_dims: ParallelDims,
+    device: torch.device,
+    debug_config: Debug,
+    distinct_seed_mesh_dims: list[str],
+) -> int:
+    """Seed the random generators; returns the base seed, the same on every rank.
+
+    The base seed is `debug.seed`, or else what rank 0's generator was seeded with; a single rank
+    without `debug.seed` keeps its generators as they are. Ranks that differ along
+    `distinct_seed_mesh_dims` draw different numbers from torch's generator, all others the same.
+    `debug.deterministic` restricts torch to deterministic kernels.
+    """
+    if debug_config.deterministic:
+        use_deterministic_kernels(debug_config.deterministic_warn_only)
+    seed = base_seed = agree_on_seed(parallel_dims, device, debug_config)
+    has_peers = parallel_dims.world_size > 1
+    if has_peers:
+        # Plus this rank's number along the given mesh axes, the first one varying fastest.
+        stride = 1
+        for name in distinct_seed_mesh_dims:
+            mesh = parallel_dims.get_optional_mesh(name)
+            if mesh is not None:
+                seed += mesh.get_local_rank() * stride
+                stride *= mesh.size()
+        seed %= 2**64
+        logger.info("seed %d on global rank %d", seed, c10d.get_rank())
+    elif debug_config.seed is None:
+        return base_seed
+    torch.manual_seed(seed)
+    # For child processes: this interpreter's hashes were fixed when it started.
+    host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
+    # DTensor has its own generator, where the device has one (the CPU does not). A job with only
+    # pipeline ranks makes no DTensors.
+    if has_peers and parallel_dims.world_size > parallel_dims.pp:
+        world_mesh = parallel_dims.world_mesh
+        if world_mesh.device_type != "cpu":
+            before = _random._rng_tracker
+            _random.manual_seed(seed, world_mesh)
+            host.change(
+                "DTensor's generator",
+                _random._rng_tracker,
+                write=lambda tracker: setattr(_random, "_rng_tracker", tracker),
+                before=before,
+            )
+    return base_seed
+
+
+def agree_on_seed(parallel_dims: ParallelDims, device: torch.device, debug_config: Debug) -> int:
+    """Return the base seed of `set_determinism`, and seed nothing."""
+    if debug_config.seed is not None:
+        return debug_config.seed
+    seed_bytes = torch.get_rng_state()[:8]  # the CPU generator's state begins with its seed
+    if parallel_dims.world_size > 1:
+        seed_bytes = seed_bytes.to(device)
+        dist.broadcast(seed_bytes, src=0)
+    return seed_bytes.cpu().view(torch.uint64).item()
+
+
+def use_deterministic_kernels(warn_only: bool) -> None:
+    """Restrict torch to deterministic kernels, until the last engine is closed."""
+    host.change(
+        "deterministic algorithms",
+        (True, warn_only),
+        read=lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        write=lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    )
+    host.change_attribute(torch.backends.cudnn, "deterministic", True)
+    host.change_attribute(torch.backends.cudnn, "benchmark", False)
+    # cuBLAS picks its workspace by stream unless told; see torch's reproducibility notes.
+    host.change_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Autotuning may choose another kernel in each run. A process that has not loaded the
+    # attention module has compiled no kernel with it.
+    attention = sys.modules.get("torchtitan.models.attention")
+    if attention is not None:
+        host.change_attribute(
+            attention.FlexAttentionWrapper,
+            "_compiled_flex_attn",
+            _flex_attention_without_autotuning,
+        )
+
+
+def _flex_attention_without_autotuning(*args: Any, **kwargs: Any) -> Any:
+    return _compile_flex_attention()(*args, **kwargs)
+
+
+@functools.cache
+def _compile_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # loads inductor
+
+    return torch.compile(flex_attention)

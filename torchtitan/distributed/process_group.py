@@ -1,0 +1,290 @@
+"""Joining the default process group, or taking over the host's; timeouts; simulated ranks."""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from torchtitan.config.job_config import Comm
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.tools import host
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.utils import get_device_info
+
+
+def init_distributed(
+    comm_config: Comm,
+    enable_cpu_backend: bool = False,
+    base_folder: str = "",
+    ranks: list[int] | None = None,
+) -> int:
+    """Join the default process group, or reuse the one that exists; returns the world size.
+
+    A group that an engine makes here is destroyed when the last engine of this process is closed.
+
+    Outside torchrun (no RANK, no WORLD_SIZE) this process becomes a group of one, and needs no
+    environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators.
+    NCCL's traces of a hang go below `base_folder`.
+
+    Raises ValueError if torchrun's variables are there only in part, and if an existing group
+    cannot communicate on this machine's device; RunError if not all ranks come.
+    """
+    if comm_config.mode != "default" and not dist.is_initialized():
+        value = os.environ.get("NGPU", "")
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(
+                f"comm.mode = {comm_config.mode!r} simulates as many ranks as the environment "
+                f"variable NGPU says; it must be a positive integer, got {value!r}"
+            )
+        init_fake_mode(int(value), comm_config.mode)
+        _destroy_group_at_end()
+        return int(value)
+    backend = (
+        dist.get_backend_config() if dist.is_initialized() else _default_backend(enable_cpu_backend)
+    )
+    _configure_flight_recorder(comm_config, base_folder, backend)
+    if dist.is_initialized():
+        _check_existing_group(enable_cpu_backend)
+        if not group_is_ours():
+            warn_once(
+                logger,
+                "the process group exists already and is reused: our settings for it (backend, "
+                "comm.init_timeout_seconds, ranks) don't take effect",
+            )
+        return dist.get_world_size()
+    timeout = timedelta(seconds=comm_config.init_timeout_seconds)
+    meeting = _rendezvous(timeout)
+    # Given the device, NCCL connects all ranks now: a broken link or a device that two ranks chose
+    # shows here, not at the first collective. Without LOCAL_RANK only the host knows the device.
+    device_type, _ = get_device_info()
+    local_rank = os.environ.get("LOCAL_RANK")
+    connects = device_type != "cpu" and meeting["world_size"] > 1 and local_rank is not None
+    dist.init_process_group(
+        backend=backend,
+        timeout=timeout,
+        device_id=torch.device(device_type, int(local_rank)) if connects else None,
+        _ranks=ranks or [],
+        **meeting,
+    )
+    # While the group is bound to the device, all its ranks split each later group from it
+    # together. That hangs where a client makes groups for some of its ranks only, and costs one
+    # split per rank for each mesh axis of size 1.
+    dist.group.WORLD.bound_device_id = None
+    _destroy_group_at_end()
+    return dist.get_world_size()
+
+
+# ---- who made the group, and its end ----
+
+_our_group: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+def group_is_ours() -> bool:
+    """Whether the default process group was made by `init_distributed`, not by the host."""
+    return _our_group is not None and _our_group() is dist.group.WORLD is not None
+
+
+def _destroy_group_at_end() -> None:
+    global _our_group
+    _our_group = weakref.ref(dist.group.WORLD)
+    host.at_last_move_out(_destroy_our_group)
+
+
+def _destroy_our_group() -> None:
+    if not group_is_ours():
+        return
+    dist.destroy_process_group()
+    # DTensor remembers results by meshes that look alike: the next engine would get results with
+    # this one's groups in them.
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+# ---- where ranks meet ----
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# The variables' values -> [(store, rank, world size), number of groups made there]. One store
+# serves all groups of this process, one after the other: with a new store, ranks that meet again
+# while another still leaves the last group would find its keys, or a server that is going away.
+_meeting_places: dict[tuple[str, ...], list[Any]] = {}
+
+
+def _rendezvous(timeout: timedelta) -> dict[str, Any]:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    store, rank, world_size = find_peers(timeout)
+    place = _meeting_places[_meeting_place()]
+    place[1] += 1
+    group_store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
+    return {"store": group_store, "rank": rank, "world_size": world_size}
+
+
+def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store that the ranks of torchrun's environment share; this rank; the number of ranks.
+
+    Raises ValueError if a part of that environment is missing, RunError if not all ranks come to
+    MASTER_ADDR, MASTER_PORT in time.
+    """
+    place = _meeting_place()
+    if place not in _meeting_places:
+        try:
+            _wait_for_server(timeout)
+            _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
+        except (dist.DistError, OSError) as error:
+            raise _no_meeting(error, timeout) from error
+    store, rank, world_size = _meeting_places[place][0]
+    store.set_timeout(timeout)
+    # torchrun's store outlives a restart, and with it the addresses of processes that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
+
+
+def _meeting_place() -> tuple[str, ...]:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment names a rank or a world size, but not {', '.join(missing)}; start "
+            f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
+            f"WORLD_SIZE to run as one process"
+        )
+    return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
+
+
+def _wait_for_server(timeout: timedelta) -> None:
+    """Return when rank 0, or torchrun, can be reached: torch would log pages while it waits."""
+    rank, _, address, port = _meeting_place()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while rank != "0":
+        try:
+            socket.create_connection((address, int(port)), timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _no_meeting(error: Exception, timeout: timedelta) -> RunError:
+    rank, world_size, address, port = _meeting_place()
+    where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return RunError(
+            f"rank {rank} cannot wait for the others at {where}: the port is in use, perhaps by a "
+            "job that has not ended; end it, or set another MASTER_PORT on all ranks"
+        )
+    came = re.search(r"(\d+)/\d+ clients joined", str(error))
+    seen = f"{came[1]} of {world_size} ranks came" if came else f"nothing answers there ({error})"
+    return RunError(
+        f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
+        f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall lets "
+        f"it through, and that all {world_size} ranks were started, with the same WORLD_SIZE"
+    )
+
+
+# ---- backends ----
+
+
+def _default_backend(enable_cpu_backend: bool) -> str:
+    device_type, _ = get_device_info()
+    backend = dist.Backend.default_device_backend_map.get(device_type, "nccl")
+    if enable_cpu_backend and device_type != "cpu":
+        return f"{device_type}:{backend},cpu:gloo"
+    return backend
+
+
+def _check_existing_group(enable_cpu_backend: bool) -> None:
+    config = dist.get_backend_config()
+    backend_of = dict(pair.split(":") for pair in config.split(","))
+    device_type, _ = get_device_info()
+    for needed in {device_type, "cpu"} if enable_cpu_backend else {device_type}:
+        backend = backend_of.get(needed)
+        # Gloo lists CUDA, but has neither all-gather nor reduce-scatter there.
+        if backend is None or (backend == "gloo" and needed != "cpu"):
+            raise ValueError(
+                f"the process group that exists already ({config}) cannot communicate "
+                f"{needed} tensors as this job needs; create it with backend "
+                f"{_default_backend(enable_cpu_backend)!r}, or let torchtitan create it"
+            )
+
+
+def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
+    """Have NCCL record its last collectives and write them down when one times out."""
+    # 3: a failed collective ends the process but does not wait for the other ranks to notice.
+    # torchrun sets 1 in every job; replacing that overrules no user.
+    _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
+    _set_environment("TORCH_FR_BUFFER_SIZE", str(comm_config.trace_buf_size))
+    if comm_config.trace_buf_size > 0 and "nccl" in backend:
+        folder = os.path.join(base_folder, comm_config.save_traces_folder)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:  # a guest may have no place to write
+            warn_once(logger, f"a hang will leave no traces: {error}; set job.dump_folder")
+            return
+        _set_environment("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        _set_environment(
+            "TORCH_FR_DUMP_TEMP_FILE", os.path.join(folder, comm_config.save_traces_file_prefix)
+        )
+
+
+def _set_environment(name: str, value: str, launcher_default: str | None = None) -> None:
+    old = os.environ.get(name)
+    if old not in (None, value, launcher_default):
+        logger.warning("environment variable %s changes from %r to %r", name, old, value)
+    host.change_environment(name, value)
+
+
+# ---- simulated ranks, timeouts ----
+
+
+def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
+    """Act as rank 0 of `world_size` ranks that don't exist; collectives return at once.
+
+    With comm_mode "local_tensor" this process holds every rank's tensors instead, and
+    collectives are computed on them.
+    """
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    if comm_mode == "local_tensor":
+        from torch.distributed._local_tensor import LocalTensorMode  # loads DTensor
+
+        # Stays on for the rest of the process: there is no way back from simulated ranks.
+        LocalTensorMode(world_size).__enter__()
+
+
+def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
+    """Give every group in use this timeout from here on. All ranks must call it.
+
+    A default group that the host made keeps its own.
+
+    The first step compiles and connects, so it runs under a longer timeout; a barrier keeps a
+    rank that is still in it from being timed by the shorter one.
+    """
+    logger.info("collectives time out after %s from here on", timeout)
+    device_type, device_module = get_device_info()
+    if device_type == "cpu":
+        dist.barrier()  # gloo takes no device_ids
+    else:
+        dist.barrier(device_ids=[device_module.current_device()])
+        device_module.synchronize()
+    meshes = parallel_dims.get_all_one_dimensional_meshes().values()
+    groups = [mesh.get_group() for mesh in meshes] + [c10d._get_default_group()]
+    for group in groups:
+        if group is dist.group.WORLD and not group_is_ours():
+            continue
+        if dist.get_backend(group) != "fake":
+            c10d._set_pg_timeout(timeout, group)
