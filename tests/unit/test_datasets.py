@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
+from torchtitan.data import DatasetConfig, local_files, open_document, text_datasets
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.local_files import load_local_documents
@@ -18,7 +19,6 @@ from torchtitan.data.text_datasets import (
     build_text_validation_dataloader,
 )
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.hf_datasets import DatasetConfig, local_files, open_document, text_datasets
 
 BOS, EOS = 1_000_001, 1_000_002
 

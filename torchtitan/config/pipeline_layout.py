@@ -1,4 +1,4 @@
-"""How many stages a pipeline has and which modules each of them holds: numbers and names only."""
+"""How many stages a pipeline has, and the names of the modules in each."""
 
 import math
 
@@ -44,10 +44,8 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    modules, per_stage = (
-        parallelism.module_fqns_per_model_part,
-        parallelism.pipeline_parallel_layers_per_stage,
-    )
+    modules = parallelism.module_fqns_per_model_part
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
     weights = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,

@@ -1,6 +1,5 @@
 """Text datasets as packed token sequences: the registry, the packing, the loaders."""
 
-import difflib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.config import JobConfig
+from torchtitan.config.checks.common import guess
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
@@ -107,8 +107,7 @@ def _validate_dataset(
 ) -> tuple[str, Callable, Callable]:
     """(path, loader, sample_processor) of a registered dataset; ValueError for any other."""
     if dataset_name not in DATASETS:
-        close = difflib.get_close_matches(dataset_name, DATASETS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = guess(dataset_name, DATASETS)
         raise ValueError(
             f"unknown dataset {dataset_name!r}{hint}; registered are {', '.join(DATASETS)}"
         )
