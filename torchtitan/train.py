@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file job.toml
     python -m torchtitan.train --job.config_file job.toml            # one process
 
-Config mistakes and --help answer before anything heavy is imported: `Trainer` is loaded from
-`torchtitan.trainer` when it is first asked for.
+`Trainer` is loaded from `torchtitan.trainer` on first use, so that config mistakes and --help are
+answered before anything heavy is imported.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torchtitan
 from torchtitan.config import JobConfig
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError, as_run_error
+from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
 from torchtitan.tools.host import has_peers, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
@@ -129,9 +129,9 @@ def _tell_config_error(message: str) -> None:
 
 
 def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None") -> int | None:
-    """Say on stderr what to mend, and to the other ranks; returns the exit code.
+    """Say on stderr, and to the other ranks, what to mend; returns the exit code.
 
-    None stands for an exception whose stack Python is to print: a bug.
+    None is for a bug: an exception whose stack Python is to print.
     """
     from torchtitan.distributed.peers import PeerError
 
@@ -168,17 +168,15 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None"
         flush=True,
     )
     _tell_torchrun(f"error: {message}")
-    return 2 if isinstance(told, ConfigError) else 1
+    return events.exit_code(told)
 
 
 def _tell_torchrun(message: str) -> None:
     """Have torchrun show `message` when it ends, since this rank's own output may be hidden."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": details}}, file)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 if __name__ == "__main__":

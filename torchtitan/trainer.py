@@ -18,6 +18,7 @@ from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import Batch, TrainingEngine, closed_on_error
+from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
@@ -27,12 +28,11 @@ from torchtitan.tools.logging import logger
 class Trainer(TrainingEngine):
     """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
 
-    A train spec whose `build_dataloader_fn` is None gives a trainer that cannot `train()` by
-    itself; its caller feeds batches to `forward_backward_step` and `optim_step`.
+    Without the train spec's `build_dataloader_fn` it cannot `train()`; the caller then feeds
+    batches to `forward_backward_step` and calls `optim_step`.
     """
 
     builds_data = True
-
     _stop: StopRequest | None = None  # while it trains
 
     def __init__(self, job_config: JobConfig):
@@ -62,8 +62,9 @@ class Trainer(TrainingEngine):
             )
 
     def _average_gradients(self) -> float:
-        """Besides, a client's own backward has the mean over replicas that nothing shards: it
-        counts on the reference's DDP there, and multiplies its loss by the number of ranks."""
+        """As the engine, and besides: a client's own backward gets the mean over replicas that
+        nothing shards, since it counts on the reference's DDP there and multiplies its loss by
+        the number of ranks."""
         factor = super()._average_gradients()
         dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
         replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
@@ -75,17 +76,15 @@ class Trainer(TrainingEngine):
         return factor
 
     def _build_metrics(self) -> None:
-        from torchtitan.listeners.metrics import build_metrics_processor
-
         build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
-        self.metrics_processor = build(self.job_config, self.parallel_dims, self.model_args)
-        self.metrics_processor.num_flops_per_token = self.num_flops_per_token
-        self.metrics_processor.optimizers = self.optimizers
-        self.metrics_processor.lr_schedulers = self.lr_schedulers
-        self.metrics_processor.model_parts = self.model_parts
+        metrics = build(self.job_config, self.parallel_dims, self.model_args)
+        metrics.num_flops_per_token = self.num_flops_per_token
+        metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
+        metrics.model_parts = self.model_parts
+        self.metrics_processor = metrics
 
     def _check_batch_fits(self) -> None:
-        """Refuse what no setting makes fit, before minutes are spent on reading such a batch."""
+        """Refuse a batch that no setting makes fit, before minutes are spent on reading it."""
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.local_batch_size
         if dims.pp_enabled:
@@ -106,12 +105,13 @@ class Trainer(TrainingEngine):
         self.validator = None
         if not self.job_config.validation.enable:
             return
-        if self.train_spec.build_validator_fn is None:
+        build = self.train_spec.build_validator_fn
+        if build is None:
             raise ConfigError(
                 f"validation.enable is set, but model {self.job_config.model.name!r} has no "
                 "build_validator_fn; turn validation off or give its train spec one"
             )
-        self.validator = self.train_spec.build_validator_fn(
+        self.validator = build(
             job_config=self.job_config,
             dp_world_size=self.dp_size,
             dp_rank=self.dp_rank,
@@ -371,17 +371,15 @@ class Trainer(TrainingEngine):
                 StopRequest(config) as stop,
             ):
                 self._stop = stop
-                self._loop([tool for tool in (profiler, snapshot) if tool is not None])
+                with self._reading_ahead() as batches:
+                    profilers = [tool for tool in (profiler, snapshot) if tool is not None]
+                    self._train_on(self.batch_generator(batches), profilers)
+                self.update.settle()
         finally:
             self.gc_handler.close()
             self._stop = None
         if stop.reason is None:
             logger.info("training completed")
-
-    def _loop(self, profilers: list[Any]) -> None:
-        with self._reading_ahead() as batches:
-            self._train_on(self.batch_generator(batches), profilers)
-        self.update.settle()
 
     def _train_on(
         self, data_iterator: Iterator[tuple[Batch, torch.Tensor]], profilers: list[Any]
@@ -417,7 +415,7 @@ class Trainer(TrainingEngine):
                 )
 
     def _end_early(self, reason: str) -> None:
-        """The data ended before `training.steps`: keep what was learned."""
+        """Save and log that the data ended before `training.steps`."""
         self.step -= 1
         logger.warning(
             "the data ended after step %d of %d (%s); saving and stopping",
@@ -440,7 +438,7 @@ def _num_valid(labels: torch.Tensor) -> int:
 
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:
-    """Save all of it, so that the run can go on later, and say so. Collective."""
+    """Save everything, so that the run can go on later, and say so. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # and wait for the files
@@ -457,8 +455,8 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     """Continue from the newest checkpoint, if any; False if the run is complete already.
 
-    Raises ValueError rather than begin anew, over its own checkpoints, a run whose newest
-    one holds weights only.
+    Raises ValueError if the newest one holds weights only: starting again from step 0 would
+    overwrite the run's own checkpoints.
     """
     config = engine.job_config
     engine.checkpointer.claim_folder()
@@ -480,8 +478,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
-    step = engine.step
-    if step > 0:
-        logger.info("the run continues after step %d", step)
-    logger.info("training starts at step %d", step + 1, extra=event("training", step))
+    if engine.step > 0:
+        logger.info("the run continues after step %d", engine.step)
+    started = event("training", engine.step)
+    logger.info("training starts at step %d", engine.step + 1, extra=started)
     return True

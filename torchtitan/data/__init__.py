@@ -1,4 +1,4 @@
-"""From files to batches: datasets of text, tokenizers, loaders. Here: a dataset's entry."""
+"""From files to batches: text datasets, tokenizers, loaders. Here: a dataset's entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class DatasetConfig:
     """How to get the documents of one dataset.
 
     path: where the data are unless the config gives another path.
-    loader: `loader(path)` returns the samples, see docs/datasets.md for what they may be.
+    loader: `loader(path)` returns the samples; docs/datasets.md says what they may be.
     sample_processor: `sample_processor(sample)` returns the sample's text.
     """
 

@@ -16,7 +16,7 @@ class DocumentShare:
     reader, num_readers: s and S above.
     base: number at which the readers' strides begin.
     num_taken: documents taken from the stride.
-    pending: numbers below `base` that earlier readers left, ascending; these are taken first.
+    pending: numbers below `base` that earlier readers left, ascending; they are taken first.
     """
 
     reader: int
@@ -45,10 +45,10 @@ class DocumentShare:
 
 
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Shares of `num_readers` new readers that together hold what all old readers have left.
+    """Return shares of `num_readers` new readers that together hold what the old ones left.
 
     No document is lost and none comes twice. The new strides begin where the old reader that
-    got furthest would have gone on; what the slower ones left below is dealt out one by one.
+    got furthest would have continued; what the slower ones left below is dealt out one by one.
     """
     base = max(share.next_in_stride for share in shares)
     left = sorted(number for share in shares for number in share.not_taken_below(base))

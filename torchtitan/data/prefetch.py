@@ -1,4 +1,4 @@
-"""Reading the next step's batches, and counting what is in them, while this step trains."""
+"""Reads and counts the next step's batches while this step trains."""
 
 import copy
 import dataclasses
@@ -24,7 +24,7 @@ Item = tuple[dict[str, Any], Tensor]
 
 @dataclasses.dataclass
 class StepCounts:
-    """Of one step, over all data-parallel ranks: valid tokens, and ranks that did not get theirs."""
+    """One step's sums over data-parallel ranks: valid tokens, and ranks that got too few items."""
 
     num_valid_tokens: int
     num_ran_out: int = 0
@@ -44,9 +44,9 @@ class _Step:
 
 
 class StepsAhead:
-    """Reads a dataloader in a thread of its own, one step ahead of who iterates over this.
+    """Reads a dataloader in a thread, one step ahead of the loop that iterates over this.
 
-    Its state is the position after the last step that was taken, of a dataloader that has one.
+    Its state is the dataloader's position, if it has one, after the last step that was taken.
 
     items_per_step, n_steps: nothing is read beyond these.
     count: number of valid tokens of an item; called in the thread.
@@ -87,7 +87,7 @@ class StepsAhead:
         self._read_next()
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the items; `counts` belongs to the step of the item that was yielded last.
+        """Yield the items; `counts` belongs to the step of the last item.
 
         Ends after an incomplete step. Raises what the dataloader raised, after the items before it.
         """
@@ -112,10 +112,10 @@ class StepsAhead:
         raise RuntimeError("the data are being read; load a checkpoint before or after train()")
 
     def close(self) -> None:
-        """Read no further, and put the dataloader where training has come to."""
+        """Read no further, and put the dataloader where training stands."""
         self._wanted.put(False)
         self._thread.join(timeout=_SECONDS_TO_END)
-        if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
+        if self._thread.is_alive():  # it reads, or waits for other ranks, perhaps for long
             return
         took_all = self._steps.empty() and (self.counts is None or self.counts.is_whole)
         if self.keeps_position and not took_all:
@@ -135,7 +135,7 @@ class StepsAhead:
         while self._wanted.get():
             try:
                 self._steps.put(self._read_step())
-            except Exception as error:  # of communication; data's are in the step
+            except Exception as error:  # of communication; the data's own are in the step
                 self._steps.put(error)
                 return
 

@@ -16,11 +16,7 @@ from torchtitan.config.checks.common import guess
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
-from torchtitan.data.local_files import (
-    JsonLinesDocuments,
-    load_local_documents,
-    missing_path_message,
-)
+from torchtitan.data.local_files import JsonLinesDocuments, load_local_documents
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -49,10 +45,8 @@ def _load_c4(path: str, split: str) -> Any:
 
 
 def _load_c4_test(path: str) -> Any:
-    if os.path.isfile(path):
-        return load_local_documents(path)
     if not os.path.isdir(path):
-        raise FileNotFoundError(missing_path_message(path))
+        return load_local_documents(path)
     from datasets import load_dataset
 
     try:
@@ -119,12 +113,12 @@ def _validate_dataset(
 
 
 class HuggingFaceTextDataset(IterableDataset):
-    """Sequences of `seq_len` tokens, cut from the documents of a dataset set end to end.
+    """Sequences of `seq_len` tokens, cut from a dataset's documents laid end to end.
 
-    Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len]; x are the next
-    seq_len + 1 tokens, and the following sequence begins after them; ids [2] are the numbers of
-    the first and the last document in x, -1 where the data don't number them. Every document is
-    encoded with its begin- and end-of-text ids. Nothing is padded and no label is ignored.
+    Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len], where x are the
+    next seq_len + 1 tokens, without overlap; ids [2] are the numbers of the first and the last
+    document in x, -1 where the data don't number them. Every document is encoded with its begin-
+    and end-of-text ids. Nothing is padded and no label is ignored.
 
     Ranks and data workers share the documents; no two read the same one within a pass.
     infinite: start over at the end of the data. Otherwise the tokens after the last whole
@@ -170,7 +164,7 @@ class HuggingFaceTextDataset(IterableDataset):
 
     @property
     def can_reshard(self) -> bool:
-        """Whether `inherit` works: the dataset is indexable, not a stream."""
+        """Whether `inherit` works: not for a stream."""
         return self._source.can_reshard
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -244,7 +238,7 @@ class HuggingFaceTextDataset(IterableDataset):
         return text
 
     def _reopen(self, place: dict[str, Any]) -> OpenDocument:
-        """The document of a place, at that place; of an indexable source it is encoded again."""
+        """The document at a saved place; an indexable source gives its text again."""
         if "tokens" in place:
             text, tokens = place.get("text", ""), list(place["tokens"])
             is_begun = place.get("is_begun", True)
@@ -263,27 +257,26 @@ class HuggingFaceTextDataset(IterableDataset):
         return self._dp_rank * num_workers + worker_id, self._dp_world_size * num_workers
 
     def _start(self) -> None:
-        """Settle which documents are ours; only the process that iterates knows its worker."""
+        """Settle which documents are ours: only the process that iterates knows its worker."""
         if self._is_started:
             return
         reader, num_readers = self._reader()
         self._source.start(reader, num_readers)
         self._open.extend(map(self._reopen, self._inherited_places[reader::num_readers]))
-        self._inherited_places = []
-        self._is_started = True
+        self._inherited_places, self._is_started = [], True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this reader; a copy, independent of what is read next.
+        """A copy of this reader's position.
 
-        Where documents can be read again, it names those that were begun and holds none of them.
+        Documents that were begun are named if they can be read again, else held in it.
         """
         self._start()
-        left_over = [{"tokens": self._left_over}] if self._left_over else []
-        places = left_over + [document.place() for document in self._open]
+        places = [{"tokens": self._left_over}] if self._left_over else []
+        places += [document.place() for document in self._open]
         return {"open": places, **self._source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a reader with the same number, of as many readers, stopped."""
+        """Continue exactly where the same reader of the same number of readers stopped."""
         self._start()
         self._source.load_state_dict(state_dict)
         self._open = deque(map(self._reopen, _places(state_dict)))
@@ -291,11 +284,11 @@ class HuggingFaceTextDataset(IterableDataset):
         self._is_resumed, self._ran_out = True, False
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Go on where a different number of readers stopped.
+        """Continue where a different number of readers stopped.
 
-        states: those of all old readers, in order. What they had not used yet, documents and
-        parts of documents, is dealt out to the new readers; nothing is lost and nothing comes
-        twice. To be called before iterating, in the process that holds the dataloader.
+        states: those of all old readers, in order. The documents and parts of documents that they
+        had left are dealt to the new readers, each once. Call it before iterating, in the process
+        that holds the dataloader.
         """
         self._source.inherit(states)
         self._inherited_places = [place for state in states for place in _places(state)]
@@ -306,9 +299,9 @@ class HuggingFaceTextDataset(IterableDataset):
 
 
 def _places(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Documents that a reader had begun; positions of older versions hold tokens instead."""
+    """The documents that a reader had begun; older versions saved tokens instead."""
     tokens = state.get("token_buffer")
-    return [*([{"tokens": tokens}] if tokens else []), *state.get("open", [])]
+    return ([{"tokens": tokens}] if tokens else []) + state.get("open", [])
 
 
 # ---- loaders ----
@@ -351,14 +344,9 @@ def _build(
             "'positions', which text datasets don't have: set it to 'block_causal', which reads "
             "the end-of-text tokens, or bring a dataloader whose batches have 'positions' [B, T]"
         )
+    name, path, seq_len = section.dataset, section.dataset_path, section.seq_len
     dataset = HuggingFaceTextDataset(
-        section.dataset,
-        section.dataset_path,
-        tokenizer,
-        section.seq_len,
-        dp_rank,
-        dp_world_size,
-        infinite,
+        name, path, tokenizer, seq_len, dp_rank, dp_world_size, infinite
     )
     loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)

@@ -1,8 +1,8 @@
 """Settings of the process that engines live in: changed on loan, and given back.
 
-A process may hold several engines, closed in any order. What any of them changed comes back when
-the last one is closed, unless it has been changed again meanwhile. Where there is no engine,
-as in our own functions called one by one, changes stay.
+A process may hold several engines, closed in any order. When the last one is closed, every setting
+goes back to what it was, unless somebody else has changed it meanwhile. Changes that are made while
+there is no engine stay.
 """
 
 import os
@@ -21,10 +21,6 @@ class _Change:
     before: Any
     ours: Any
 
-    def take_back(self) -> None:
-        if self.read is None or self.read() == self.ours:
-            self.write(self.before)
-
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _changes: dict[Any, _Change] = {}
@@ -32,7 +28,7 @@ _at_close_calls: list[Callable[[], None]] = []
 
 
 def move_in(engine: Any) -> None:
-    """From here on until `move_out(engine)`, changes are on loan."""
+    """Changes are on loan from here on, until `move_out(engine)`."""
     _engines.add(engine)
 
 
@@ -43,23 +39,23 @@ def move_out(engine: Any) -> None:
     _engines.discard(engine)
     if _engines:
         return
-    changes = list(_changes.values())
-    at_close_calls = list(_at_close_calls)
+    changes, at_close_calls = list(_changes.values()), list(_at_close_calls)
     _changes.clear()
     _at_close_calls.clear()
     for at_close in reversed(at_close_calls):
         at_close()
     for change in reversed(changes):
-        change.take_back()
+        if change.read is None or change.read() == change.ours:
+            change.write(change.before)
 
 
 def engines() -> list[Any]:
-    """Those that live here now."""
+    """The engines of this process."""
     return list(_engines)
 
 
 def at_last_move_out(at_close: Callable[[], None]) -> None:
-    """Have `at_close` called when the last engine is closed; never, if there is none now."""
+    """Call `at_close` when the last engine is closed; never, if there is none now."""
     if _engines:
         _at_close_calls.append(at_close)
 
@@ -73,7 +69,7 @@ def change(
 ) -> None:
     """Set what `key` stands for to `value`, on loan.
 
-    read: None for what cannot be read; then `before` is what it goes back to.
+    read: None for a setting that cannot be read; it then goes back to `before`.
     """
     if key in _changes:
         _changes[key].ours = value
@@ -105,10 +101,10 @@ def change_environment(name: str, value: str) -> None:
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Get this signal within a second after the process that started this one is gone.
+    """Get this signal within a second after the parent process is gone.
 
-    Linux could send it by itself (PR_SET_PDEATHSIG), but does so once for each thread of the
-    parent, and a second signal ends a run that is being saved.
+    Linux could send it (PR_SET_PDEATHSIG), but does so once for each thread of the parent, and a
+    second signal ends a run that is being saved.
     """
     parent = os.getppid()
 
