@@ -148,16 +148,11 @@ class Trainer(TrainingEngine):
         return None if outputs is None else outputs[0]
 
     def _log_summary(self) -> None:
-        training = self.job_config.training
+        training, warmup_steps = self.job_config.training, self.job_config.lr_scheduler.warmup_steps
         logger.info(
-            "trainer ready: local batch %d, global batch %d, %d accumulation step(s), sequence "
-            "length %d, %d steps (%d warm-up)",
-            training.local_batch_size,
-            self.global_batch_size,
-            self.gradient_accumulation_steps,
-            training.seq_len,
-            training.steps,
-            self.job_config.lr_scheduler.warmup_steps,
+            f"trainer ready: local batch {training.local_batch_size}, global batch "
+            f"{self.global_batch_size}, {self.gradient_accumulation_steps} accumulation step(s), "
+            f"sequence length {training.seq_len}, {training.steps} steps ({warmup_steps} warm-up)"
         )
 
     # ---- data ----
@@ -417,12 +412,8 @@ class Trainer(TrainingEngine):
     def _end_early(self, reason: str) -> None:
         """Save and log that the data ended before `training.steps`."""
         self.step -= 1
-        logger.warning(
-            "the data ended after step %d of %d (%s); saving and stopping",
-            self.step,
-            self.job_config.training.steps,
-            reason,
-        )
+        last = f"step {self.step} of {self.job_config.training.steps}"
+        logger.warning(f"the data ended after {last} ({reason}); saving and stopping")
         self.update.settle()
         if self.step > 0:
             self.checkpointer.save(self.step, last_step=True)
@@ -444,10 +435,8 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     engine.save()  # and wait for the files
     checkpointer.async_mode = usual_mode
     logger.warning(
-        "stopped after step %d of %d: %s; its checkpoint is whole, and the same command goes on",
-        engine.step,
-        engine.job_config.training.steps,
-        reason,
+        f"stopped after step {engine.step} of {engine.job_config.training.steps}: {reason}; its "
+        "checkpoint is whole, and the same command goes on",
         extra=event("stop", engine.step),
     )
 
@@ -464,9 +453,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     continues = newest > 0
     if continues and newest >= config.training.steps:
         logger.info(
-            "this run is complete: its checkpoint of step %d reaches training.steps = %d",
-            newest,
-            config.training.steps,
+            f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
+            f"{config.training.steps}"
         )
         return False
     engine.checkpointer.load(step=config.checkpoint.load_step)

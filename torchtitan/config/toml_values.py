@@ -63,6 +63,8 @@ def convert(value: Any, annotation: Any) -> Any:
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
     expected = describe(annotation)
+    accepted = {float: (int, float), Path: (str,), type(None): ()}
+    accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
@@ -86,17 +88,10 @@ def convert(value: Any, annotation: Any) -> Any:
             return tuple(convert(item, a) for item, a in zip(value, arguments, strict=True))
         if kind is list:
             return origin(convert(item, arguments[0] if arguments else Any) for item in value)
-    elif origin is float:
-        if kind in (int, float):
-            return float(value)
-    elif origin is Path:
-        if kind is str:
-            return Path(value)
-    elif origin in (bool, int, str, dict):
-        if kind is origin:
-            return value
-    elif origin is not type(None):
+    elif origin not in accepted:
         return value
+    elif kind in accepted[origin]:
+        return value if kind is origin else origin(value)
     raise TypeError(f"expected {expected}, got {kind.__name__}")
 
 

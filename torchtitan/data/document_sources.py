@@ -34,8 +34,6 @@ class IndexedDocuments:
         self._share: DocumentShare | None = None
 
     def start(self, reader: int, num_readers: int) -> None:
-        if self._share is not None:
-            return
         self._share = DocumentShare(reader, num_readers)
         if self._inherited:
             shares = [self._share_from(state) for state in self._inherited]
@@ -49,10 +47,8 @@ class IndexedDocuments:
     def sample(self, number: int) -> Any:
         return self._data[number]
 
-    def where(self, number: int | None) -> str:
+    def where(self, number: int) -> str:
         """How a message names a document."""
-        if number is None:
-            return f"dataset {self._name!r}"
         if hasattr(self._data, "where"):
             return self._data.where(number)
         return f"{self._path or f'dataset {self._name!r}'}, document {number} (counted from 0)"

@@ -151,18 +151,16 @@ class StepsAhead:
             ran_out = 1
         except Exception as error:
             step.error = error
-        step.counts = self._sum(StepCounts(num_valid_tokens, ran_out, int(step.error is not None)))
+        counts = [num_valid_tokens, ran_out, int(step.error is not None)]
+        if self._group is not None:
+            sums = torch.tensor(counts)
+            dist.all_reduce(sums, group=self._group)
+            # Rounded up: only some of the ranks that read the same data may have failed.
+            counts = [-(-n // self._n_duplicates) for n in sums.tolist()]
+        step.counts = StepCounts(*counts)
         if step.counts.is_whole:
             step.position = self._read_position()
         return step
-
-    def _sum(self, counts: StepCounts) -> StepCounts:
-        if self._group is None:
-            return counts
-        sums = torch.tensor(dataclasses.astuple(counts))
-        dist.all_reduce(sums, group=self._group)
-        # Rounded up: data may be broken on some of the ranks that read the same.
-        return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
 
     def _read_position(self) -> Any:
         """A copy: what a dataloader hands out may change with the next item."""

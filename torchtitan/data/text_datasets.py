@@ -138,12 +138,9 @@ class HuggingFaceTextDataset(IterableDataset):
         infinite: bool = False,
     ) -> None:
         self.dataset_name = dataset_name.lower()
-        self.seq_len = seq_len
-        self.infinite = infinite
+        self.seq_len, self.infinite = seq_len, infinite
         self._tokenizer = tokenizer
-        self._dp_rank = dp_rank
-        self._dp_world_size = dp_world_size
-
+        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         path, loader, self._text_processor = _validate_dataset(self.dataset_name, dataset_path)
         logger.info(f"Preparing dataset {self.dataset_name}" + (f" from {path}" if path else ""))
         self._data = loader(path)
@@ -156,11 +153,9 @@ class HuggingFaceTextDataset(IterableDataset):
 
         # Documents to read before the source's next one; the first may be half read.
         self._open: deque[OpenDocument] = deque()
-        self._left_over: list[int] = []  # at the end of the data, less than a sequence
+        self._left_over: list[int] = []  # tokens at the end of the data, less than a sequence
         self._inherited_places: list[dict[str, Any]] = []
-        self._is_resumed = False
-        self._is_started = False
-        self._ran_out = False
+        self._is_started = self._is_resumed = self._ran_out = False
 
     @property
     def can_reshard(self) -> bool:
@@ -174,12 +169,12 @@ class HuggingFaceTextDataset(IterableDataset):
             self._open.clear()
             self._left_over = []
             self._is_resumed = self._ran_out = False
-        num_sequences = 0
+        has_sequence = False
         for sequence, numbers in self._sequences():
-            num_sequences += 1
+            has_sequence = True
             sample_ids = torch.tensor([numbers[0], numbers[-1]])
             yield {"input": sequence[:-1], SAMPLE_IDS: sample_ids}, sequence[1:]
-        if num_sequences == 0 and not self._is_resumed:
+        if not has_sequence and not self._is_resumed:
             reader, num_readers = self._reader()
             raise ValueError(
                 f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "

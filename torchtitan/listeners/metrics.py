@@ -66,17 +66,14 @@ class DeviceMemoryMonitor:
             num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
             logger.warning(
-                "The allocator had to free its cache and try again %d times: memory is tight",
-                num_retries,
+                f"The allocator had to free its cache and try again {num_retries} times: memory is "
+                "tight"
             )
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
-        active_pct, reserved_pct = (
-            100 * size / self.device_capacity if self.device_capacity else 0.0
-            for size in (active, reserved)
-        )
-        gibs = active / _GIB, reserved / _GIB
-        return DeviceMemStats(gibs[0], active_pct, gibs[1], reserved_pct, num_retries, num_ooms)
+        capacity = self.device_capacity or math.inf  # unknown: 0 % of it is in use
+        sizes = active / _GIB, 100 * active / capacity, reserved / _GIB, 100 * reserved / capacity
+        return DeviceMemStats(*sizes, num_retries, num_ooms)
 
     def reset_peak_stats(self) -> None:
         if self.device.type != "cpu":
@@ -86,12 +83,8 @@ class DeviceMemoryMonitor:
 def build_device_memory_monitor() -> DeviceMemoryMonitor:
     """Return a monitor of the current device, after logging its name and capacity."""
     monitor = DeviceMemoryMonitor()
-    logger.info(
-        "Device %s (%s) has %.2f GiB of memory",
-        monitor.device,
-        monitor.device_name,
-        monitor.device_capacity_gib,
-    )
+    device = f"{monitor.device} ({monitor.device_name})"
+    logger.info("Device %s has %.2f GiB of memory", device, monitor.device_capacity_gib)
     return monitor
 
 
@@ -229,12 +222,8 @@ def ensure_pp_loss_visible(
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
-            "%sThe loss is known on rank %d, whose output LOG_RANK=%s hides; add the rank to "
-            "LOG_RANK to see it.%s",
-            color.red,
-            loss_rank,
-            shown_ranks,
-            color.reset,
+            f"{color.red}The loss is known on rank {loss_rank}, whose output LOG_RANK={shown_ranks} "
+            f"hides; add the rank to LOG_RANK to see it.{color.reset}"
         )
 
 

@@ -165,17 +165,13 @@ def check_if_feature_in_pytorch(
     """Warn if the installed torch may lack a feature that came with `pull_request`."""
     if "git" in torch.__version__:
         logger.warning(
-            "This torch was built from source: make sure that it contains %s for %s.",
-            pull_request,
-            feature_name,
+            f"This torch was built from source: make sure that it contains {pull_request} for "
+            f"{feature_name}."
         )
     elif min_nightly_version is not None and torch.__version__ < min_nightly_version:
         logger.warning(
-            "%s needs torch %s or newer (%s), this is %s.",
-            feature_name,
-            min_nightly_version,
-            pull_request,
-            torch.__version__,
+            f"{feature_name} needs torch {min_nightly_version} or newer ({pull_request}), this is "
+            f"{torch.__version__}."
         )
 
 
