@@ -16,8 +16,10 @@ from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.fsdp import scale_gradients
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import Batch, TrainingEngine, closed_on_error
+from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.tools import utils
@@ -69,8 +71,6 @@ class Trainer(TrainingEngine):
         dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
         replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
         if self.dataloader is None and replicas_only and reduction == "sum":
-            from torchtitan.distributed.fsdp import scale_gradients
-
             scale_gradients(self.model_parts[0], 1 / self.dp_size)
             factor = float(self.dp_size)
         return factor
@@ -129,8 +129,6 @@ class Trainer(TrainingEngine):
     def _build_isolation_probe(self) -> None:
         self.isolation_probe = None
         if self.job_config.debug.check_document_isolation_freq > 0:
-            from torchtitan.listeners.isolation_probe import IsolationProbe
-
             self.isolation_probe = IsolationProbe(
                 self._logits_for_probe,
                 self.model_parts,

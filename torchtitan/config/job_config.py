@@ -48,7 +48,7 @@ class Metrics:
     disable_color_printing: bool = False  # Print metrics without terminal colours
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
-    # Let every rank write its own metrics, instead of one rank for all
+    # Let every rank write its own metrics, instead of one rank
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
     enable_jsonl: bool = False  # Append metrics to a file, one JSON object per line
@@ -146,7 +146,7 @@ class Training:
     # stop the job, or step all the same
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
     # Count RoPE positions from 0 in each document where the model keeps documents apart and the
-    # batch brings no positions of its own; under a causal mask there is one count per row anyway
+    # batch has no positions; under a causal mask there is one count per row anyway
     restart_positions: bool = True
     # Leave out of the loss what a document's last token predicts, the first token of the next; None
     # does so where the model keeps documents apart, and not under a causal mask
@@ -158,8 +158,7 @@ class Training:
 
 @dataclass
 class Parallelism:
-    # Copies of the weights: more than 1 is DDP by itself, and HSDP together with a shard degree
-    # above 1
+    # Copies of the weights: more than 1 is DDP, or HSDP together with a shard degree above 1
     data_parallel_replicate_degree: int = 1
     # Ranks that share one copy of the weights (FSDP); -1 takes all ranks that are left
     data_parallel_shard_degree: int = -1
@@ -187,7 +186,7 @@ class Parallelism:
     pipeline_parallel_first_stage_less_layers: int = 1
     # Layers the last stage has fewer than the others, as it also computes logits and loss
     pipeline_parallel_last_stage_less_layers: int = 1
-    # Layers per stage; None gives as many stages as the schedule needs at least
+    # Layers per stage; None makes the fewest stages that the schedule takes
     pipeline_parallel_layers_per_stage: int | None = None
     # Pipeline schedule, by the name torch.distributed.pipelining gives it
     pipeline_parallel_schedule: str = "1F1B"
@@ -219,12 +218,12 @@ class Parallelism:
 @dataclass
 class Checkpoint:
     enable: bool = False  # Save checkpoints, and continue from the newest one found
-    # With torchft, save the data position of every replica by itself
+    # With torchft, save the data position of every replica separately
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: int = 500  # Save every this many steps
     # Checkpoint (the step folder itself) to start from. Read only if this job has no checkpoint
-    # folder of its own yet
+    # folder yet
     initial_load_path: str | None = None
     # From the initial checkpoint take the weights only, not optimizer, step or data position
     initial_load_model_only: bool = True

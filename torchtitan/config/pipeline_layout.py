@@ -8,11 +8,11 @@ from torchtitan.config.job_config import Parallelism
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # one stage per rank
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two per rank: r and its mirror image
-# No order of their own: it comes from parallelism.pipeline_parallel_schedule_csv.
+# Their order comes from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-# They compute the gradients of inputs and weights apart, which compiled modules cannot.
+# They compute the gradients of inputs and of weights separately, which compiled modules cannot.
 ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
@@ -22,7 +22,7 @@ def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
 
 
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
-    """The stages that a pipeline rank holds, in the order of the model."""
+    """Return the stages that a pipeline rank holds, in the order of the model."""
     if num_stages % pp_degree:
         raise ValueError(
             f"the stages of a pipeline must be shared out evenly, got {num_stages} stages for "
@@ -39,7 +39,7 @@ def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: i
 
 
 def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
-    """Names of the modules in each stage of a decoder, as the config asks for them.
+    """Return the names of the modules in each stage of a decoder, as the config asks for them.
 
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
@@ -100,7 +100,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """A module in no list would be left out of the model, silently."""
+    """Raise ValueError for lists that would silently leave out or repeat a module."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     if missing := [name for name in expected if name not in listed]:
@@ -121,11 +121,12 @@ def _check_complete(modules: list[list[str]], n_layers: int) -> None:
 def generate_llm_fqn_per_model_part(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[str]]:
-    """Names of the modules in each of `num_stages` stages, layers spread as evenly as possible.
+    """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
-    input_weight, output_weight: the layers that the embedding, and norm with output, count for
-        in the first and the last stage. Stages that come first get the layers that are left over.
-    Raises ValueError if a stage would be empty, or too small for what it has to hold.
+    input_weight: how many layers the embedding counts for in the first stage.
+    output_weight: how many layers norm and output count for in the last stage.
+    The first stages get the layers that are left over.
+    Raises ValueError if a stage would be empty or too small for what it has to hold.
     """
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")

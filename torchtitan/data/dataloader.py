@@ -19,7 +19,7 @@ from torchtitan.tools.unpickling import read_plain
 from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20
-_BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
+_BEGIN_AGAIN = "start the data over with checkpoint.exclude_from_loading = ['dataloader']"
 
 
 class DataloaderExhaustedError(Exception):
@@ -115,7 +115,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             if self._rank_id not in state_dict:
                 logger.warning(
                     f"The checkpoint has no data position for {self._rank_id}; "
-                    f"this rank begins its data anew"
+                    f"this rank starts its data over"
                 )
                 return
             own_state = _read_loader_state(state_dict, self._rank_id)

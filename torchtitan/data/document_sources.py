@@ -91,7 +91,7 @@ class IndexedDocuments:
             raise ValueError(
                 f"the checkpoint's data position is one in {state.get('num_documents')} documents "
                 f"but dataset {self._name!r} holds {len(self._data)}: resume with the same data, "
-                f"or begin this data anew with checkpoint.exclude_from_loading = ['dataloader']"
+                f"or start this data over with checkpoint.exclude_from_loading = ['dataloader']"
             )
         return DocumentShare(
             state["reader"],

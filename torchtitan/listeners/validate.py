@@ -11,6 +11,7 @@ from torch import nn
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.packing import PackingPolicy, split_rows
 from torchtitan.config import JobConfig
+from torchtitan.data import text_datasets
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
@@ -65,9 +66,6 @@ class Validator(BaseValidator):
     ) -> None:
         if metrics_processor is None:
             raise ValueError("build_validator needs a metrics_processor to report the loss to")
-        # Here, because `datasets` is slow to import and not every run validates.
-        from torchtitan.data.text_datasets import build_text_validation_dataloader
-
         super().__init__(job_config)
         self.tokenizer = tokenizer
         self.parallel_dims = parallel_dims
@@ -78,7 +76,7 @@ class Validator(BaseValidator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
-        self.validation_dataloader = build_text_validation_dataloader(
+        self.validation_dataloader = text_datasets.build_text_validation_dataloader(
             job_config=job_config,
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,

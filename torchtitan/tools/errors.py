@@ -38,6 +38,7 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
 
 
 def _explain(error: BaseException, config: Any) -> BaseException | None:
+    # Slow to import, and `torchtitan.tools.report` needs only the classes above.
     import torch
     from torch.distributed import DistError
 

@@ -95,7 +95,7 @@ class _EventLog(logging.Handler):
 
 
 def _circumstances(config: Any) -> dict[str, Any]:
-    import torch
+    import torch  # slow, and `torchtitan.tools.report` needs only the names of this module
 
     values = config.to_dict()
     settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
