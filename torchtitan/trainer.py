@@ -160,7 +160,7 @@ class Trainer(TrainingEngine):
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield batches on the CPU, counting tokens and the time spent waiting for them.
 
-        Raises DataloaderExhaustedError where the data end.
+        Raises DataloaderExhaustedError at the end of the data.
         """
         iterator = iter(data_iterable)
         while True:
@@ -231,7 +231,7 @@ class Trainer(TrainingEngine):
     def _reading_ahead(self) -> Iterator[Iterable[Item]]:
         """Give the dataloader, read one step ahead of training; checkpoints get its position."""
         if getattr(self.batch_generator, "__func__", None) is not Trainer.batch_generator:
-            yield self.dataloader  # one's own generator may make other batches of what it reads
+            yield self.dataloader  # a subclass's generator may make other batches of what it reads
             return
         states = self.checkpointer.states
         self._steps_ahead = StepsAhead(
@@ -321,9 +321,9 @@ class Trainer(TrainingEngine):
         )
 
     def _count_flops(self) -> None:
-        """Let throughput be measured by the documents that attention worked on since the last log.
+        """Measure throughput by the lengths of documents since the last log, if they are separate.
 
-        Without documents, that is whole rows, and the number stays what it was.
+        Otherwise attention spans whole rows, and the number stays as it is.
         """
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import resource
 import sys
 import time
 from collections import namedtuple
@@ -435,10 +436,6 @@ def _memory_field(gib: float, percent: float) -> str:
 
 def _resident_bytes() -> tuple[int, int]:
     """This process's resident memory: now, and at its peak; the peak twice without /proc."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
         peak *= 1024

@@ -5,26 +5,18 @@ goes back to what it was, unless somebody else has changed it meanwhile. Changes
 there is no engine stay.
 """
 
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass
-class _Change:
-    write: Callable[[Any], None]
-    read: Callable[[], Any] | None
-    before: Any
-    ours: Any
-
-
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_changes: dict[Any, _Change] = {}
-_at_close_calls: list[Callable[[], None]] = []
+# What the last engine undoes, the latest first: calls before changes.
+_at_close_calls = contextlib.ExitStack()
+_changes = contextlib.ExitStack()
 
 
 def move_in(engine: Any) -> None:
@@ -34,19 +26,11 @@ def move_in(engine: Any) -> None:
 
 def move_out(engine: Any) -> None:
     """If this is the last engine, put back what was changed. May be called twice."""
-    if engine not in _engines:
-        return
-    _engines.discard(engine)
-    if _engines:
-        return
-    changes, at_close_calls = list(_changes.values()), list(_at_close_calls)
-    _changes.clear()
-    _at_close_calls.clear()
-    for at_close in reversed(at_close_calls):
-        at_close()
-    for change in reversed(changes):
-        if change.read is None or change.read() == change.ours:
-            change.write(change.before)
+    if engine in _engines:
+        _engines.discard(engine)
+        if not _engines:
+            _at_close_calls.close()
+            _changes.close()
 
 
 def engines() -> list[Any]:
@@ -57,35 +41,34 @@ def engines() -> list[Any]:
 def at_last_move_out(at_close: Callable[[], None]) -> None:
     """Call `at_close` when the last engine is closed; never, if there is none now."""
     if _engines:
-        _at_close_calls.append(at_close)
+        _at_close_calls.callback(at_close)
 
 
 def change(
-    key: Any,
     value: Any,
     write: Callable[[Any], None],
     read: Callable[[], Any] | None = None,
     before: Any = None,
 ) -> None:
-    """Set what `key` stands for to `value`, on loan.
+    """Change a setting to `value`, on loan.
 
     read: None for a setting that cannot be read; it then goes back to `before`.
     """
-    if key in _changes:
-        _changes[key].ours = value
-    elif _engines:
-        _changes[key] = _Change(write, read, before if read is None else read(), value)
+    if read is not None:
+        before = read()
+
+    def take_back() -> None:
+        if read is None or read() == value:
+            write(before)
+
+    if _engines:
+        _changes.callback(take_back)
     write(value)
 
 
 def change_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of a module, class or config, on loan."""
-    change(
-        (id(owner), name),
-        value,
-        read=lambda: getattr(owner, name),
-        write=lambda value: setattr(owner, name, value),
-    )
+    change(value, lambda value: setattr(owner, name, value), lambda: getattr(owner, name))
 
 
 def change_environment(name: str, value: str) -> None:
@@ -97,7 +80,7 @@ def change_environment(name: str, value: str) -> None:
         else:
             os.environ[name] = value
 
-    change(("environment", name), value, read=lambda: os.environ.get(name), write=write)
+    change(value, write, lambda: os.environ.get(name))
 
 
 def signal_at_parents_death(number: int) -> None:

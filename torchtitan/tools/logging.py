@@ -38,12 +38,12 @@ def init_logger() -> None:
     logger.setLevel(logging.INFO)
     # A library that puts a handler on the root logger would print each line a second time.
     logger.propagate = False
-    # Kineto writes INFO lines of its own to stderr unless told before the profiler loads.
+    # Must be set before the profiler loads, or Kineto writes INFO lines to stderr.
     os.environ["KINETO_LOG_LEVEL"] = "5"
 
 
 def warn_once(logger: logging.Logger, msg: str) -> None:
-    """Log `msg` as a warning the first time this process hands it in."""
+    """Log `msg` as a warning, once per process."""
     if msg not in _logged:
         _logged.add(msg)
         logger.warning(msg)
