@@ -90,7 +90,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
         return _checked_sample(sample, lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """How a message names a document; reads the file up to there."""
+        """The document's name in messages; reads the file up to there."""
         file_index, line_index = self._locate(index)
         start, number = self._line_starts[file_index][line_index], 1
         with open(self._paths[file_index], "rb") as file:
@@ -184,19 +184,25 @@ def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
     return JsonLinesDocuments(paths)
 
 
-def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
-    from datasets import load_dataset
+def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
+    """Return `datasets.load_dataset(...)`; raises ValueError of problem, its reason and remedy."""
+    from datasets import load_dataset  # slow, and our own files are read without it
 
     try:
-        return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+        return load_dataset(*arguments, **options)
     except Exception as error:
-        while error.__cause__ is not None:  # the library's own says that it failed
+        while error.__cause__ is not None:  # the outer ones only say that it failed
             error = error.__cause__
-        others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
-        raise ValueError(
-            f"{paths[0]}{others} cannot be read as {kind}: "
-            f"{' '.join(str(error).split())[:300]}; fetch or write the file again"
-        ) from None
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{problem}: {reason}; {remedy}") from None
+
+
+def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
+    others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
+    problem = f"{paths[0]}{others} cannot be read as {kind}"
+    files = [str(path) for path in paths]
+    remedy = "fetch or write the file again"
+    return load_with_datasets(problem, remedy, builder, data_files=files, split="train")
 
 
 # Kind of file -> how to open all files of that kind.

@@ -16,23 +16,17 @@ _COMPARED_CHARACTERS = 256  # on either side of a cut
 
 @dataclass
 class OpenDocument:
-    """A document and how far it is read.
+    """A document and how far it is read."""
 
-    number: its index in the source, which can give the text again; None in a stream, where the
-        unread rest is part of the saved position.
-    text: all of it, or what a stream's reader had left.
-    start, end: the piece of the text that became `tokens`; end is -1 before the first one.
-    used: how many of `tokens` have been taken.
-    is_begun: `text` does not start with the document's beginning.
-    """
-
+    # Index in the source, which can give the text again; None in a stream, where the unread rest
+    # is part of the saved position.
     number: int | None
-    text: str = ""
-    start: int = 0
-    end: int = -1
+    text: str = ""  # all of it, or what a stream's reader had left
+    start: int = 0  # of the piece of the text that became `tokens`
+    end: int = -1  # of that piece; -1 before the first one
     tokens: list[int] = field(default_factory=list)
-    used: int = 0
-    is_begun: bool = False
+    used: int = 0  # how many of `tokens` have been taken
+    is_begun: bool = False  # `text` does not start with the document's beginning
 
     @property
     def is_finished(self) -> bool:

@@ -16,7 +16,11 @@ from torchtitan.config.checks.common import guess
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
-from torchtitan.data.local_files import JsonLinesDocuments, load_local_documents
+from torchtitan.data.local_files import (
+    JsonLinesDocuments,
+    load_local_documents,
+    load_with_datasets,
+)
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -32,32 +36,27 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(path, name="en", split=split, streaming=True)
-    except Exception as error:
-        raise ValueError(
-            f"the dataset {path!r} is on the hub, which cannot be reached or has none: "
-            f"{' '.join(str(error).split())[:300]}; set training.dataset_path (or "
-            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
-        ) from None
+    problem = f"the dataset {path!r} is on the hub, which cannot be reached or has none"
+    remedy = (
+        "set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
+        "training.dataset to 'local'"
+    )
+    return load_with_datasets(problem, remedy, path, name="en", split=split, streaming=True)
 
 
 def _load_c4_test(path: str) -> Any:
     if not os.path.isdir(path):
         return load_local_documents(path)
-    from datasets import load_dataset
-
+    problem, remedy = f"{path} cannot be read as a dataset", "fetch or write its files again"
     try:
-        return load_dataset(path, split="train")
-    except Exception as error:
+        return load_with_datasets(problem, remedy, path, split="train")
+    except ValueError:
         # Our own reader of JSON lines names the file and the line.
         documents = load_local_documents(path)
         if isinstance(documents, JsonLinesDocuments):
             for index in range(len(documents)):
                 documents[index]
-        raise ValueError(f"{path} cannot be read as a dataset: {error}") from None
+        raise
 
 
 def _load_python_docs(path: str, split: str) -> Any:

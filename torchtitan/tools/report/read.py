@@ -33,12 +33,9 @@ class NoRunError(Exception):
 
 @dataclass
 class Curve:
-    """One metric's points in the order in which they were logged, column by column.
+    """One metric's points in the order in which they were logged, column by column."""
 
-    starts: which start of the run logged the point, counted from 0.
-    """
-
-    starts: array = field(default_factory=lambda: array("q"))
+    starts: array = field(default_factory=lambda: array("q"))  # of the run, counted from 0
     steps: array = field(default_factory=lambda: array("q"))
     times: array = field(default_factory=lambda: array("d"))  # Unix seconds
     values: array = field(default_factory=lambda: array("d"))
