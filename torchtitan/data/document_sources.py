@@ -114,15 +114,14 @@ class StreamedDocuments:
     def __init__(
         self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
     ) -> None:
-        from datasets import IterableDataset
-        from datasets.distributed import split_dataset_by_node
+        import datasets.distributed  # slow, and only streams need it
 
-        if not isinstance(data, IterableDataset):
+        if not isinstance(data, datasets.IterableDataset):
             raise ValueError(
                 f"the loader of dataset {name!r} must return something with len() and [i], or a "
                 f"datasets.IterableDataset, got {type(data).__name__}"
             )
-        self._data = split_dataset_by_node(data, dp_rank, dp_world_size)
+        self._data = datasets.distributed.split_dataset_by_node(data, dp_rank, dp_world_size)
         self._name = name
         self._infinite = infinite
         self._loaded: dict[str, Any] | None = None

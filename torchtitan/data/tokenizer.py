@@ -141,6 +141,7 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
 
 def _load_backend(folder: Path) -> "Tokenizer":
     """The tokenizer in `folder`, before the config's special tokens are added."""
+    # Slow to import, and other programs bring their own tokenizers.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     whole = folder / "tokenizer.json"
@@ -209,7 +210,7 @@ def _read_json(path: Path) -> dict | None:
 
 def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
     """The tokens that tokenizer_config.json declares, named ones first."""
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken  # see _load_backend
 
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):

@@ -103,7 +103,7 @@ class TensorBoardLogger(BaseLogger):
     """Writes scalars named `key`, or `tag/key` with a tag, for TensorBoard."""
 
     def __init__(self, log_dir: str, tag: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # slow, and often not needed
 
         self.tag = tag
         self.writer = SummaryWriter(log_dir, max_queue=1000)
@@ -122,7 +122,7 @@ class WandBLogger(BaseLogger):
 
     def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         try:
-            import wandb
+            import wandb  # optional
         except ImportError as error:
             raise ImportError(
                 "metrics.enable_wandb needs wandb: pip install torchtitan[wandb]"

@@ -38,9 +38,7 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
 
 
 def _explain(error: BaseException, config: Any) -> BaseException | None:
-    # Slow to import, and `torchtitan.tools.report` needs only the classes above.
-    import torch
-    from torch.distributed import DistError
+    import torch  # slow, and `torchtitan.tools.report` needs only the classes above
 
     text = str(error)
     if isinstance(error, (RunError, ValueError)):
@@ -80,7 +78,7 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
             "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "
             f"the other ranks' output. {text.splitlines()[0]}"
         )
-    if isinstance(error, DistError) or (
+    if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text)
     ):
         text = text.strip().partition("\n")[0]

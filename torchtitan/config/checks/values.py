@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from torchtitan.config.checks.common import compile_settings, guess, value_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
@@ -160,9 +162,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
             yield f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"
     backend = job_config.compile.backend
     if job_config.compile.enable and backend != JobConfig().compile.backend:
-        import torch._dynamo  # heavy
-
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())  # loads the compiler
         if backend not in known:
             yield (
                 f"compile.backend must be a registered backend of torch.compile "
