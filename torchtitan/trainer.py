@@ -16,7 +16,6 @@ from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.fsdp import scale_gradients
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import Batch, TrainingEngine, closed_on_error
 from torchtitan.listeners.isolation_probe import IsolationProbe
@@ -64,13 +63,14 @@ class Trainer(TrainingEngine):
             )
 
     def _average_gradients(self) -> float:
-        """As the engine, and besides: a client's own backward gets the mean over replicas that
-        nothing shards, since it counts on the reference's DDP there and multiplies its loss by
-        the number of ranks."""
+        """Besides, a client's own backward has the mean over replicas that nothing shards: it
+        counts on the reference's DDP there, and multiplies its loss by the number of ranks."""
         factor = super()._average_gradients()
         dims, reduction = self.parallel_dims, self.job_config.training.gradient_reduction
         replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
         if self.dataloader is None and replicas_only and reduction == "sum":
+            from torchtitan.distributed.fsdp import scale_gradients
+
             scale_gradients(self.model_parts[0], 1 / self.dp_size)
             factor = float(self.dp_size)
         return factor

@@ -87,7 +87,7 @@ class StepsAhead:
         self._read_next()
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the items; `counts` belongs to the step of the last item.
+        """Yield the items; `counts` belongs to the step of the item that was yielded last.
 
         Ends after an incomplete step. Raises what the dataloader raised, after the items before it.
         """

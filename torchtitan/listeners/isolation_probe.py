@@ -67,7 +67,7 @@ class IsolationProbe:
             )
 
     def check(self, step: int, batch: Batch) -> None:
-        """Run `batch` twice. All ranks have to call this; each looks at its own batch.
+        """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
 
         Random states are left as they were. Raises RuntimeError on every rank if anything leaks
         on one of them; that rank's message names layer, row, documents and tokens.
