@@ -16,6 +16,7 @@ from torchtitan.checkpoint.run_record import record_of
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.determinism import (
     agree_on_seed,
     set_determinism,
@@ -115,12 +116,7 @@ def set_device() -> torch.device:
             f"LOCAL_RANK = {index} asks for device {index} of this machine, counted from 0, and "
             f"it shows {device_module.device_count()}; start as many processes on it as it has"
         )
-    host.change(
-        "current device",
-        index,
-        write=device_module.set_device,
-        read=device_module.current_device,
-    )
+    host.change(index, device_module.set_device, device_module.current_device)
     return torch.device(device_type, index)
 
 

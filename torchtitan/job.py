@@ -1,4 +1,4 @@
-"""From a config to the train spec it names, checked before a device or a process is touched."""
+"""From a config to the train spec it names, with all checks that need no device or process group."""
 
 import os
 
@@ -15,19 +15,19 @@ from torchtitan.tools.errors import ConfigError
 def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if the job cannot run.
 
-    builds_data: False for a program that builds neither tokenizer nor data; the rules for them,
-        and for their files, don't hold then.
+    builds_data: False leaves out the rules for tokenizer, data and their files.
     """
-    # Before the checks, which ask for the converters that it may register.
+    # Before the checks: it may register converters, which they look up.
     _import_custom_module(job_config)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converter_names(), builds_data)
     train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size, builds_data)
     if builds_data:
+        # Loads torchdata, which a bare engine does not need.
         from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
 
-        # A dataloader of the model's own has datasets of its own.
+        # A model's own dataloader has other datasets.
         if train_spec.build_dataloader_fn is build_text_dataloader:
             check_datasets(job_config, DATASETS)
     return train_spec

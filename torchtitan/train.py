@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file job.toml
     python -m torchtitan.train --job.config_file job.toml            # one process
 
-Config mistakes and --help answer before anything heavy is imported: `Trainer` is loaded from
-`torchtitan.trainer` when it is first asked for.
+`Trainer` is loaded from `torchtitan.trainer` on first use, so that config mistakes and --help are
+answered before anything heavy is imported.
 """
 
 import contextlib
@@ -19,17 +19,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import torchtitan
 from torchtitan.config import JobConfig
+from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError, Peers
+from torchtitan.distributed.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError, as_run_error
+from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
 from torchtitan.tools.host import has_peers, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
-    from torchtitan.distributed.peers import Peers
     from torchtitan.trainer import Trainer
 
 __all__ = ["Trainer", "main"]
@@ -49,6 +52,7 @@ def main(
     Exit code 2: the config cannot run; 1: data, files, memory or another rank failed. Several ranks
     compare their configs first, and from then on end together (`torchtitan.distributed.peers`).
     """
+    # The command line's parser, which programs that import `Trainer` from here don't need.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
     init_logger()
@@ -68,17 +72,15 @@ def main(
 
 
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
-    import torch
-
     peers = trainer = None
     try:
-        # A process group that exists already has met in its own way.
+        # The ranks of a process group that exists already have met in their own way.
         is_guest = torch.distributed.is_initialized()
         if has_peers() and config.comm.mode == "default" and not is_guest:
             peers = _find_peers(config.comm.init_timeout_seconds)
             peers.compare(config.to_dict())
         with events.recording(config):
-            if trainer_class is None:
+            if trainer_class is None:  # heavy: see the top of this file
                 from torchtitan.trainer import Trainer as trainer_class
             trainer = trainer_class(config)
             if config.comm.mode == "local_tensor":
@@ -92,7 +94,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
     except BaseException as error:
-        # Told before anything is closed: that may wait for other ranks.
+        # First tell, then close: closing may wait for other ranks.
         exit_code = _tell_failure(error, config, peers)
         if trainer is not None:
             with contextlib.suppress(Exception):  # the first error counts
@@ -104,17 +106,12 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         peers.leave()
 
 
-def _find_peers(timeout_seconds: float) -> "Peers":
-    from torchtitan.distributed.peers import Peers
-    from torchtitan.distributed.process_group import find_peers
-
+def _find_peers(timeout_seconds: float) -> Peers:
     return Peers(*find_peers(timedelta(seconds=timeout_seconds)))
 
 
 def _tell_config_error(message: str) -> None:
     """Have rank 0 print the message, once for all ranks that have it, and all ranks end."""
-    from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError
-
     is_first = os.environ["RANK"] == "0"
     if is_first:
         print(message, file=sys.stderr, flush=True)
@@ -128,13 +125,11 @@ def _tell_config_error(message: str) -> None:
             print(f"rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
 
 
-def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None") -> int | None:
-    """Say on stderr what to mend, and to the other ranks; returns the exit code.
+def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) -> int | None:
+    """Say on stderr, and to the other ranks, what to mend; returns the exit code.
 
-    None stands for an exception whose stack Python is to print: a bug.
+    None is for a bug: an exception whose stack Python is to print.
     """
-    from torchtitan.distributed.peers import PeerError
-
     if isinstance(error, PeerError):  # rank 0 has printed it
         _tell_torchrun(str(error))
         return 2
@@ -168,17 +163,15 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: "Peers | None"
         flush=True,
     )
     _tell_torchrun(f"error: {message}")
-    return 2 if isinstance(told, ConfigError) else 1
+    return events.exit_code(told)
 
 
 def _tell_torchrun(message: str) -> None:
     """Have torchrun show `message` when it ends, since this rank's own output may be hidden."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": details}}, file)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import TrainingEngine
+from torchtitan.listeners.isolation_probe import IsolationProbe
+from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.step.runner import on_error
 from torchtitan.tools import utils
@@ -28,12 +30,11 @@ from torchtitan.tools.logging import logger
 class Trainer(TrainingEngine):
     """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
 
-    A train spec whose `build_dataloader_fn` is None gives a trainer that cannot `train()` by
-    itself; its caller feeds batches to `forward_backward_step` and `optim_step`.
+    Without the train spec's `build_dataloader_fn` it cannot `train()`; the caller then feeds
+    batches to `forward_backward_step` and calls `optim_step`.
     """
 
     builds_data = True
-
     _stop: StopRequest | None = None  # while it trains
 
     def __init__(self, job_config: JobConfig):
@@ -63,17 +64,15 @@ class Trainer(TrainingEngine):
             )
 
     def _build_metrics(self) -> None:
-        from torchtitan.listeners.metrics import build_metrics_processor
-
         build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
-        self.metrics_processor = build(self.job_config, self.parallel_dims, self.model_args)
-        self.metrics_processor.num_flops_per_token = self.num_flops_per_token
-        self.metrics_processor.optimizers = self.optimizers
-        self.metrics_processor.lr_schedulers = self.lr_schedulers
-        self.metrics_processor.model_parts = self.model_parts
+        metrics = build(self.job_config, self.parallel_dims, self.model_args)
+        metrics.num_flops_per_token = self.num_flops_per_token
+        metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
+        metrics.model_parts = self.model_parts
+        self.metrics_processor = metrics
 
     def _check_batch_fits(self) -> None:
-        """Refuse what no setting makes fit, before minutes are spent on reading such a batch."""
+        """Refuse a batch that no setting makes fit, before minutes are spent on reading it."""
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.local_batch_size
         if dims.pp_enabled:
@@ -94,12 +93,13 @@ class Trainer(TrainingEngine):
         self.validator = None
         if not self.job_config.validation.enable:
             return
-        if self.train_spec.build_validator_fn is None:
+        build = self.train_spec.build_validator_fn
+        if build is None:
             raise ConfigError(
                 f"validation.enable is set, but model {self.job_config.model.name!r} has no "
                 "build_validator_fn; turn validation off or give its train spec one"
             )
-        self.validator = self.train_spec.build_validator_fn(
+        self.validator = build(
             job_config=self.job_config,
             dp_world_size=self.dp_size,
             dp_rank=self.dp_rank,
@@ -117,8 +117,6 @@ class Trainer(TrainingEngine):
     def _build_isolation_probe(self) -> None:
         self.isolation_probe = None
         if self.job_config.debug.check_document_isolation_freq > 0:
-            from torchtitan.listeners.isolation_probe import IsolationProbe
-
             self.isolation_probe = IsolationProbe(
                 self._logits_for_probe,
                 self.model_parts,
@@ -136,16 +134,11 @@ class Trainer(TrainingEngine):
         return None if outputs is None else outputs[0]
 
     def _log_summary(self) -> None:
-        training = self.job_config.training
+        training, warmup_steps = self.job_config.training, self.job_config.lr_scheduler.warmup_steps
         logger.info(
-            "trainer ready: local batch %d, global batch %d, %d accumulation step(s), sequence "
-            "length %d, %d steps (%d warm-up)",
-            training.local_batch_size,
-            self.global_batch_size,
-            self.gradient_accumulation_steps,
-            training.seq_len,
-            training.steps,
-            self.job_config.lr_scheduler.warmup_steps,
+            f"trainer ready: local batch {training.local_batch_size}, global batch "
+            f"{self.global_batch_size}, {self.gradient_accumulation_steps} accumulation step(s), "
+            f"sequence length {training.seq_len}, {training.steps} steps ({warmup_steps} warm-up)"
         )
 
     # ---- data ----
@@ -155,7 +148,7 @@ class Trainer(TrainingEngine):
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield batches on the CPU, counting tokens and the time spent waiting for them.
 
-        Raises DataloaderExhaustedError where the data end.
+        Raises DataloaderExhaustedError at the end of the data.
         """
         iterator = iter(data_iterable)
         while True:
@@ -230,7 +223,7 @@ class Trainer(TrainingEngine):
     def _reading_ahead(self) -> Iterator[Iterable[Item]]:
         """Give the dataloader, read one step ahead of training; checkpoints get its position."""
         if getattr(self.batch_generator, "__func__", None) is not Trainer.batch_generator:
-            yield self.dataloader  # one's own generator may make other batches of what it reads
+            yield self.dataloader  # a subclass's generator may make other batches of what it reads
             return
         states = self.checkpointer.states
         self._steps_ahead = StepsAhead(
@@ -323,9 +316,9 @@ class Trainer(TrainingEngine):
         )
 
     def _count_flops(self) -> None:
-        """Let throughput be measured by the documents that attention worked on since the last log.
+        """Measure throughput by the lengths of documents since the last log, if they are separate.
 
-        Without documents, that is whole rows, and the number stays what it was.
+        Otherwise attention spans whole rows, and the number stays as it is.
         """
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
@@ -420,14 +413,10 @@ class Trainer(TrainingEngine):
                 )
 
     def _end_early(self, reason: str) -> None:
-        """The data ended before `training.steps`: keep what was learned."""
+        """Save and log that the data ended before `training.steps`."""
         self.step -= 1
-        logger.warning(
-            "the data ended after step %d of %d (%s); saving and stopping",
-            self.step,
-            self.job_config.training.steps,
-            reason,
-        )
+        last = f"step {self.step} of {self.job_config.training.steps}"
+        logger.warning(f"the data ended after {last} ({reason}); saving and stopping")
         self.update.settle()
         if self.step > 0:
             self.checkpointer.save(self.step, last_step=True)
@@ -439,16 +428,14 @@ class Trainer(TrainingEngine):
 
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:
-    """Save all of it, so that the run can go on later, and say so. Collective."""
+    """Save everything, so that the run can go on later, and say so. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # and wait for the files
     checkpointer.async_mode = usual_mode
     logger.warning(
-        "stopped after step %d of %d: %s; its checkpoint is whole, and the same command goes on",
-        engine.step,
-        engine.job_config.training.steps,
-        reason,
+        f"stopped after step {engine.step} of {engine.job_config.training.steps}: {reason}; its "
+        "checkpoint is whole, and the same command goes on",
         extra=event("stop", engine.step),
     )
 
@@ -456,8 +443,8 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     """Continue from the newest checkpoint, if any; False if the run is complete already.
 
-    Raises ValueError rather than begin anew, over its own checkpoints, a run whose newest
-    one holds weights only.
+    Raises ValueError if the newest one holds weights only: starting again from step 0 would
+    overwrite the run's own checkpoints.
     """
     config = engine.job_config
     engine.checkpointer.claim_folder()
@@ -465,9 +452,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     continues = newest > 0
     if continues and newest >= config.training.steps:
         logger.info(
-            "this run is complete: its checkpoint of step %d reaches training.steps = %d",
-            newest,
-            config.training.steps,
+            f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
+            f"{config.training.steps}"
         )
         return False
     engine.checkpointer.load(step=config.checkpoint.load_step)
@@ -479,8 +465,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
-    step = engine.step
-    if step > 0:
-        logger.info("the run continues after step %d", step)
-    logger.info("training starts at step %d", step + 1, extra=event("training", step))
+    if engine.step > 0:
+        logger.info("the run continues after step %d", engine.step)
+    started = event("training", engine.step)
+    logger.info("training starts at step %d", engine.step + 1, extra=started)
     return True

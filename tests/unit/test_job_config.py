@@ -258,11 +258,11 @@ def test_unknown_key_is_named_with_the_nearest_one(parse_toml):
         "Please modify your .toml config file or override these fields from the command line."
     )
     assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
-    assert lines[3] == "'stepz' in [training] is unknown; did you mean 'steps'?"
+    assert lines[3] == "'stepz' in [training] is unknown, did you mean 'steps'?"
 
 
 def test_unknown_table_is_named_with_the_nearest_one(parse_toml):
-    with pytest.raises(ConfigError, match="'trainign' in the file is unknown; did you mean 'train"):
+    with pytest.raises(ConfigError, match="'trainign' in the file is unknown, did you mean 'train"):
         parse_toml({"trainign": {"steps": 3}})
 
 

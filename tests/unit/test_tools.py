@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from torchtitan.config import Profiling
+from torchtitan.listeners import profiling
 from torchtitan.tools import logging as titan_logging
-from torchtitan.tools import profiling, utils
+from torchtitan.tools import utils
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How long rows have to be for context parallelism; known before there is a device."""
+"""The row lengths that context parallelism takes."""
 
 # Tokens that the "ptrr" balancer moves together: the block size of flex attention's masks.
 PTRR_CHUNK = 128

@@ -48,7 +48,7 @@ class Metrics:
     disable_color_printing: bool = False  # Print metrics without terminal colours
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
-    # Let every rank write its own metrics, instead of one rank for all
+    # Let every rank write its own metrics, instead of one rank
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
     enable_jsonl: bool = False  # Append metrics to a file, one JSON object per line
@@ -118,7 +118,7 @@ class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
-    # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 means
+    # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
     global_batch_size: int = -1
     # Where several microbatches make a step, sum gradients over data-parallel ranks with the last
@@ -128,7 +128,7 @@ class Training:
     seq_len: int = 2048  # Tokens per sequence
     max_norm: float | int = 1.0  # Gradients are scaled down to this norm when theirs is larger
     steps: int = 10000  # Optimizer steps to train for
-    # Save and end before the process is so old, with time left for a step and the save; 0 is no
+    # Save and end before the process is this old, with time left for a step and the save; 0 is no
     # limit. For batch schedulers; needs checkpoint.enable
     time_limit_minutes: float = 0.0
     # Keep parameters, gradients and optimizer state in host memory (with FSDP)
@@ -138,15 +138,15 @@ class Training:
     # Type parameters are cast to for compute, by FSDP, or by autocast without it
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     mixed_precision_reduce: Literal["float32"] = "float32"  # Type in which FSDP sums gradients
-    # What becomes of the gradients of data-parallel ranks: their sum, which is right for a loss
-    # divided by a count over all ranks, or their mean, for a program that brings its own loop and a
-    # loss that is a mean on each rank
+    # How gradients of data-parallel ranks are combined: their sum, for a loss divided by a count
+    # over all ranks, or their mean, for a program with its own loop and a loss that is a mean on
+    # each rank
     gradient_reduction: Literal["sum", "mean"] = "sum"
     # What to do in a step whose gradient norm is inf or nan: leave the weights alone and go on,
     # stop the job, or step all the same
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
     # Count RoPE positions from 0 in each document where the model keeps documents apart and the
-    # batch brings no positions of its own; under a causal mask there is one count per row anyway
+    # batch has no positions; under a causal mask there is one count per row anyway
     restart_positions: bool = True
     # Leave out of the loss what a document's last token predicts, the first token of the next; None
     # does so where the model keeps documents apart, and not under a causal mask
@@ -158,20 +158,19 @@ class Training:
 
 @dataclass
 class Parallelism:
-    # Copies of the weights: more than 1 is DDP by itself, and HSDP together with a shard degree
-    # above 1
+    # Copies of the weights: more than 1 is DDP, or HSDP together with a shard degree above 1
     data_parallel_replicate_degree: int = 1
     # Ranks that share one copy of the weights (FSDP); -1 takes all ranks that are left
     data_parallel_shard_degree: int = -1
-    # Whether a layer gives its gathered weights back between forward and backward: always, never,
-    # or default, which means always except under pipeline parallelism. A number, say of the ranks
-    # of a node, keeps them spread over as many ranks, among which backward gathers them
+    # Whether a layer frees its gathered weights between forward and backward: always, never, or
+    # default, which is always except under pipeline parallelism. A number, such as the ranks of a
+    # node, keeps them sharded over that many ranks, among which backward gathers them
     fsdp_reshard_after_forward: int | str = "default"
     # Have NCCL allocate what FSDP sends and receives, registered for zero-copy transfers; takes
     # memory that is not shared with the rest. Without effect where the backend has none to give
     fsdp_register_buffers: bool = False
-    # Let FSDP hold the parameters even where it has nothing to shard, on one rank say. None does so
-    # for a train spec without a dataloader, whose caller may count on FSDP modules, and on an
+    # Let FSDP hold the parameters even where it has nothing to shard, as on one rank. None does so
+    # for a train spec without a dataloader, whose caller may rely on FSDP modules, and on an
     # accelerator without replicas, where it is faster than autocast
     always_fsdp: bool | None = None
     tensor_parallel_degree: int = 1  # Ranks that split each matrix multiplication; 1 is off
@@ -187,11 +186,11 @@ class Parallelism:
     pipeline_parallel_first_stage_less_layers: int = 1
     # Layers the last stage has fewer than the others, as it also computes logits and loss
     pipeline_parallel_last_stage_less_layers: int = 1
-    # Layers per stage; None gives as many stages as the schedule needs at least
+    # Layers per stage; None makes the fewest stages that the schedule takes
     pipeline_parallel_layers_per_stage: int | None = None
     # Pipeline schedule, by the name torch.distributed.pipelining gives it
     pipeline_parallel_schedule: str = "1F1B"
-    # CSV file with a schedule of one's own, for the PipelineScheduleMulti class
+    # CSV file with your own schedule, for the PipelineScheduleMulti class
     pipeline_parallel_schedule_csv: str | None = ""
     pipeline_parallel_microbatch_size: int = 1  # Sequences per pipeline microbatch
     # Accepted for configs of the reference; without effect in this version
@@ -219,12 +218,12 @@ class Parallelism:
 @dataclass
 class Checkpoint:
     enable: bool = False  # Save checkpoints, and continue from the newest one found
-    # With torchft, save the data position of every replica by itself
+    # With torchft, save the data position of every replica separately
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: int = 500  # Save every this many steps
     # Checkpoint (the step folder itself) to start from. Read only if this job has no checkpoint
-    # folder of its own yet
+    # folder yet
     initial_load_path: str | None = None
     # From the initial checkpoint take the weights only, not optimizer, step or data position
     initial_load_model_only: bool = True
@@ -406,7 +405,7 @@ class Debug:
     deterministic_warn_only: bool = False
     # Send the same number of tokens to every expert, whatever the router says
     moe_force_load_balance: bool = False
-    # At the first step, and again after this many steps,, exchange one token of the batch and stop
+    # At the first step, and again after this many steps, exchange one token of the batch, and stop
     # the run if the logits of another document move, or of an earlier token; the error names the
     # layer. Costs two forward passes of a microbatch; 0 turns it off
     check_document_isolation_freq: int = 0
@@ -442,16 +441,14 @@ class JobConfig:
     def maybe_log(self) -> None:
         """Log the config and write it to a file, each if `job` asks for it.
 
-        The file is written by rank 0. That takes a process group to know the rank by, so
-        without one there is a warning and no file.
+        Rank 0 writes the file. Without a process group, which tells the rank, there is a warning
+        and no file.
         """
         if self.job.print_config:
-            logger.info(
-                f"Running with configs: {json.dumps(self.to_dict(), indent=2, ensure_ascii=False)}"
-            )
+            described = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+            logger.info(f"Running with configs: {described}")
         if self.job.save_config_file is None:
             return
-
         if not torch.distributed.is_initialized():
             logger.warning(
                 "job.save_config_file is set, but torch.distributed is not initialised: "

@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, get_type_hints
 
 import tomli
@@ -34,9 +35,9 @@ class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
 
 
 class ConfigManager:
-    """Parses a command line, and the TOML file it names, into a `JobConfig`.
+    """Parses a command line, and the TOML file it names, into a `config_cls`.
 
-    config_cls: the dataclass to fill; a job can extend it with `job.custom_config_module`.
+    A job can extend that dataclass with `job.custom_config_module`.
     """
 
     def __init__(self, config_cls: type[JobConfig] = JobConfig) -> None:
@@ -45,18 +46,17 @@ class ConfigManager:
         self.register_tyro_rules(custom_registry)
 
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
-        """Return the config that `args` (default: this process's arguments) describes.
+        """Return the config that `args` (default: this process's arguments) describe.
 
         Flags win over the TOML file, which wins over the defaults. Each call starts afresh.
-        Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file; a mistake in the
-        flags is printed, and raises SystemExit(2); `exit_on_config_error` prints it where there
-        are several ranks.
+        Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file, and SystemExit(2)
+        for a mistake in the flags, which is printed: on several ranks by `exit_on_config_error`.
         """
         args = sys.argv[1:] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
-            base = self._dict_to_dataclass(config_cls, toml_values) if toml_values else config_cls()
+            base = self._dict_to_dataclass(config_cls, toml_values or {})
         except ConfigError as error:
             path = _flag_value(args, "job", "config_file")
             raise ConfigError(
@@ -120,18 +120,15 @@ class ConfigManager:
         return self._merge_configs(self.config_cls, custom_cls)
 
     @staticmethod
-    def _merge_configs(base: Any, custom: Any) -> type:
-        """A new dataclass with the fields of both; where both have one, `custom` decides.
+    def _merge_configs(base: type, custom: type) -> type:
+        """Return a dataclass with the fields of both; where both have one, `custom` decides.
 
-        Sections that both have are merged field by field in the same way.
+        Sections that both have are merged in the same way, field by field.
         """
-        base_types = get_type_hints(base, include_extras=True)
-        custom_types = get_type_hints(custom, include_extras=True)
-        base_fields = {f.name: f for f in dataclasses.fields(base)}
-        custom_fields = {f.name: f for f in dataclasses.fields(custom)}
-
+        base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
+        fields = {f.name: f for c in (base, custom) for f in dataclasses.fields(c)}
         merged: list[tuple[str, Any, Any]] = []
-        for name, field in (base_fields | custom_fields).items():
+        for name, field in fields.items():
             both = base_types.get(name), custom_types.get(name)
             kind = both[0] if both[1] is None else both[1]
             default: Any = field.default
@@ -150,28 +147,23 @@ class ConfigManager:
                 default=default, default_factory=factory, metadata=field.metadata
             )
             merged.append((name, kind, copy))
-        # The parser finds no source of a class that is made here: it reads the help texts of a
-        # docstring then.
+        # The parser finds no source of a class that is made here, and reads its docstring instead.
         help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
         return dataclasses.make_dataclass(
             f"Merged{base.__name__}", merged, bases=(base,), namespace={"__doc__": help_texts}
         )
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
-        if not dataclasses.is_dataclass(cls):
-            return data
-        return section_from_table(cls, data)
+        return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
         """Carry old key names over to the new ones, and refuse old tokenizer files."""
         job, model = self.config.job, self.config.model
-        if self.config.experimental.custom_args_module:
+        if old_name := self.config.experimental.custom_args_module:
             logger.warning(
                 "experimental.custom_args_module is deprecated, use job.custom_config_module"
             )
-            job.custom_config_module = (
-                job.custom_config_module or self.config.experimental.custom_args_module
-            )
+            job.custom_config_module = job.custom_config_module or old_name
         if model.tokenizer_path:
             logger.warning("model.tokenizer_path is deprecated, use model.hf_assets_path")
             model.hf_assets_path = model.tokenizer_path
@@ -220,16 +212,15 @@ def parse_args_or_exit(
 def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Turn what a config mistake raises into one message on stderr and exit code 2.
 
-    tell: prints the message in place of this rank, for ranks that know of each other.
+    tell: prints the message instead, for ranks that know of each other.
     """
     try:
         yield
+        return
     except (ValueError, FileNotFoundError) as error:
         message = f"config error: {error}"
     except _FlagMistake as error:
         message = error.message
-    else:
-        return
     if tell is not None:
         tell(message)
     else:
@@ -239,13 +230,13 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
 
 
 def _program() -> str:
-    """How this program was started, for messages that tell to ask it for help."""
+    """How this program was started, for messages that point to its --help."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 class _FlagMistake(SystemExit):
-    """The parser's exit; `message` is what it says of the flags, and has not been printed."""
+    """The parser's exit, with what it says about the flags, which is not printed yet."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)
@@ -280,19 +271,16 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
     """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
-    for position, argument in enumerate(args):
+    for argument, following in pairwise([*args, None]):
         flag, equals, value = argument.partition("=")
-        if flag not in flags:
-            continue
-        if equals:
-            return value
-        # A flag without a value is left for the parser to complain about.
-        return args[position + 1] if position + 1 < len(args) else None
+        if flag in flags:
+            # None, a flag without a value, is left for the parser to complain about.
+            return value if equals else following
     return None
 
 
 def _help_texts(section: type) -> dict[str, str]:
-    """Key -> the comment behind it or above it; nothing for a class without source."""
+    """Key -> the comment behind or above it; nothing for a class without source."""
     texts, above, source = {}, [], ""
     with contextlib.suppress(OSError, TypeError):
         source = inspect.getsource(section)

@@ -1,4 +1,4 @@
-"""How many stages a pipeline has and which modules each of them holds: numbers and names only."""
+"""How many stages a pipeline has, and the names of the modules in each."""
 
 import math
 from itertools import islice
@@ -13,7 +13,7 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two per rank: r and its mirror i
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-# They compute the gradients of inputs and weights apart, which compiled modules cannot.
+# They compute the gradients of inputs and of weights separately, which compiled modules cannot.
 ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
@@ -43,7 +43,7 @@ def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: i
 
 
 def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
-    """Names of the modules in each stage of a decoder, as the config asks for them.
+    """Return the names of the modules in each stage of a decoder, as the config asks for them.
 
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
@@ -125,11 +125,12 @@ def _check_complete(modules: list[list[str]], n_layers: int) -> None:
 def generate_llm_fqn_per_model_part(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[str]]:
-    """Names of the modules in each of `num_stages` stages, layers spread as evenly as possible.
+    """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
-    input_weight, output_weight: the layers that the embedding, and norm with output, count for
-        in the first and the last stage. Stages that come first get the layers that are left over.
-    Raises ValueError if a stage would be empty, or too small for what it has to hold.
+    input_weight: how many layers the embedding counts for in the first stage.
+    output_weight: how many layers norm and output count for in the last stage.
+    The first stages get the layers that are left over.
+    Raises ValueError if a stage would be empty or too small for what it has to hold.
     """
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")

@@ -1,20 +1,19 @@
 """TOML tables become config sections: names are known and values have the declared types."""
 
 import dataclasses
-import difflib
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from torchtitan.config.checks.common import guess
 from torchtitan.tools.errors import ConfigError
 
 
 def section_from_table(cls: type, table: Any, section: str = "") -> Any:
     """Build the config dataclass `cls` from a parsed TOML table; absent keys keep their defaults.
 
-    section: dotted name of the table, "" for the whole file; it is named in errors.
-    Raises ConfigError for an unknown key, a value of another type, or a value that the
-    dataclass itself refuses.
+    section: the table's dotted name for errors, "" for the whole file.
+    Raises ConfigError for an unknown key, a value of another type, or one that `cls` refuses.
     """
     if not isinstance(table, dict):
         raise ConfigError(
@@ -30,10 +29,9 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
             "Run `NGPU=1 ./run_train.sh --help` to read all valid fields.",
         ]
         for name in unknown:
-            close = difflib.get_close_matches(name, fields, n=1)
-            guess = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
             where = f"[{section}]" if section else "the file"
-            lines.append(f"{name!r} in {where} is unknown; {guess}")
+            hint = guess(name, fields) or f"; known are {', '.join(fields)}"
+            lines.append(f"{name!r} in {where} is unknown{hint}")
         raise ConfigError("\n".join(lines))
 
     hints = get_type_hints(cls, include_extras=True)
@@ -47,9 +45,9 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
             values[name] = convert(value, hints[name])
         except TypeError as error:
             default = fields[name].default
-            hint = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
+            remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
             where = f"[{section}] {name}" if section else name
-            raise ConfigError(f"{where} = {value!r}: {error}{hint}") from None
+            raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
     try:
         return cls(**values)
     except (AssertionError, TypeError, ValueError) as error:
@@ -57,14 +55,16 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Return `value`, as TOML knows it, as the type `annotation`; TypeError where it is another.
+    """Return a TOML value as the type `annotation`; raises TypeError if it has another.
 
-    TOML has no null and no tuples, and writes whole floats as integers: an integer serves for
-    a float, a list for a tuple, text for a path. Types that TOML cannot write pass unchanged.
+    An integer serves for a float, a list for a tuple, text for a path. Types that TOML cannot
+    write pass unchanged.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
     expected = describe(annotation)
+    accepted = {float: (int, float), Path: (str,), type(None): ()}
+    accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
@@ -88,17 +88,10 @@ def convert(value: Any, annotation: Any) -> Any:
             return tuple(convert(item, a) for item, a in zip(value, arguments, strict=True))
         if kind is list:
             return origin(convert(item, arguments[0] if arguments else Any) for item in value)
-    elif origin is float:
-        if kind in (int, float):
-            return float(value)
-    elif origin is Path:
-        if kind is str:
-            return Path(value)
-    elif origin in (bool, int, str, dict):
-        if kind is origin:
-            return value
-    elif origin is not type(None):
+    elif origin not in accepted:
         return value
+    elif kind in accepted[origin]:
+        return value if kind is origin else origin(value)
     raise TypeError(f"expected {expected}, got {kind.__name__}")
 
 

@@ -1,4 +1,4 @@
-"""From files to batches: datasets of text, tokenizers, loaders. Here: a dataset's entry."""
+"""From files to batches: text datasets, tokenizers, loaders. Here: a dataset's entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,8 @@ __all__ = ["DatasetConfig"]
 
 @dataclass
 class DatasetConfig:
-    """How to get the documents of one dataset.
+    """How to get the documents of one dataset."""
 
-    path: where the data are unless the config gives another path.
-    loader: `loader(path)` returns the samples, see docs/datasets.md for what they may be.
-    sample_processor: `sample_processor(sample)` returns the sample's text.
-    """
-
-    path: str
-    loader: Callable
-    sample_processor: Callable
+    path: str  # where the data are unless the config gives another path
+    loader: Callable  # path -> samples; docs/datasets.md says what they may be
+    sample_processor: Callable  # sample -> its text

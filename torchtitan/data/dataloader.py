@@ -19,13 +19,13 @@ from torchtitan.tools.unpickling import read_plain
 from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20
-_BEGIN_AGAIN = "begin the data anew with checkpoint.exclude_from_loading = ['dataloader']"
+_BEGIN_AGAIN = "start the data over with checkpoint.exclude_from_loading = ['dataloader']"
 
 
 class DataloaderExhaustedError(Exception):
     """The data ended before the training did.
 
-    Not a StopIteration: that would be turned into RuntimeError inside a generator.
+    Not a StopIteration, which a generator would turn into RuntimeError.
     """
 
 
@@ -39,11 +39,11 @@ class BaseDataLoader(ABC):
 class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
-    The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that the states of all
-    ranks fit into one checkpoint side by side. With as many ranks and data workers as were saved
-    a run goes on bit for bit. With another number, a dataset that has
-    `can_reshard == True` and `inherit(states)` (see `HuggingFaceTextDataset`) deals out anew
-    what the saved readers had left; `load_state_dict` then needs the keys of all saved ranks.
+    The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that one checkpoint holds
+    the states of all ranks side by side. A run on the saved number of ranks and data workers
+    continues bit for bit. On another number, a dataset with `can_reshard == True` and
+    `inherit(states)` (see `HuggingFaceTextDataset`) deals out what the saved readers had left;
+    `load_state_dict` then needs the keys of all saved ranks.
     """
 
     def __init__(
@@ -62,22 +62,21 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
         """Drop, in place, what makes no sense without data workers, or without an accelerator.
 
-        ValueError for unknown names.
+        Raises ValueError for unknown names.
         """
         if "dataset" in kwargs:
             raise ValueError("Invalid dataloader kwargs: 'dataset' is the first argument already")
-        known = inspect.signature(StatefulDataLoader.__init__).parameters
-        unknown = sorted(set(kwargs) - (set(known) - {"self"}))
-        if unknown:
+        _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # self, dataset
+        if unknown := sorted(set(kwargs) - set(known)):
             raise ValueError(
                 f"Invalid dataloader kwargs: {', '.join(unknown)}; StatefulDataLoader takes "
-                f"{', '.join(name for name in known if name not in ('self', 'dataset'))}"
+                f"{', '.join(known)}"
             )
         if kwargs.get("num_workers"):
             kwargs.setdefault("worker_init_fn", leave_signals_to_trainer)
         else:
-            for of_workers in ("persistent_workers", "prefetch_factor"):
-                kwargs.pop(of_workers, None)
+            kwargs.pop("persistent_workers", None)
+            kwargs.pop("prefetch_factor", None)
         if get_device_type() == "cpu":
             kwargs.pop("pin_memory", None)
 
@@ -93,7 +92,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def state_dict(self) -> dict[str, Any]:
         # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.
         state = pickle.dumps(super().state_dict())
-        if not self._is_known_to_be_readable:  # else it would be refused when it is needed
+        if not self._is_known_to_be_readable:  # found out now, not when the run resumes
             read_plain(state, "the data position, which a checkpoint is to hold,")
             self._is_known_to_be_readable = True
         return {self._rank_id: state, "world_size": self.dp_world_size}
@@ -101,7 +100,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position: this rank's own, or a share of all ranks' if their number changed.
 
-        Raises ValueError if the position cannot be divided among today's ranks and workers, or
+        Raises ValueError if the position does not divide among the present ranks and workers, or
         holds anything but plain data.
         """
         if not state_dict:
@@ -116,7 +115,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             if self._rank_id not in state_dict:
                 logger.warning(
                     f"The checkpoint has no data position for {self._rank_id}; "
-                    f"this rank begins its data anew"
+                    f"this rank starts its data over"
                 )
                 return
             own_state = _read_loader_state(state_dict, self._rank_id)
@@ -133,8 +132,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             f"before, or {_BEGIN_AGAIN}"
         )
         names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
-        missing = [name for name in names if name not in state_dict]
-        if missing:
+        if missing := [name for name in names if name not in state_dict]:
             raise ValueError(
                 f"the data position was saved by {saved_world_size} data-parallel ranks; for "
                 f"{self.dp_world_size} ranks with {self.num_workers} data workers all of them are "
@@ -170,7 +168,7 @@ def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def _one_error_if_damaged() -> Iterator[None]:
-    """For reading what is in a data position, of which torchdata and datasets take the best."""
+    """Around reading a data position, in which torchdata and datasets expect no damage."""
     try:
         yield
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -182,7 +180,7 @@ def _one_error_if_damaged() -> Iterator[None]:
 
 
 def _with_sample_ids_aside(batch: Any) -> Any:
-    """`batch["input"].sample_ids`, [B, 2], in place of an entry of its own."""
+    """Move the batch's entry "sample_ids", [B, 2], to the attribute `batch["input"].sample_ids`."""
     if isinstance(batch, list | tuple) and isinstance(batch[0], dict) and SAMPLE_IDS in batch[0]:
         batch[0]["input"].sample_ids = batch[0].pop(SAMPLE_IDS)
     return batch

@@ -11,18 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DocumentShare:
-    """One reader's documents and how far it got.
+    """One reader's documents and how far it got."""
 
-    reader, num_readers: s and S above.
-    base: number at which the readers' strides begin.
-    num_taken: documents taken from the stride.
-    pending: numbers below `base` that earlier readers left, ascending; these are taken first.
-    """
-
-    reader: int
-    num_readers: int
-    base: int = 0
-    num_taken: int = 0
+    reader: int  # s above
+    num_readers: int  # S above
+    base: int = 0  # number at which the readers' strides begin
+    num_taken: int = 0  # documents taken from the stride
+    # Numbers below `base` that earlier readers left, ascending; they are taken first.
     pending: deque[int] = field(default_factory=deque)
 
     @property
@@ -30,11 +25,10 @@ class DocumentShare:
         return self.base + self.reader + self.num_taken * self.num_readers
 
     def peek(self) -> int:
-        """Number of the document to take next."""
+        """Return the number of the next document, which `advance` counts as taken."""
         return self.pending[0] if self.pending else self.next_in_stride
 
     def advance(self) -> None:
-        """Count the document that `peek` names as taken."""
         if self.pending:
             self.pending.popleft()
         else:
@@ -45,10 +39,10 @@ class DocumentShare:
 
 
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Shares of `num_readers` new readers that together hold what all old readers have left.
+    """Return shares of `num_readers` new readers that together hold what the old ones left.
 
     No document is lost and none comes twice. The new strides begin where the old reader that
-    got furthest would have gone on; what the slower ones left below is dealt out one by one.
+    got furthest would have continued; what the slower ones left below is dealt out one by one.
     """
     base = max(share.next_in_stride for share in shares)
     left = sorted(number for share in shares for number in share.not_taken_below(base))

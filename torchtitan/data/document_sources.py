@@ -1,7 +1,7 @@
 """Samples of a dataset in a resumable order, each given to only one reader.
 
-Two kinds of dataset, one interface: iterate for samples, `state_dict` at any time, `restart`.
-`start(reader, num_readers)` comes first, in the process that will iterate.
+Two kinds of dataset, one interface: call `start(reader, num_readers)` in the process that will
+iterate, then iterate for samples; `state_dict` works at any time, `restart` goes to the beginning.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 class IndexedDocuments:
     """Samples of a dataset with `len()` and `[i]`, which any number of readers can share.
 
-    Resuming takes constant time, and what some readers left can be dealt to other ones.
+    Resuming takes constant time. What some readers left can be dealt to another number of them.
     """
 
     can_reshard = True
@@ -34,8 +34,6 @@ class IndexedDocuments:
         self._share: DocumentShare | None = None
 
     def start(self, reader: int, num_readers: int) -> None:
-        if self._share is not None:
-            return
         self._share = DocumentShare(reader, num_readers)
         if self._inherited:
             shares = [self._share_from(state) for state in self._inherited]
@@ -43,30 +41,26 @@ class IndexedDocuments:
 
     @property
     def next_number(self) -> int:
-        """Of the sample that iteration yields next; in the data, so that passes don't matter."""
+        """The index in the data of the sample that iteration yields next."""
         return self._share.peek() % len(self._data)
 
     def sample(self, number: int) -> Any:
-        """A sample, as often as one likes."""
         return self._data[number]
 
-    def where(self, number: int | None) -> str:
+    def where(self, number: int) -> str:
         """How a message names a document."""
-        if number is None:
-            return f"dataset {self._name!r}"
         if hasattr(self._data, "where"):
             return self._data.where(number)
         return f"{self._path or f'dataset {self._name!r}'}, document {number} (counted from 0)"
 
     def restart(self) -> None:
-        """Begin again with the first document."""
         self._share = DocumentShare(self._share.reader, self._share.num_readers)
 
     def __iter__(self) -> Iterator[Any]:
         share, num_documents = self._share, len(self._data)
         while self._infinite or share.peek() < num_documents:
             number = share.peek()
-            # The second pass is worth a line in the log, the thousandth is not.
+            # Only the second pass is worth a line in the log.
             if number >= num_documents and number - share.num_readers < num_documents:
                 logger.warning(f"Dataset {self._name} is being read again from the beginning")
             sample = self._data[number % num_documents]
@@ -88,7 +82,7 @@ class IndexedDocuments:
         self._share = self._share_from(state)
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Go on where the readers with these states left, whatever their number was."""
+        """Continue where the readers with these states stopped, however many they were."""
         self._share = None
         self._inherited = states
 
@@ -97,7 +91,7 @@ class IndexedDocuments:
             raise ValueError(
                 f"the checkpoint's data position is one in {state.get('num_documents')} documents "
                 f"but dataset {self._name!r} holds {len(self._data)}: resume with the same data, "
-                f"or begin this data anew with checkpoint.exclude_from_loading = ['dataloader']"
+                f"or start this data over with checkpoint.exclude_from_loading = ['dataloader']"
             )
         return DocumentShare(
             state["reader"],
@@ -111,7 +105,7 @@ class IndexedDocuments:
 class StreamedDocuments:
     """Samples of a `datasets.IterableDataset`, split over ranks and data workers by `datasets`.
 
-    The position is the stream's own, so it serves the same ranks and workers only.
+    The position is the stream's own, so only the same number of ranks and workers can resume.
     """
 
     can_reshard = False
@@ -120,22 +114,21 @@ class StreamedDocuments:
     def __init__(
         self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
     ) -> None:
-        from datasets import IterableDataset
-        from datasets.distributed import split_dataset_by_node
+        import datasets.distributed  # slow, and only streams need it
 
-        if not isinstance(data, IterableDataset):
+        if not isinstance(data, datasets.IterableDataset):
             raise ValueError(
                 f"the loader of dataset {name!r} must return something with len() and [i], or a "
                 f"datasets.IterableDataset, got {type(data).__name__}"
             )
-        self._data = split_dataset_by_node(data, dp_rank, dp_world_size)
+        self._data = datasets.distributed.split_dataset_by_node(data, dp_rank, dp_world_size)
         self._name = name
         self._infinite = infinite
         self._loaded: dict[str, Any] | None = None
         self._has_begun = False
 
     def start(self, reader: int, num_readers: int) -> None:
-        # The stream's epoch lives in memory that forked workers share; each needs its own.
+        # The stream's epoch lives in memory that forked workers share, and each needs its own.
         self._data = copy.deepcopy(self._data)
 
     def where(self, _number: None) -> str:
@@ -147,7 +140,7 @@ class StreamedDocuments:
         self._data.set_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:  # a stream iterated again would go back to where it began
+        if self._has_begun:  # iterating a stream again would go back to where it began
             self.load_state_dict(self.state_dict())
         self._has_begun = True
         while True:

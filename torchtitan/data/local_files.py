@@ -1,9 +1,8 @@
 """Documents in files of this machine, by number.
 
-JSON lines and plain text are read in place: opening them takes one pass over a JSON-lines file to
-note where its lines begin and none over a text file, and any document is then one seek away, so a
-run resumes at once however far it got. Parquet and compressed JSON go through the `datasets`
-library, which converts them once into a memory-mapped cache.
+JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass to note where
+its lines begin; any document is then one seek away, so a run resumes at once however far it got.
+Parquet and compressed JSON go through the `datasets` library and its memory-mapped cache.
 """
 
 import json
@@ -22,7 +21,7 @@ TEXT_DOCUMENT_BYTES = 64 * 1024
 
 
 class _FilesOfDocuments:
-    """Documents of several files by number. A subclass counts those of a file, and reads one."""
+    """Documents of several files by number. A subclass counts a file's documents, and reads one."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -91,7 +90,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
         return _checked_sample(sample, lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """How a message names a document; reads the file up to there."""
+        """The document's name in messages; reads the file up to there."""
         file_index, line_index = self._locate(index)
         start, number = self._line_starts[file_index][line_index], 1
         with open(self._paths[file_index], "rb") as file:
@@ -105,7 +104,7 @@ class TextDocuments(_FilesOfDocuments):
     """Documents of plain text files in UTF-8: a short file is one document.
 
     A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
-    size. The places are found when asked for, so the size of a file does not matter.
+    size. The places are found on request, so opening a file of any size is quick.
     """
 
     def _count(self, path: Path) -> int:
@@ -158,13 +157,15 @@ def load_local_documents(path: str) -> Any:
     files of several kinds, or a kind that is not known.
     """
     root = Path(path)
+    if not root.exists():
+        raise FileNotFoundError(
+            f"training.dataset_path (or the dataset's own path): there is no file or folder "
+            f"{path!r}, seen from {os.getcwd()!r}; correct the path or run from the folder it is "
+            f"relative to"
+        )
+    paths = [root]
     if root.is_dir():
         paths = sorted(file for file in root.rglob("*") if _kind_of(file) and file.is_file())
-    elif root.is_file():
-        paths = [root]
-    else:
-        raise FileNotFoundError(missing_path_message(path))
-
     kinds = {_kind_of(file) for file in paths}
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "none of them"
@@ -175,14 +176,6 @@ def load_local_documents(path: str) -> Any:
     return _OPENERS[kinds.pop()](paths)
 
 
-def missing_path_message(path: str) -> str:
-    return (
-        f"training.dataset_path (or the dataset's own path): there is no file or folder "
-        f"{path!r}, seen from {os.getcwd()!r}; correct the path or run from the folder it is "
-        f"relative to"
-    )
-
-
 def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
     if len(paths) == 1:
         with open(paths[0], "rb") as file:
@@ -191,19 +184,25 @@ def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
     return JsonLinesDocuments(paths)
 
 
-def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
-    from datasets import load_dataset
+def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
+    """Return `datasets.load_dataset(...)`; raises ValueError of problem, its reason and remedy."""
+    from datasets import load_dataset  # slow, and our own files are read without it
 
     try:
-        return load_dataset(builder, data_files=[str(path) for path in paths], split="train")
+        return load_dataset(*arguments, **options)
     except Exception as error:
-        while error.__cause__ is not None:  # the library's own says that it failed
+        while error.__cause__ is not None:  # the outer ones only say that it failed
             error = error.__cause__
-        others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
-        raise ValueError(
-            f"{paths[0]}{others} cannot be read as {kind}: "
-            f"{' '.join(str(error).split())[:300]}; fetch or write the file again"
-        ) from None
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{problem}: {reason}; {remedy}") from None
+
+
+def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
+    others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
+    problem = f"{paths[0]}{others} cannot be read as {kind}"
+    files = [str(path) for path in paths]
+    remedy = "fetch or write the file again"
+    return load_with_datasets(problem, remedy, builder, data_files=files, split="train")
 
 
 # Kind of file -> how to open all files of that kind.
@@ -213,19 +212,14 @@ _OPENERS: dict[str, Callable[[list[Path]], Any]] = {
     "parquet": partial(_open_with_datasets, "parquet", "Parquet"),
     "compressed JSON lines": partial(_open_with_datasets, "json", "compressed JSON lines"),
 }
-_KINDS = {
-    ".jsonl": "JSON lines",
-    ".json": "JSON lines",
-    ".txt": "text",
-    ".md": "text",
-    ".parquet": "parquet",
-}
-_COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+_KINDS = dict.fromkeys([".jsonl", ".json"], "JSON lines") | dict.fromkeys([".txt", ".md"], "text")
+_KINDS[".parquet"] = "parquet"
 
 
 def _kind_of(path: Path) -> str | None:
     """What a file holds, by the end of its name; None if that is not known."""
-    if path.suffix in _COMPRESSIONS and Path(path.stem).suffix in (".jsonl", ".json"):
+    is_compressed = path.suffix in (".gz", ".zst", ".bz2", ".xz")
+    if is_compressed and Path(path.stem).suffix in (".jsonl", ".json"):
         return "compressed JSON lines"
     return _KINDS.get(path.suffix)
 
@@ -243,10 +237,10 @@ def _checked_sample(sample: Any, where: Callable[[], str]) -> dict[str, Any]:
 
 
 def _cut(file: Any, part: int) -> int:
-    """Byte offset at which part number `part` of a text file begins.
+    """Return the byte offset at which part number `part` of a text file begins.
 
-    The first line end at or after the nominal place; without one within a part's length, the
-    first place that does not split a UTF-8 character.
+    That is the first line end at or after the nominal place; without one within a part's length,
+    the first place that does not split a UTF-8 character.
     """
     nominal = part * TEXT_DOCUMENT_BYTES
     if part == 0:

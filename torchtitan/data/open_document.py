@@ -1,4 +1,4 @@
-"""A document that is being read: its tokens, a piece of the text at a time."""
+"""A document that is being read: it is encoded a piece at a time."""
 
 import re
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
-# Longer texts are encoded in pieces of at most this many characters: the tokenizer's memory, some
-# 150 bytes per character, and what is kept of them don't grow with the document then.
+# Longer texts are encoded in pieces of at most this many characters, to bound the tokenizer's
+# memory of some 150 bytes per character.
 PIECE_CHARACTERS = 128 * 1024
 _MAX_CUTS_TRIED = 64
 _COMPARED_CHARACTERS = 256  # on either side of a cut
@@ -16,23 +16,17 @@ _COMPARED_CHARACTERS = 256  # on either side of a cut
 
 @dataclass
 class OpenDocument:
-    """A document and how far it is read.
+    """A document and how far it is read."""
 
-    number: in the source, which can give its text again; None for a stream's, whose unread rest
-        is part of the position.
-    text: all of it, or what a stream's reader had left.
-    start, end: the piece of the text that `tokens` are of; end is -1 before the first one.
-    used: how many of them have been taken.
-    is_begun: `text` does not start with the document's beginning.
-    """
-
+    # Index in the source, which can give the text again; None in a stream, where the unread rest
+    # is part of the saved position.
     number: int | None
-    text: str = ""
-    start: int = 0
-    end: int = -1
+    text: str = ""  # all of it, or what a stream's reader had left
+    start: int = 0  # of the piece of the text that became `tokens`
+    end: int = -1  # of that piece; -1 before the first one
     tokens: list[int] = field(default_factory=list)
-    used: int = 0
-    is_begun: bool = False
+    used: int = 0  # how many of `tokens` have been taken
+    is_begun: bool = False  # `text` does not start with the document's beginning
 
     @property
     def is_finished(self) -> bool:
@@ -57,21 +51,20 @@ class OpenDocument:
         self.tokens, self.used = _encode(text, tokenizer, is_first, is_last), 0
 
     def place(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """What a checkpoint keeps of it."""
         if self.number is not None:
             return {"number": self.number, "start": self.start, "used": self.used}
-        is_begun = self.is_begun or self.end > 0
         return {
             "tokens": self.tokens[self.used :],
             "text": self.text[max(self.end, 0) :],
-            "is_begun": is_begun,
+            "is_begun": self.is_begun or self.end > 0,
         }
 
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:
     """Token ids; the begin- and end-of-text ids belong to the first and the last piece."""
     tokens = tokenizer.encode(text, add_bos=is_first, add_eos=is_last)
-    # The post-processor of some tokenizers adds them to whatever it is given.
+    # The post-processor of some tokenizers always adds them.
     if not is_first and getattr(tokenizer, "hf_adds_bos", False):
         tokens = tokens[1:]
     if not is_last and getattr(tokenizer, "hf_adds_eos", False):
@@ -80,7 +73,7 @@ def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) 
 
 
 def _end_of_piece(text: str, start: int, tokenizer: BaseTokenizer) -> int:
-    """Where a word ends or begins and the tokens on both sides are those of the uncut text."""
+    """Return a place between words where cutting the text does not change the tokens."""
     latest = start + PIECE_CHARACTERS
     if latest >= len(text):
         return len(text)

@@ -1,4 +1,4 @@
-"""Reading the next step's batches, and counting what is in them, while this step trains."""
+"""Reads and counts the next step's batches while this step trains."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ Item = tuple[dict[str, Any], Tensor]
 
 @dataclasses.dataclass
 class StepCounts:
-    """Of one step, over all data-parallel ranks: valid tokens, and ranks that did not get theirs."""
+    """One step's sums over data-parallel ranks: valid tokens, and ranks that got too few items."""
 
     num_valid_tokens: int
     num_ran_out: int = 0
@@ -46,9 +46,9 @@ class _Step:
 
 
 class StepsAhead:
-    """Reads a dataloader in a thread of its own, one step ahead of who iterates over this.
+    """Reads a dataloader in a thread, one step ahead of the loop that iterates over this.
 
-    Its state is the position after the last step that was taken, of a dataloader that has one.
+    Its state is the dataloader's position, if it has one, after the last step that was taken.
 
     items_per_step, n_steps: nothing is read beyond these.
     pack: makes a batch of an item, with the labels that count; called in the thread.
@@ -116,10 +116,10 @@ class StepsAhead:
         raise RuntimeError("the data are being read; load a checkpoint before or after train()")
 
     def close(self) -> None:
-        """Read no further, and put the dataloader where training has come to."""
+        """Read no further, and put the dataloader where training stands."""
         self._wanted.put(False)
         self._thread.join(timeout=_SECONDS_TO_END)
-        if self._thread.is_alive():  # reads, or waits for other ranks, and may do so for long
+        if self._thread.is_alive():  # it reads, or waits for other ranks, perhaps for long
             return
         took_all = self._steps.empty() and self.counts.is_whole
         if self.keeps_position and not took_all:
@@ -139,7 +139,7 @@ class StepsAhead:
         while self._wanted.get():
             try:
                 self._steps.put(self._read_step())
-            except Exception as error:  # of communication; data's are in the step
+            except Exception as error:  # of communication; the data's own are in the step
                 self._steps.put(error)
                 return
 
@@ -157,18 +157,16 @@ class StepsAhead:
             ran_out = 1
         except Exception as error:
             step.error = error
-        step.counts = self._sum(StepCounts(num_valid_tokens, ran_out, int(step.error is not None)))
+        counts = [num_valid_tokens, ran_out, int(step.error is not None)]
+        if self._group is not None:
+            sums = torch.tensor(counts)
+            dist.all_reduce(sums, group=self._group)
+            # Rounded up: only some of the ranks that read the same data may have failed.
+            counts = [-(-n // self._n_duplicates) for n in sums.tolist()]
+        step.counts = StepCounts(*counts)
         if step.counts.is_whole:
             step.position = self._read_position()
         return step
-
-    def _sum(self, counts: StepCounts) -> StepCounts:
-        if self._group is None:
-            return counts
-        sums = torch.tensor(dataclasses.astuple(counts))
-        dist.all_reduce(sums, group=self._group)
-        # Rounded up: data may be broken on some of the ranks that read the same.
-        return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
 
     def _read_position(self) -> Any:
         """A copy: what a dataloader hands out may change with the next item."""

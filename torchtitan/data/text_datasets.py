@@ -1,6 +1,5 @@
 """Text datasets as packed token sequences: the registry, the packing, the loaders."""
 
-import difflib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,13 +12,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.config import JobConfig
+from torchtitan.config.checks.common import guess
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
 from torchtitan.data.local_files import (
     JsonLinesDocuments,
     load_local_documents,
-    missing_path_message,
+    load_with_datasets,
 )
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
@@ -36,34 +36,27 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(path, name="en", split=split, streaming=True)
-    except Exception as error:
-        raise ValueError(
-            f"the dataset {path!r} is on the hub, which cannot be reached or has none: "
-            f"{' '.join(str(error).split())[:300]}; set training.dataset_path (or "
-            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
-        ) from None
+    problem = f"the dataset {path!r} is on the hub, which cannot be reached or has none"
+    remedy = (
+        "set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
+        "training.dataset to 'local'"
+    )
+    return load_with_datasets(problem, remedy, path, name="en", split=split, streaming=True)
 
 
 def _load_c4_test(path: str) -> Any:
-    if os.path.isfile(path):
-        return load_local_documents(path)
     if not os.path.isdir(path):
-        raise FileNotFoundError(missing_path_message(path))
-    from datasets import load_dataset
-
+        return load_local_documents(path)
+    problem, remedy = f"{path} cannot be read as a dataset", "fetch or write its files again"
     try:
-        return load_dataset(path, split="train")
-    except Exception as error:
+        return load_with_datasets(problem, remedy, path, split="train")
+    except ValueError:
         # Our own reader of JSON lines names the file and the line.
         documents = load_local_documents(path)
         if isinstance(documents, JsonLinesDocuments):
             for index in range(len(documents)):
                 documents[index]
-        raise ValueError(f"{path} cannot be read as a dataset: {error}") from None
+        raise
 
 
 def _load_python_docs(path: str, split: str) -> Any:
@@ -107,8 +100,7 @@ def _validate_dataset(
 ) -> tuple[str, Callable, Callable]:
     """(path, loader, sample_processor) of a registered dataset; ValueError for any other."""
     if dataset_name not in DATASETS:
-        close = difflib.get_close_matches(dataset_name, DATASETS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = guess(dataset_name, DATASETS)
         raise ValueError(
             f"unknown dataset {dataset_name!r}{hint}; registered are {', '.join(DATASETS)}"
         )
@@ -120,12 +112,12 @@ def _validate_dataset(
 
 
 class HuggingFaceTextDataset(IterableDataset):
-    """Sequences of `seq_len` tokens, cut from the documents of a dataset set end to end.
+    """Sequences of `seq_len` tokens, cut from a dataset's documents laid end to end.
 
-    Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len]; x are the next
-    seq_len + 1 tokens, and the following sequence begins after them; ids [2] are the numbers of
-    the first and the last document in x, -1 where the data don't number them. Every document is
-    encoded with its begin- and end-of-text ids. Nothing is padded and no label is ignored.
+    Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len], where x are the
+    next seq_len + 1 tokens, without overlap; ids [2] are the numbers of the first and the last
+    document in x, -1 where the data don't number them. Every document is encoded with its begin-
+    and end-of-text ids. Nothing is padded and no label is ignored.
 
     Ranks and data workers share the documents; no two read the same one within a pass.
     infinite: start over at the end of the data. Otherwise the tokens after the last whole
@@ -145,12 +137,9 @@ class HuggingFaceTextDataset(IterableDataset):
         infinite: bool = False,
     ) -> None:
         self.dataset_name = dataset_name.lower()
-        self.seq_len = seq_len
-        self.infinite = infinite
+        self.seq_len, self.infinite = seq_len, infinite
         self._tokenizer = tokenizer
-        self._dp_rank = dp_rank
-        self._dp_world_size = dp_world_size
-
+        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         path, loader, self._text_processor = _validate_dataset(self.dataset_name, dataset_path)
         logger.info(f"Preparing dataset {self.dataset_name}" + (f" from {path}" if path else ""))
         self._data = loader(path)
@@ -163,15 +152,13 @@ class HuggingFaceTextDataset(IterableDataset):
 
         # Documents to read before the source's next one; the first may be half read.
         self._open: deque[OpenDocument] = deque()
-        self._left_over: list[int] = []  # at the end of the data, less than a sequence
+        self._left_over: list[int] = []  # tokens at the end of the data, less than a sequence
         self._inherited_places: list[dict[str, Any]] = []
-        self._is_resumed = False
-        self._is_started = False
-        self._ran_out = False
+        self._is_started = self._is_resumed = self._ran_out = False
 
     @property
     def can_reshard(self) -> bool:
-        """Whether `inherit` works: the dataset is indexable, not a stream."""
+        """Whether `inherit` works: not for a stream."""
         return self._source.can_reshard
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -181,12 +168,12 @@ class HuggingFaceTextDataset(IterableDataset):
             self._open.clear()
             self._left_over = []
             self._is_resumed = self._ran_out = False
-        num_sequences = 0
+        has_sequence = False
         for sequence, numbers in self._sequences():
-            num_sequences += 1
+            has_sequence = True
             sample_ids = torch.tensor([numbers[0], numbers[-1]])
             yield {"input": sequence[:-1], SAMPLE_IDS: sample_ids}, sequence[1:]
-        if num_sequences == 0 and not self._is_resumed:
+        if not has_sequence and not self._is_resumed:
             reader, num_readers = self._reader()
             raise ValueError(
                 f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
@@ -245,7 +232,7 @@ class HuggingFaceTextDataset(IterableDataset):
         return text
 
     def _reopen(self, place: dict[str, Any]) -> OpenDocument:
-        """The document of a place, at that place; of an indexable source it is encoded again."""
+        """The document at a saved place; an indexable source gives its text again."""
         if "tokens" in place:
             text, tokens = place.get("text", ""), list(place["tokens"])
             is_begun = place.get("is_begun", True)
@@ -264,27 +251,26 @@ class HuggingFaceTextDataset(IterableDataset):
         return self._dp_rank * num_workers + worker_id, self._dp_world_size * num_workers
 
     def _start(self) -> None:
-        """Settle which documents are ours; only the process that iterates knows its worker."""
+        """Settle which documents are ours: only the process that iterates knows its worker."""
         if self._is_started:
             return
         reader, num_readers = self._reader()
         self._source.start(reader, num_readers)
         self._open.extend(map(self._reopen, self._inherited_places[reader::num_readers]))
-        self._inherited_places = []
-        self._is_started = True
+        self._inherited_places, self._is_started = [], True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this reader; a copy, independent of what is read next.
+        """A copy of this reader's position.
 
-        Where documents can be read again, it names those that were begun and holds none of them.
+        Documents that were begun are named if they can be read again, else held in it.
         """
         self._start()
-        left_over = [{"tokens": self._left_over}] if self._left_over else []
-        places = left_over + [document.place() for document in self._open]
+        places = [{"tokens": self._left_over}] if self._left_over else []
+        places += [document.place() for document in self._open]
         return {"open": places, **self._source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a reader with the same number, of as many readers, stopped."""
+        """Continue exactly where the same reader of the same number of readers stopped."""
         self._start()
         self._source.load_state_dict(state_dict)
         self._open = deque(map(self._reopen, _places(state_dict)))
@@ -292,11 +278,11 @@ class HuggingFaceTextDataset(IterableDataset):
         self._is_resumed, self._ran_out = True, False
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Go on where a different number of readers stopped.
+        """Continue where a different number of readers stopped.
 
-        states: those of all old readers, in order. What they had not used yet, documents and
-        parts of documents, is dealt out to the new readers; nothing is lost and nothing comes
-        twice. To be called before iterating, in the process that holds the dataloader.
+        states: those of all old readers, in order. The documents and parts of documents that they
+        had left are dealt to the new readers, each once. Call it before iterating, in the process
+        that holds the dataloader.
         """
         self._source.inherit(states)
         self._inherited_places = [place for state in states for place in _places(state)]
@@ -307,9 +293,9 @@ class HuggingFaceTextDataset(IterableDataset):
 
 
 def _places(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Documents that a reader had begun; positions of older versions hold tokens instead."""
+    """The documents that a reader had begun; older versions saved tokens instead."""
     tokens = state.get("token_buffer")
-    return [*([{"tokens": tokens}] if tokens else []), *state.get("open", [])]
+    return ([{"tokens": tokens}] if tokens else []) + state.get("open", [])
 
 
 # ---- loaders ----
@@ -352,14 +338,9 @@ def _build(
             "'positions', which text datasets don't have: set it to 'block_causal', which reads "
             "the end-of-text tokens, or bring a dataloader whose batches have 'positions' [B, T]"
         )
+    name, path, seq_len = section.dataset, section.dataset_path, section.seq_len
     dataset = HuggingFaceTextDataset(
-        section.dataset,
-        section.dataset_path,
-        tokenizer,
-        section.seq_len,
-        dp_rank,
-        dp_world_size,
-        infinite,
+        name, path, tokenizer, seq_len, dp_rank, dp_world_size, infinite
     )
     loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)

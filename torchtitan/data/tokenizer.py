@@ -1,12 +1,12 @@
 """Text to token ids and back, from the files that Hugging Face models ship.
 
-Of the three ways a model folder can hold a tokenizer, the first that is there is used:
+A model folder can hold a tokenizer in three ways; the first that is found is used:
 
 1. `tokenizer.json`: everything in one file.
 2. `vocab.json` or `vocab.txt`, with `merges.txt`: byte-level BPE.
 3. `vocab.json` or `vocab.txt` without it: one id per whitespace-separated word.
 
-Special tokens come from `tokenizer_config.json` where that file exists.
+Special tokens come from `tokenizer_config.json`, if it exists.
 """
 
 from abc import ABC, abstractmethod
@@ -21,22 +21,11 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 # Keys of tokenizer_config.json that name one special token each.
-SPECIAL_TOKEN_KEYS = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos pad unk sep cls mask".split())
 
 
 class BaseTokenizer(ABC):
-    """What the data pipeline and the models ask of a tokenizer.
-
-    `eos_id` ends a document; None for a tokenizer that has no such token.
-    """
+    """What data and models ask of a tokenizer. `eos_id` ends a document; None if there is none."""
 
     def __init__(self) -> None:
         self.eos_id: int | None = None
@@ -54,14 +43,13 @@ class BaseTokenizer(ABC):
 class HuggingFaceTokenizer(BaseTokenizer):
     """A tokenizer read from a folder of Hugging Face files.
 
-    `tokenizer` is the `tokenizers.Tokenizer` underneath. A begin- or end-of-text id is added by
-    `encode` when asked for, unless the files' own post-processor adds it already
-    (`hf_adds_bos`, `hf_adds_eos`), so it never comes twice. What `encode` does when not asked
-    (`default_add_bos`, `default_add_eos`) is `add_bos_token` / `add_eos_token` of
+    `tokenizer` is the `tokenizers.Tokenizer` underneath. `encode` adds a begin- or end-of-text id
+    on request, unless the files' own post-processor already does (`hf_adds_bos`, `hf_adds_eos`).
+    Its default (`default_add_bos`, `default_add_eos`) is `add_bos_token` and `add_eos_token` of
     tokenizer_config.json, else False.
 
     Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
-    file is there and cannot be read.
+    file cannot be read.
     """
 
     def __init__(self, tokenizer_path: str) -> None:
@@ -93,18 +81,17 @@ class HuggingFaceTokenizer(BaseTokenizer):
         config_path = folder / "tokenizer_config.json"
         self.config: dict | None = _read_json(config_path)
         config = self.config or {}
-        # Runs keep the order, which decides new ids. `add_special_tokens` would mark every token
-        # special, also one that the file says is not.
+        # In runs, since the order decides new ids, and `add_special_tokens` would mark as special
+        # even a token that the file says is not.
         for is_special, run in groupby(_declared_tokens(config, config_path), lambda t: t.special):
             add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
             add(list(run))
         # One string may serve as both, so each is looked up by itself.
         self.bos_token = _token_text(config.get("bos_token"), "bos_token", config_path)
         self.eos_token = _token_text(config.get("eos_token"), "eos_token", config_path)
-        if self.bos_token is not None:
-            self.bos_id = self.tokenizer.token_to_id(self.bos_token)
-        if self.eos_token is not None:
-            self.eos_id = self.tokenizer.token_to_id(self.eos_token)
+        id_of = self.tokenizer.token_to_id
+        self.bos_id = None if self.bos_token is None else id_of(self.bos_token)
+        self.eos_id = None if self.eos_token is None else id_of(self.eos_token)
         ids_of_nothing = self.tokenizer.encode("").ids
         self.hf_adds_bos = self.bos_id is not None and self.bos_id in ids_of_nothing
         self.hf_adds_eos = self.eos_id is not None and self.eos_id in ids_of_nothing
@@ -154,6 +141,7 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
 
 def _load_backend(folder: Path) -> "Tokenizer":
     """The tokenizer in `folder`, before the config's special tokens are added."""
+    # Slow to import, and other programs bring their own tokenizers.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     whole = folder / "tokenizer.json"
@@ -164,7 +152,7 @@ def _load_backend(folder: Path) -> "Tokenizer":
             raise ValueError(
                 f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
             ) from error
-        # Settings of another program's batches. A text is wanted whole here, and nothing but it.
+        # They are settings for another program's batches; here each text is wanted as it is.
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -221,8 +209,8 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
-    """Every token that tokenizer_config.json declares, named ones first."""
-    from tokenizers import AddedToken
+    """The tokens that tokenizer_config.json declares, named ones first."""
+    from tokenizers import AddedToken  # see _load_backend
 
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
@@ -235,13 +223,8 @@ def _declared_tokens(config: dict, config_path: Path) -> "list[AddedToken]":
         for token_id, entry in by_id.items()
         if isinstance(entry, dict) and "content" in entry
     ]
-    defaults = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": True,
-        "special": True,
-    }
+    defaults = dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
+    defaults |= {"normalized": True, "special": True}
     tokens = []
     for key, entry in entries:
         text = _token_text(entry, key, config_path)

@@ -62,7 +62,7 @@ def apply_ac(
     """
     # Of the compiled variants of a wrapped block, dynamo should take the first that fits, not the
     # one used last: forward and recompute may use different ones, and must not change places.
-    host.change("lru cache", False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
+    host.change(False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option
     if mode == "memory_budget":

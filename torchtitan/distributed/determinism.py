@@ -56,7 +56,6 @@ def set_determinism(
             before = _random._rng_tracker
             _random.manual_seed(seed, world_mesh)
             host.change(
-                "DTensor's generator",
                 _random._rng_tracker,
                 write=lambda tracker: setattr(_random, "_rng_tracker", tracker),
                 before=before,
@@ -78,7 +77,6 @@ def agree_on_seed(parallel_dims: ParallelDims, device: torch.device, debug_confi
 def use_deterministic_kernels(warn_only: bool) -> None:
     """Restrict torch to deterministic kernels, until the last engine is closed."""
     host.change(
-        "deterministic algorithms",
         (True, warn_only),
         read=lambda: (
             torch.are_deterministic_algorithms_enabled(),

@@ -1,15 +1,14 @@
 """A check during training that the documents of a batch don't see each other.
 
-One token is exchanged for another one, and the batch goes through the model both ways. A token's
-numbers depend on other tokens through attention alone; so logits of other rows, of other documents
-and of earlier tokens have to stay as they are, to the last bit, on every device and in every dtype.
-(Not so where one scale serves a whole tensor, as in dynamic float8: there a token's rounding
-depends on the others.)
+The batch goes through the model twice, the second time with one token exchanged for another. Tokens
+influence each other only through attention, so the logits of other rows, other documents and
+earlier tokens must stay the same to the last bit, on every device and in every dtype. (Except where
+one scale serves a whole tensor, as in dynamic float8: there a token's rounding depends on others.)
 
-With a mixture of experts a sound model may be reported: how many tokens an expert gets decides
-which kernel multiplies them, and with it the rounding of each one's result, and a token whose choice
-between two experts is a tie within rounding may change its expert. Another step, which exchanges
-another token, tells.
+With a mixture of experts a correct model may be reported: the number of tokens that an expert gets
+decides which kernel multiplies them, and so how each result is rounded; and a token whose best
+experts tie within rounding may change its expert. Look at another step, which exchanges another
+token.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -38,10 +37,8 @@ class IsolationProbe:
     models: the model, or this rank's parts of it; they have their blocks as `layers`.
     packing: how documents are kept apart; under a plain causal mask a row counts as one. Its
         end-of-text token is never exchanged, since it may be a boundary.
-    vocab_size: V.
-    seed: with the step, decides which token is exchanged.
-    device: the model's.
-    pipeline_group: the ranks that hold the parts of one model, if not this rank alone.
+    seed: decides, together with the step, which token is exchanged.
+    pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class IsolationProbe:
         """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
 
         Random states are left as they were. Raises RuntimeError on every rank if anything leaks
-        on one of them; the rank's own message names layer, row, documents and tokens.
+        on one of them; that rank's message names layer, row, documents and tokens.
         """
         batch = self.packing.pack(batch)
         if "attention_masks" in batch.entries:

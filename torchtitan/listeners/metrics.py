@@ -4,11 +4,12 @@ import json
 import math
 import os
 import platform
+import resource
 import sys
 import time
 from collections import namedtuple
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,13 +18,11 @@ from torchtitan.config.pipeline_layout import V_SCHEDULES
 from torchtitan.distributed import ParallelDims
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
 from torchtitan.tools.host import total_ram_bytes
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.protocols.model import BaseModelArgs
 
 _GIB = 2**30
 
@@ -34,11 +33,11 @@ DeviceMemStats = namedtuple(
 
 
 class DeviceMemoryMonitor:
-    """Reads how much memory the device has held since the last reset, at most.
+    """Reads the most memory that the device has held since the last reset.
 
-    device: e.g. "cuda:0"; None is the current device of this machine's kind. On a CPU, "active"
-    is what this process has resident now, "reserved" the most it ever had (a peak that the
-    system can't reset), both against the machine's RAM.
+    device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is what this process has
+    resident now, "reserved" the most it ever had (the system can't reset that peak), both against
+    the machine's RAM.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -68,17 +67,14 @@ class DeviceMemoryMonitor:
             num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
             logger.warning(
-                "The allocator had to free its cache and try again %d times: memory is tight",
-                num_retries,
+                f"The allocator had to free its cache and try again {num_retries} times: memory is "
+                "tight"
             )
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
-        active_pct, reserved_pct = (
-            100 * size / self.device_capacity if self.device_capacity else 0.0
-            for size in (active, reserved)
-        )
-        gibs = active / _GIB, reserved / _GIB
-        return DeviceMemStats(gibs[0], active_pct, gibs[1], reserved_pct, num_retries, num_ooms)
+        capacity = self.device_capacity or math.inf  # unknown: 0 % of it is in use
+        sizes = active / _GIB, 100 * active / capacity, reserved / _GIB, 100 * reserved / capacity
+        return DeviceMemStats(*sizes, num_retries, num_ooms)
 
     def reset_peak_stats(self) -> None:
         if self.device.type != "cpu":
@@ -88,12 +84,8 @@ class DeviceMemoryMonitor:
 def build_device_memory_monitor() -> DeviceMemoryMonitor:
     """Return a monitor of the current device, after logging its name and capacity."""
     monitor = DeviceMemoryMonitor()
-    logger.info(
-        "Device %s (%s) has %.2f GiB of memory",
-        monitor.device,
-        monitor.device_name,
-        monitor.device_capacity_gib,
-    )
+    device = f"{monitor.device} ({monitor.device_name})"
+    logger.info("Device %s has %.2f GiB of memory", device, monitor.device_capacity_gib)
     return monitor
 
 
@@ -111,7 +103,7 @@ class TensorBoardLogger(BaseLogger):
     """Writes scalars named `key`, or `tag/key` with a tag, for TensorBoard."""
 
     def __init__(self, log_dir: str, tag: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # slow, and often not needed
 
         self.tag = tag
         self.writer = SummaryWriter(log_dir, max_queue=1000)
@@ -130,7 +122,7 @@ class WandBLogger(BaseLogger):
 
     def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         try:
-            import wandb
+            import wandb  # optional
         except ImportError as error:
             raise ImportError(
                 "metrics.enable_wandb needs wandb: pip install torchtitan[wandb]"
@@ -169,9 +161,9 @@ class WandBLogger(BaseLogger):
 class JsonlLogger(BaseLogger):
     """Appends one JSON object per call to a file: `step`, `wall_time` (Unix seconds), metrics.
 
-    NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which float() reads
-    back. A line is on disk when `log` returns. A resumed run appends; where it repeats steps
-    that were logged before it was stopped, the later line counts.
+    NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which float() reads.
+    A line is written out when `log` returns. A resumed run appends; of a step that it repeats, the
+    later line counts.
     """
 
     def __init__(self, path: str, tag: str | None = None) -> None:
@@ -186,7 +178,11 @@ class JsonlLogger(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         record = {"step": step, "wall_time": time.time()}
         for key, value in metrics.items():
-            record[_tagged(self.tag, key)] = _json_value(value)
+            if isinstance(value, torch.Tensor):
+                value = value.item()
+            if isinstance(value, float) and not math.isfinite(value):
+                value = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+            record[_tagged(self.tag, key)] = value
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
 
@@ -195,7 +191,7 @@ class JsonlLogger(BaseLogger):
 
 
 class LoggerContainer(BaseLogger):
-    """Hands everything to each of its loggers."""
+    """Passes everything on to each of its loggers."""
 
     def __init__(self) -> None:
         self._loggers: list[BaseLogger] = []
@@ -220,26 +216,20 @@ def ensure_pp_loss_visible(
     parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
 ) -> None:
     """Warn if LOG_RANK hides the console lines of the rank that knows the pipeline's loss."""
-    shown_ranks, loss_rank = (
-        os.environ.get("LOG_RANK"),
-        _get_metrics_rank(parallel_dims, job_config),
-    )
-    # Without LOG_RANK, and with V-shaped schedules as long as rank 0 is shown, nothing hides.
+    shown_ranks = os.environ.get("LOG_RANK")
+    loss_rank = _get_metrics_rank(parallel_dims, job_config)
+    # V-shaped schedules have the loss on rank 0.
     if not shown_ranks or job_config.parallelism.pipeline_parallel_schedule in V_SCHEDULES:
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
-            "%sThe loss is known on rank %d, whose output LOG_RANK=%s hides; add the rank to "
-            "LOG_RANK to see it.%s",
-            color.red,
-            loss_rank,
-            shown_ranks,
-            color.reset,
+            f"{color.red}The loss is known on rank {loss_rank}, whose output LOG_RANK={shown_ranks} "
+            f"hides; add the rank to LOG_RANK to see it.{color.reset}"
         )
 
 
 class MetricsProcessor:
-    """Turns a step's numbers into metrics and hands them to the console and the loggers.
+    """Turns a step's numbers into metrics for the console and the loggers.
 
     The trainer adds to `ntokens_since_last_log` (labels seen on this rank) and
     `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `optimizers`,
@@ -254,7 +244,7 @@ class MetricsProcessor:
         self.logger = _build_metric_logger(job_config, parallel_dims, tag)
         self.device_memory_monitor = build_device_memory_monitor()
         self.color = utils.NoColor() if job_config.metrics.disable_color_printing else utils.Color()
-        # None where the peak is unknown: then there is no MFU either.
+        # None if the peak is unknown: then there is no MFU either.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
         self.optimizers: OptimizersContainer | None = None
@@ -263,7 +253,7 @@ class MetricsProcessor:
         self.start(step=0)
 
     def start(self, step: int) -> None:
-        """Begin measuring here, `step` steps being done: building and loading don't count."""
+        """Start measuring now, after `step` steps: building and loading don't count."""
         self.step_last_log = step
         self.data_loading_times: list[float] = []
         self._restart()
@@ -286,7 +276,7 @@ class MetricsProcessor:
     ) -> None:
         """Log what was measured since the last call, and start measuring again.
 
-        Throughput is per device: this rank's tokens, shared by the ranks that work on them.
+        Throughput is per device: this rank's tokens, divided by the ranks that share them.
         """
         assert self.num_flops_per_token > 0, "num_flops_per_token must be set before logging"
         seconds, tokens_per_second = self._throughput()
@@ -378,7 +368,7 @@ class MetricsProcessor:
 def build_metrics_processor(
     job_config: JobConfig,
     parallel_dims: ParallelDims,
-    model_args: "BaseModelArgs | None" = None,
+    model_args: BaseModelArgs | None = None,
     tag: str | None = None,
 ) -> MetricsProcessor:
     """Return the metrics processor the config describes; `model_args` is for other builders."""
@@ -398,8 +388,7 @@ def _build_metric_logger(
     job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
 ) -> BaseLogger:
     """Return the loggers this rank writes to; one that drops everything if there are none."""
-    config = job_config.metrics
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    config, rank = job_config.metrics, utils._rank()
     on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
     any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl
     if not any_enabled or not (on_metrics_rank or config.save_for_all_ranks):
@@ -407,8 +396,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    # Several writers of one job: whose files these are.
-    owner = []
+    owner = []  # which of the job's several writers this is
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:
@@ -416,8 +404,7 @@ def _build_metric_logger(
     now = datetime.now().strftime("%Y%m%d-%H%M")
     log_dir = os.path.join(folder, config.save_tb_folder, now, *owner)
     if config.enable_wandb:
-        # A run is worth more than its curves: without W&B it goes on.
-        try:
+        try:  # a run is worth more than its curves: without W&B it goes on
             container.add_logger(WandBLogger(log_dir, job_config, tag))
         except Exception as error:
             logger.error("Weights & Biases is not used in this run: %s", error)
@@ -431,14 +418,6 @@ def _build_metric_logger(
 
 def _tagged(tag: str | None, key: str) -> str:
     return key if tag is None else f"{tag}/{key}"
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
-    return value
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
@@ -457,10 +436,6 @@ def _memory_field(gib: float, percent: float) -> str:
 
 def _resident_bytes() -> tuple[int, int]:
     """This process's resident memory: now, and at its peak; the peak twice without /proc."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
         peak *= 1024

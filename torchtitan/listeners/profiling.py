@@ -15,7 +15,7 @@ from torchtitan.config.checks.values import profiling_cycle
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# How many allocator events a snapshot reaches back.
+# How many allocator events a snapshot holds.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 
@@ -36,11 +36,9 @@ def maybe_enable_profiling(
     if not profiling_config.enable_profiling:
         yield None
         return
-
     refuse(profiling_cycle(profiling_config))
-    wait = profiling_config.profile_freq - (
-        profiling_config.profiler_active + profiling_config.profiler_warmup
-    )
+    active, warmup = profiling_config.profiler_active, profiling_config.profiler_warmup
+    wait = profiling_config.profile_freq - active - warmup
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -57,11 +55,7 @@ def maybe_enable_profiling(
 
     with torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(
-            wait=wait,
-            warmup=profiling_config.profiler_warmup,
-            active=profiling_config.profiler_active,
-        ),
+        schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active),
         on_trace_ready=export_trace,
         record_shapes=True,
     ) as profiler:
@@ -80,9 +74,8 @@ def maybe_enable_memory_snapshot(
 ) -> Generator["MemorySnapshot | None", None, None]:
     """Yield a `MemorySnapshot` to `step()` once per training step, or None.
 
-    It is None when snapshots are off, and, after one warning, on a device whose allocator keeps
-    no history (the CPU). Running out of memory inside the block writes a last snapshot and
-    raises on.
+    It is None when snapshots are off, and, after a warning, on a device whose allocator keeps no
+    history (the CPU). Running out of memory inside the block writes a last snapshot.
     """
     if not profiling_config.enable_memory_snapshot:
         yield None
@@ -99,9 +92,8 @@ def maybe_enable_memory_snapshot(
         return
 
     folder = os.path.join(base_folder, profiling_config.save_memory_snapshot_folder)
-    snapshot = MemorySnapshot(
-        memory, folder, leaf_folder, profiling_config.profile_freq, global_step
-    )
+    freq = profiling_config.profile_freq
+    snapshot = MemorySnapshot(memory, folder, leaf_folder, freq, global_step)
     memory._record_memory_history(max_entries=MEMORY_SNAPSHOT_MAX_ENTRIES)
     logger.info("Memory history is recorded, snapshots go to %s", folder)
     try:
@@ -116,7 +108,7 @@ def maybe_enable_memory_snapshot(
 class MemorySnapshot:
     """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
 
-    `memory` is a device's memory module, such as torch.cuda.memory.
+    memory: a device's memory module, such as torch.cuda.memory.
     """
 
     def __init__(
@@ -130,14 +122,11 @@ class MemorySnapshot:
 
     def step(self, exit_ctx: bool = False) -> None:
         """Count one step and write if it is due; `exit_ctx` writes at once and counts nothing."""
-        if exit_ctx:
-            self._write(f"{self.step_num}_exit")
-            return
-        self.step_num += 1
-        if self.step_num % self.freq == 0:
-            self._write(f"{self.step_num}")
-
-    def _write(self, label: str) -> None:
+        if not exit_ctx:
+            self.step_num += 1
+            if self.step_num % self.freq:
+                return
+        label = f"{self.step_num}_exit" if exit_ctx else f"{self.step_num}"
         folder = _iteration_folder(self.folder, label, self.leaf_folder)
         path = os.path.join(folder, f"rank{_rank()}_memory_snapshot.pickle")
         with open(path, "wb") as file:

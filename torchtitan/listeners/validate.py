@@ -12,6 +12,7 @@ from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.config import JobConfig
+from torchtitan.data import text_datasets
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
@@ -42,8 +43,8 @@ class BaseValidator:
 class Validator(BaseValidator):
     """Reports the mean loss per token over the validation batches of all ranks.
 
-    The mean is taken once over all tokens, not over batch means, so that every token weighs
-    the same however batches and ranks are cut. Every validation reads the same batches.
+    It is one mean over all tokens, not over batch means: every token weighs the same however
+    batches and ranks are cut. Every validation reads the same batches.
     Raises ValueError without a metrics processor to report to.
     """
 
@@ -66,9 +67,6 @@ class Validator(BaseValidator):
     ) -> None:
         if metrics_processor is None:
             raise ValueError("build_validator needs a metrics_processor to report the loss to")
-        # Here, because `datasets` is slow to import and not every run validates.
-        from torchtitan.data.text_datasets import build_text_validation_dataloader
-
         super().__init__(job_config)
         self.tokenizer = tokenizer
         self.parallel_dims = parallel_dims
@@ -79,7 +77,7 @@ class Validator(BaseValidator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
-        self.validation_dataloader = build_text_validation_dataloader(
+        self.validation_dataloader = text_datasets.build_text_validation_dataloader(
             job_config=job_config,
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
@@ -145,9 +143,9 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss, step=step)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield as many batches on every rank, as the model's collectives require.
+        """Yield the same number of batches on every rank, for the model's collectives.
 
-        A rank that runs out of data before the others repeats its last batch with no label in it.
+        A rank that runs out of data before the others repeats its last batch without labels.
         """
         batches = self._batches_from_the_start()
         input_dict, labels = self._empty_batch()
@@ -214,7 +212,7 @@ class Validator(BaseValidator):
         return loss_sum / num_tokens if num_tokens else None
 
     def _no_rank(self, here: bool) -> Callable[[], bool]:
-        """Ask whether it is False on all ranks; call what is returned for the answer."""
+        """Ask whether `here` is False on all ranks; call the returned function for the answer."""
         # Ranks that differ in anything but the batch read the same data.
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
@@ -225,7 +223,7 @@ class Validator(BaseValidator):
         return lambda: bool(answer()[0])
 
     def _empty_batch(self) -> tuple[Batch, torch.Tensor]:
-        """What a rank feeds in that never gets a batch."""
+        """What a rank feeds in if its share of the data has no batch."""
         config = self.job_config.validation
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         return {"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)
@@ -236,7 +234,7 @@ build_validator = Validator
 
 @contextmanager
 def _measured_apart(metrics_processor: MetricsProcessor) -> Iterator[None]:
-    """Count the tokens and seconds inside for validation alone, and none of them for training."""
+    """Count the tokens and seconds of the block for validation, and not for training."""
     num_tokens = metrics_processor.ntokens_since_last_log
     seconds = time.perf_counter() - metrics_processor.time_last_log
     metrics_processor.ntokens_since_last_log = 0

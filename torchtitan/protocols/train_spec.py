@@ -1,11 +1,11 @@
 """Which builders and which model make up one trainable thing, found by name."""
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torchtitan.config.checks.common import guess
 from torchtitan.tools.lazy_names import load_on_access
 
 # (model, parallel_dims, job_config) -> model
@@ -84,11 +84,10 @@ def get_train_spec(name: str) -> TrainSpec:
         return importlib.import_module(f"{built_in[name]}.{name}").get_train_spec()
 
     known = sorted({*_extra_train_specs, *built_in})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(
-        f"model.name = {name!r} is not a known model{hint}; known: {', '.join(known)}. "
-        "Register your own with torchtitan.protocols.train_spec.register_train_spec"
+        f"model.name = {name!r} is not a known model{guess(name, known)}; known: "
+        f"{', '.join(known)}. Register your own with "
+        "torchtitan.protocols.train_spec.register_train_spec"
     )
 
 

@@ -1,4 +1,4 @@
-"""What ends a run without being a bug of this program, and how it is told."""
+"""Failures that end a run without being bugs of this program, and what their messages say."""
 
 import re
 import traceback
@@ -22,11 +22,10 @@ class LostConnectionError(RunError):
 
 
 def as_run_error(error: BaseException, config: Any) -> BaseException:
-    """`error`, or in its place what says what torch means by it, and what to do.
+    """Return `error`, or a RunError in its place that says what happened and what to do.
 
-    config: the run's JobConfig; the message names its values.
-
-    What comes back as neither ValueError, OSError, FloatingPointError nor RunError is a bug.
+    config: the run's JobConfig, whose values the message names.
+    An error that comes back and is no ValueError, OSError, FloatingPointError or RunError is a bug.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -39,8 +38,7 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
 
 
 def _explain(error: BaseException, config: Any) -> BaseException | None:
-    import torch
-    from torch.distributed import DistError
+    import torch  # slow, and `torchtitan.tools.report` needs only the classes above
 
     text = str(error)
     if isinstance(error, (RunError, ValueError)):
@@ -80,7 +78,7 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
             "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "
             f"the other ranks' output. {text.splitlines()[0]}"
         )
-    if isinstance(error, DistError) or (
+    if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text)
     ):
         text = text.strip().partition("\n")[0]

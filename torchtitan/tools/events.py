@@ -1,8 +1,7 @@
 """What happened to a run, and when: starts, saves, faults and ends, one JSON line each.
 
-`recording` listens to the package's logger. Every warning is an event, and so is a line that was
-logged with `extra=event(...)`. A program that embeds the engine records nothing unless it enters
-`recording`, as `torchtitan.train.main` does.
+`recording`, which `torchtitan.train.main` enters, listens to the package's logger. Every warning is
+an event, and so is a line that was logged with `extra=event(...)`.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ MAX_EVENTS_PER_START = 10_000
 
 
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
-    """What to hand to a logging call as `extra`, so that the line becomes an event.
+    """Return the `extra` of a logging call that makes the line an event.
 
     step: the optimizer steps that were done. details: finite numbers and texts.
     """
@@ -39,8 +38,7 @@ def recording(config: Any) -> Iterator[None]:
     """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
 
     Rank 0 writes; an exception that leaves the block is written by the rank that raised it. A
-    write that fails is given up without a word: a run is worth more than its history.
-    config: the run's JobConfig.
+    write that fails is ignored: a run is worth more than its history.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
@@ -54,7 +52,7 @@ def recording(config: Any) -> Iterator[None]:
             log.write("end", "ended")
     except BaseException as error:
         message = str(error) or type(error).__name__
-        log.write("fault", message, error=type(error).__name__, exit_code=_exit_code(error))
+        log.write("fault", message, error=type(error).__name__, exit_code=exit_code(error))
         raise
     finally:
         logger.removeHandler(log)
@@ -71,9 +69,8 @@ class _EventLog(logging.Handler):
         self._num_written = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        details = getattr(record, "event", None)
-        if details is None and record.levelno >= logging.WARNING:
-            details = {"kind": "warning"}
+        details = {"kind": "warning"} if record.levelno >= logging.WARNING else None
+        details = getattr(record, "event", details)
         if details is not None and self._num_written < MAX_EVENTS_PER_START:
             with contextlib.suppress(TypeError, ValueError):  # the console's handler reports these
                 self.write(message=record.getMessage(), **details)
@@ -98,7 +95,7 @@ class _EventLog(logging.Handler):
 
 
 def _circumstances(config: Any) -> dict[str, Any]:
-    import torch
+    import torch  # slow, and `torchtitan.tools.report` needs only the names of this module
 
     values = config.to_dict()
     settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
@@ -131,8 +128,8 @@ def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
-def _exit_code(error: BaseException) -> int:
-    """What `torchtitan.train.main` exits with after this error."""
+def exit_code(error: BaseException) -> int:
+    """The code with which `torchtitan.train.main` exits after this error."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):

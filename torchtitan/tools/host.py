@@ -1,95 +1,74 @@
 """Settings of the process that engines live in: changed on loan, and given back.
 
-A process may hold several engines, closed in any order. What any of them changed comes back when
-the last one is closed, unless it has been changed again meanwhile. Where there is no engine,
-as in our own functions called one by one, changes stay.
+A process may hold several engines, closed in any order. When the last one is closed, every setting
+goes back to what it was, unless somebody else has changed it meanwhile. Changes that are made while
+there is no engine stay.
 """
 
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass
-class _Change:
-    write: Callable[[Any], None]
-    read: Callable[[], Any] | None
-    before: Any
-    ours: Any
-
-    def take_back(self) -> None:
-        if self.read is None or self.read() == self.ours:
-            self.write(self.before)
-
-
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_changes: dict[Any, _Change] = {}
-_at_close_calls: list[Callable[[], None]] = []
+# What the last engine undoes, the latest first: calls before changes.
+_at_close_calls = contextlib.ExitStack()
+_changes = contextlib.ExitStack()
 
 
 def move_in(engine: Any) -> None:
-    """From here on until `move_out(engine)`, changes are on loan."""
+    """Changes are on loan from here on, until `move_out(engine)`."""
     _engines.add(engine)
 
 
 def move_out(engine: Any) -> None:
     """If this is the last engine, put back what was changed. May be called twice."""
-    if engine not in _engines:
-        return
-    _engines.discard(engine)
-    if _engines:
-        return
-    changes = list(_changes.values())
-    at_close_calls = list(_at_close_calls)
-    _changes.clear()
-    _at_close_calls.clear()
-    for at_close in reversed(at_close_calls):
-        at_close()
-    for change in reversed(changes):
-        change.take_back()
+    if engine in _engines:
+        _engines.discard(engine)
+        if not _engines:
+            _at_close_calls.close()
+            _changes.close()
 
 
 def engines() -> list[Any]:
-    """Those that live here now."""
+    """The engines of this process."""
     return list(_engines)
 
 
 def at_last_move_out(at_close: Callable[[], None]) -> None:
-    """Have `at_close` called when the last engine is closed; never, if there is none now."""
+    """Call `at_close` when the last engine is closed; never, if there is none now."""
     if _engines:
-        _at_close_calls.append(at_close)
+        _at_close_calls.callback(at_close)
 
 
 def change(
-    key: Any,
     value: Any,
     write: Callable[[Any], None],
     read: Callable[[], Any] | None = None,
     before: Any = None,
 ) -> None:
-    """Set what `key` stands for to `value`, on loan.
+    """Change a setting to `value`, on loan.
 
-    read: None for what cannot be read; then `before` is what it goes back to.
+    read: None for a setting that cannot be read; it then goes back to `before`.
     """
-    if key in _changes:
-        _changes[key].ours = value
-    elif _engines:
-        _changes[key] = _Change(write, read, before if read is None else read(), value)
+    if read is not None:
+        before = read()
+
+    def take_back() -> None:
+        if read is None or read() == value:
+            write(before)
+
+    if _engines:
+        _changes.callback(take_back)
     write(value)
 
 
 def change_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of a module, class or config, on loan."""
-    change(
-        (id(owner), name),
-        value,
-        read=lambda: getattr(owner, name),
-        write=lambda value: setattr(owner, name, value),
-    )
+    change(value, lambda value: setattr(owner, name, value), lambda: getattr(owner, name))
 
 
 def change_environment(name: str, value: str) -> None:
@@ -101,14 +80,14 @@ def change_environment(name: str, value: str) -> None:
         else:
             os.environ[name] = value
 
-    change(("environment", name), value, read=lambda: os.environ.get(name), write=write)
+    change(value, write, lambda: os.environ.get(name))
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Get this signal within a second after the process that started this one is gone.
+    """Get this signal within a second after the parent process is gone.
 
-    Linux could send it by itself (PR_SET_PDEATHSIG), but does so once for each thread of the
-    parent, and a second signal ends a run that is being saved.
+    Linux could send it (PR_SET_PDEATHSIG), but does so once for each thread of the parent, and a
+    second signal ends a run that is being saved.
     """
     parent = os.getppid()
 

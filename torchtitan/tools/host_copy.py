@@ -1,8 +1,8 @@
 """Copies to the device and back that the host does not wait for.
 
-Masks need numbers of a batch on the host: how many documents, how long the longest. Batches come
-from there. Reading the numbers off the device instead would stop the host until the device has
-done all that was queued, so a tensor on the device remembers which one of the host it is a copy of.
+The host needs some numbers of a batch to build masks: how many documents, how long the longest.
+Reading them off the device would wait for all that is queued there, so a tensor on the device
+remembers the host's tensor that it is a copy of.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torchtitan.tools.utils import get_device_type
 
 
 def pinned(x: Tensor) -> Tensor:
-    """x [any], in memory that an accelerator reads without the host's help where there is one."""
+    """Return x, if there is an accelerator in memory that it reads without the host's help."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
     return x.pin_memory()
@@ -23,14 +23,13 @@ def pinned(x: Tensor) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Return x on `device`, copied from the host without waiting; `on_host` leads back to x."""
-    is_accelerator = torch.device(device).type == get_device_type()
-    source = pinned(x) if is_accelerator else x
-    # To the host nothing may be asynchronous: the caller would read what is not there yet.
+    source = pinned(x) if torch.device(device).type == get_device_type() else x
+    # A copy to the host must wait: the caller would read what is not there yet.
     return remember_host(source.to(device, non_blocking=x.device.type == "cpu"), x)
 
 
 def remember_host(copy: Tensor, source: Tensor) -> Tensor:
-    """Return `copy`, which `on_host` leads from to `source` if that is on the host."""
+    """Return `copy`, and let `on_host` lead from it to `source` if that is on the host."""
     is_counted = not (copy.is_inference() or source.is_inference())  # see on_host
     if source.device.type == "cpu" and copy.device.type != "cpu" and is_counted:
         copy._host_source = source, source._version, copy._version
@@ -38,7 +37,7 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return the host's tensor that x is a copy of; x itself if there is none, or one changed."""
+    """Return the host's tensor that x is a copy of; x if there is none, or either was changed."""
     known = getattr(x, "_host_source", None)
     if known is None:
         return x
@@ -47,7 +46,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def fetch(x: Tensor) -> Tensor:
-    """Return `on_host(x)`, after a copy to the host, the one wait for x, where there is none."""
+    """Return `on_host(x)`, after copying x to the host, once, if there is none."""
     known = on_host(x)
     if known.device.type != "cpu":
         known = x.cpu()
@@ -56,9 +55,9 @@ def fetch(x: Tensor) -> Tensor:
 
 
 def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a tensor [n] to the host; call what is returned to get its numbers.
+    """Start to copy a tensor [n] to the host, and return a function that gives its numbers.
 
-    The call waits for what was queued before this function, and for nothing queued since.
+    That function waits for what was queued before this call, and for nothing queued since.
     """
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()

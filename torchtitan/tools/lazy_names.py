@@ -8,8 +8,8 @@ from typing import Any
 def load_on_access(module: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for the top of a module (PEP 562).
 
-    module: its `__name__`. module_of: name -> the module that defines it; with a dot in front,
-    relative to `module`, which then is a package.
+    module: its `__name__`. module_of: name -> the module that defines it, with a leading dot
+    relative to the package `module`.
     """
 
     def __getattr__(name: str) -> Any:

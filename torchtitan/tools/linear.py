@@ -1,8 +1,8 @@
-"""Matrix products of bf16 on every CPU.
+"""Products of bf16 matrices that are fast on every CPU.
 
 Without bf16 instructions, torch 2.13 multiplies bf16 matrices ten to a hundred times slower than
-fp32 ones (`benchmarks/bf16_on_cpu.py`). There, they are multiplied in fp32 and rounded once, which
-is what instructions for bf16 do.
+fp32 ones (`benchmarks/bf16_on_cpu.py`). On such CPUs they are multiplied in fp32 and rounded once,
+as bf16 instructions do.
 """
 
 import platform
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Asked once, when the first Linear is built: code that is being compiled cannot ask.
+# Set once, when the first Linear is built: code that is being compiled cannot ask.
 _cpu_multiplies_bf16: bool | None = None
 
 
@@ -31,7 +31,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def is_slow_product(x: Tensor) -> bool:
-    """Whether a product with x would be one of bf16 matrices, and this CPU is slow at those."""
+    """Whether a product with x is in bf16, and this CPU is slow at those."""
     if x.device.type != "cpu" or _cpu_multiplies_bf16 is not False:
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype

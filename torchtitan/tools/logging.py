@@ -1,7 +1,7 @@
 """The package's one logger.
 
 It is named, not the root logger: a program that embeds the engine keeps its own logging set-up
-and sees these records through ordinary propagation. Only our own `main()` calls `init_logger`.
+and gets these records by propagation. Only our own `main()` calls `init_logger`.
 """
 
 import logging
@@ -14,7 +14,7 @@ _logged: set[str] = set()
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Where stdout is closed (`| head`), the run goes on silently."""
+    """If stdout is closed (`| head`), the run goes on silently."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -28,7 +28,7 @@ class _StdoutHandler(logging.StreamHandler):
 def init_logger() -> None:
     """Print the package's records from INFO up on stdout, each line marked with [titan].
 
-    Safe to call again: there is always exactly one handler, bound to today's sys.stdout.
+    May be called again: there is always one handler, bound to the present sys.stdout.
     """
     handler = _StdoutHandler(sys.stdout)
     handler.setFormatter(
@@ -38,12 +38,12 @@ def init_logger() -> None:
     logger.setLevel(logging.INFO)
     # A library that puts a handler on the root logger would print each line a second time.
     logger.propagate = False
-    # Kineto writes INFO lines of its own to stderr unless told before the profiler loads.
+    # Must be set before the profiler loads, or Kineto writes INFO lines to stderr.
     os.environ["KINETO_LOG_LEVEL"] = "5"
 
 
 def warn_once(logger: logging.Logger, msg: str) -> None:
-    """Log `msg` as a warning the first time this process hands it in."""
+    """Log `msg` as a warning, once per process."""
     if msg not in _logged:
         _logged.add(msg)
         logger.warning(msg)

@@ -1,4 +1,4 @@
-"""Small helpers: which device, how fast it is, when Python collects garbage."""
+"""Small helpers: the device, its peak speed, Python's garbage collection, colours."""
 
 import gc
 import time
@@ -12,8 +12,8 @@ import torch
 
 from torchtitan.tools.logging import logger
 
-# None means "ask at use". It exists so that a test or a client can pin a device type here;
-# probing at import would start the CUDA driver for everybody who only wants a config.
+# A test or a client can pin a device type here; None means "ask at use", because probing at import
+# would start the CUDA driver for everybody who only wants a config.
 device_type: str | None = None
 
 
@@ -35,7 +35,7 @@ def get_device_info() -> tuple[str, ModuleType]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current device of this thread; threads that begin have the first one."""
+    """Make it the current device of this thread: a new thread starts with the first one."""
     if device.type != "cpu":
         get_device_info()[1].set_device(device)
 
@@ -59,8 +59,7 @@ class GarbageCollection:
     """Collect Python garbage on chosen steps, at the same moment on every rank.
 
     Automatic collection strikes ranks at different times, and the slowest one holds up every
-    collective. It is off from construction until `close()`, which puts back what was there:
-    a host process that outlives the engine needs its own collector again.
+    collective. It is off from construction until `close()`, which restores it.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
@@ -71,7 +70,11 @@ class GarbageCollection:
         self._was_enabled = gc.isenabled()
         gc.disable()
         self.collect("first collection, automatic collection is off from here on")
-        self._stop_watching_cycles = _watch_tensor_cycles() if debug and _rank() == 0 else None
+        self._stop_watching_cycles: Callable[[], None] | None = None
+        if debug and _rank() == 0 and torch.cuda.is_available():
+            from torch.utils.viz._cycles import warn_tensor_cycles  # for debugging only
+
+            self._stop_watching_cycles = warn_tensor_cycles()
 
     def run(self, step_count: int) -> None:
         """Collect if this step is due; every step, and all generations, in debug mode."""
@@ -86,6 +89,7 @@ class GarbageCollection:
             gc.enable()
         if self._stop_watching_cycles is not None:
             self._stop_watching_cycles()
+            torch.cuda.memory._record_memory_history(enabled=None)  # the watch has turned it on
             self._stop_watching_cycles = None
 
     @staticmethod
@@ -96,23 +100,8 @@ class GarbageCollection:
         logger.info("[GC] %s: %.2f seconds", reason, time.monotonic() - start)
 
 
-def _watch_tensor_cycles() -> Callable[[], None] | None:
-    """Have torch warn of reference cycles that hold CUDA tensors; returns the way to stop it."""
-    if not torch.cuda.is_available():
-        return None
-    from torch.utils.viz._cycles import warn_tensor_cycles
-
-    stop_watching = warn_tensor_cycles()
-
-    def stop() -> None:
-        stop_watching()
-        torch.cuda.memory._record_memory_history(enabled=None)  # which the watch has turned on
-
-    return stop
-
-
-# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry whose
-# words all occur in the device's name counts, so the longer names come first.
+# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry counts
+# whose words all occur in the device's name, so the longer names come first.
 _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("A100",), 312e12),
     (("H100", "NVL"), 835e12),
@@ -135,10 +124,7 @@ _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def get_peak_flops(device_name: str) -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s, or None where we don't know it.
-
-    No guess is made: a utilisation worked out from another device's peak misleads.
-    """
+    """Return the device's dense bf16 peak in FLOP/s, or None if unknown: a guess would mislead."""
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
@@ -179,17 +165,13 @@ def check_if_feature_in_pytorch(
     """Warn if the installed torch may lack a feature that came with `pull_request`."""
     if "git" in torch.__version__:
         logger.warning(
-            "This torch was built from source: make sure that it contains %s for %s.",
-            pull_request,
-            feature_name,
+            f"This torch was built from source: make sure that it contains {pull_request} for "
+            f"{feature_name}."
         )
     elif min_nightly_version is not None and torch.__version__ < min_nightly_version:
         logger.warning(
-            "%s needs torch %s or newer (%s), this is %s.",
-            feature_name,
-            min_nightly_version,
-            pull_request,
-            torch.__version__,
+            f"{feature_name} needs torch {min_nightly_version} or newer ({pull_request}), this is "
+            f"{torch.__version__}."
         )
 
 

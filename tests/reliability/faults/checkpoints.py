@@ -363,8 +363,8 @@ FAULTS = [
         "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
         "['dataloader'] begins it at its start…training.dataset_path was …data.json' there and is None "
         "now…error: the checkpoint's data position is one in …"
-        "documents but dataset 'python_docs' holds …: resume with the same data, or begin this data "
-        "anew with checkpoint.exclude_from_loading = ['dataloader']",
+        "documents but dataset 'python_docs' holds …: resume with the same data, or start this data "
+        "over with checkpoint.exclude_from_loading = ['dataloader']",
         cause="training.dataset or dataset_path was changed, or the files there have.",
         remedy="Leave the data position out with checkpoint.exclude_from_loading.",
         arrange=resume(

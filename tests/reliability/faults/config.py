@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         name="unknown key in TOML",
-        message="config error: …'setps' in [training] is unknown; did you mean 'steps'?",
+        message="config error: …'setps' in [training] is unknown, did you mean 'steps'?",
         cause="A typing error, or a key of another version.",
         remedy="Correct the name; --help lists all keys.",
         arrange=toml("[training]\nsetps = 3\n"),

@@ -324,7 +324,7 @@ FAULTS = [
     ),
     resuming(
         name="data position of another dataset",
-        message="error: the data position in the checkpoint is not one of this dataset and dataloader (…); begin the data anew with checkpoint.exclude_from_loading = ['dataloader']",
+        message="error: the data position in the checkpoint is not one of this dataset and dataloader (…); start the data over with checkpoint.exclude_from_loading = ['dataloader']",
         cause="The data was changed since, to a kind whose position is told in another way.",
         remedy="Resume with the data of before, or leave its position out.",
         arrange=resume(

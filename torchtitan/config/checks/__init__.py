@@ -1,7 +1,7 @@
 """Rules that a config has to obey.
 
-A rule only reads the config. It yields what is wrong: the rule, the key, the value it got and what
-to change. None of them touches a device, a process group or data. The first message is raised.
+A rule only reads the config and yields what is wrong: the rule, the key, the value it got and what
+to change. It touches no device, process group or data. The first message is raised.
 """
 
 from collections.abc import Collection
@@ -28,9 +28,9 @@ def check_job_config(
     known_converters: Collection[str] | None = None,
     builds_data: bool = True,
 ) -> None:
-    """Raise ConfigError at the first rule the config breaks by itself, without its model.
+    """Raise ConfigError at the first rule the config breaks, whatever its model.
 
-    world_size: number of processes in the job; None leaves out the rules that depend on it.
+    world_size: number of processes; None leaves out the rules that depend on it.
     known_converters: the registered names; None leaves the names unchecked.
     builds_data: False for a bare engine, which reads no data and writes less.
     """
@@ -65,11 +65,7 @@ def check_against_spec(
     world_size: int | None = None,
     builds_data: bool = True,
 ) -> None:
-    """Raise ConfigError at the first rule the config breaks for the model it names.
-
-    train_spec: the `TrainSpec` that belongs to `job_config.model.name`.
-    world_size, builds_data: as in `check_job_config`.
-    """
+    """Raise ConfigError at the first rule the config breaks for its model's `TrainSpec`."""
     check_flavor(job_config, train_spec)
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(

@@ -1,10 +1,11 @@
-"""What the rules share: how one refuses, and what several of them ask of a config."""
+"""What the rules share: how they refuse, and what several of them ask of a config."""
 
 import difflib
 import importlib
 import math
+import operator
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ DEGREES = (
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first message, if there is one; later rules are not asked then."""
+    """Raise ConfigError with the first message, if there is one, without asking later rules."""
     for problem in chain(*problems):
         raise ConfigError(problem)
 
@@ -38,13 +39,11 @@ def problem_in(rule: Any, *arguments: Any) -> list[str]:
 
 def value_of(section: Any, key: str) -> Any:
     """The value of a dotted key."""
-    for name in key.split("."):
-        section = getattr(section, name)
-    return section
+    return operator.attrgetter(key)(section)
 
 
-def guess(name: Any, known: Collection[Any]) -> str:
-    """', did you mean ...?', or nothing where no known name is close."""
+def guess(name: Any, known: Iterable[Any]) -> str:
+    """', did you mean ...?', or nothing where no known name is close; ignores case."""
     by_lower = {other.lower(): other for other in known if isinstance(other, str)}
     wanted = str(name).lower()
     # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
@@ -91,13 +90,12 @@ def import_named(key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"{key} names a module to import, got {name!r}: {error}; give its dotted name and start "
-            "where Python can find it"
-        ) from error
+        problem = f"got {name!r}: {error}; give its dotted name and start where Python can find it"
+        raise ConfigError(f"{key} names a module to import, {problem}") from error
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{name!r} fails at {where.filename}, line {where.lineno}"
         raise ConfigError(
-            f"{key} names a module to import, and {name!r} fails at {where.filename}, line "
-            f"{where.lineno}: {type(error).__name__}: {error}; correct it there"
+            f"{key} names a module to import, and {problem}: {type(error).__name__}: {error}; "
+            "correct it there"
         ) from error

@@ -1,4 +1,4 @@
-"""What kernels and compilers of the device lack; asked once the model and the mesh are known."""
+"""What the device's kernels and compiler lack; asked once the model and the mesh are known."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,42 +10,32 @@ from torchtitan.tools.utils import get_device_type
 def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iterator[str]:
     """model: one of `torchtitan.models.decoder`; only its attributes are read."""
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
+    training, ac = job_config.training, job_config.activation_checkpoint
     if get_device_type() == "cpu":
-        if parallel_dims.tp_enabled and attn_type == "sdpa":
-            yield from _recomputed_sdpa(job_config)
+        # torch 2.13's compiler miscounts what backward needs on the CPU: for sdpa, which may draw
+        # random numbers, it saves the generator's state where it expects a split parameter's mesh.
+        recomputes_all = ac.mode == "full" or (
+            ac.mode == "selective" and ac.selective_ac_option != "op"
+        )
+        splits_sdpa = parallel_dims.tp_enabled and attn_type == "sdpa"
+        if splits_sdpa and recomputes_all and job_config.compile.applies_to("model"):
+            yield (
+                f"compile.enable with activation_checkpoint.mode = {ac.mode!r} and "
+                f"selective_ac_option = {ac.selective_ac_option!r} does not work on the CPU with "
+                f"parallelism.tensor_parallel_degree above 1 and attn_type 'sdpa'; set "
+                f"activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'"
+            )
         return
-    yield from _varlen_kernel(job_config, parallel_dims, model, attn_type)
-    if job_config.training.enable_cpu_offload and not parallel_dims.uses_fsdp:
+    if training.enable_cpu_offload and not parallel_dims.uses_fsdp:
         # Parameters would be made on the host and nothing would bring them to the device.
         yield (
             "training.enable_cpu_offload is carried out by FSDP, which this layout does not use, as "
             "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise the "
             "former, or turn enable_cpu_offload off"
         )
-
-
-def _recomputed_sdpa(job_config: JobConfig) -> Iterator[str]:
-    """torch's compiler loses count of what backward needs, on the CPU: 2.13 saves the generator's
-    state for sdpa, which may draw numbers, where it expects the mesh of a split parameter."""
-    ac = job_config.activation_checkpoint
-    recomputes_all = ac.mode == "full" or (
-        ac.mode == "selective" and ac.selective_ac_option != "op"
-    )
-    if recomputes_all and job_config.compile.applies_to("model"):
-        yield (
-            f"compile.enable with activation_checkpoint.mode = {ac.mode!r} and "
-            f"selective_ac_option = {ac.selective_ac_option!r} does not work on the CPU with "
-            f"parallelism.tensor_parallel_degree above 1 and attn_type 'sdpa'; set "
-            f"activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'"
-        )
-
-
-def _varlen_kernel(
-    job_config: JobConfig, parallel_dims: Any, model: Any, attn_type: str
-) -> Iterator[str]:
-    """The limits of an accelerator's kernel for "varlen", which also meets gathered keys whatever
-    model.attn_type is. The kernel for the CPU is our own."""
-    method, training = job_config.parallelism.context_parallel_rotate_method, job_config.training
+    # An accelerator's kernel for "varlen" has limits (the CPU's is our own). It also serves
+    # gathered keys, whatever model.attn_type is.
+    method = job_config.parallelism.context_parallel_rotate_method
     if parallel_dims.cp_enabled and method == "allgather":
         setting = "parallelism.context_parallel_rotate_method = 'allgather'"
         remedy = "the method to 'alltoall', and model.attn_type to 'flex' if it is 'varlen'"

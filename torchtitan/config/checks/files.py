@@ -1,4 +1,4 @@
-"""Files and folders that a job reads and writes."""
+"""Rules about the files and folders that a job reads and writes."""
 
 import glob
 import os
@@ -45,8 +45,8 @@ def seed_checkpoint(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     """builds_data: False for a bare engine, which reads no data and writes less."""
-    # What a job writes doesn't climb out of its dump folder, where another job's may be; a whole
-    # path is a choice.
+    # What a job writes doesn't climb out of its dump folder into another job's. An absolute path is
+    # a deliberate choice.
     for key in (
         "checkpoint.folder",
         "job.save_config_file",
@@ -62,16 +62,13 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
                 f"{key} is a path inside job.dump_folder, so it has no '..', got {place!r}; correct "
                 "it, change job.dump_folder, or give the whole path"
             )
-    engine_writes = (
-        job_config.checkpoint.enable
-        or job_config.job.save_config_file is not None
-        or job_config.activation_checkpoint.visualize_memory_budget_pareto
-    )
-    if builds_data or engine_writes:
-        if not job_config.job.dump_folder:
+    checkpoint, job = job_config.checkpoint, job_config.job
+    draws_pareto = job_config.activation_checkpoint.visualize_memory_budget_pareto
+    if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
+        if not job.dump_folder:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
-        yield from _unwritable("job.dump_folder", job_config.job.dump_folder)
-        if job_config.checkpoint.enable and not job_config.checkpoint.load_only:
+        yield from _unwritable("job.dump_folder", job.dump_folder)
+        if checkpoint.enable and not checkpoint.load_only:
             yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
     for name in data_sections(job_config) if builds_data else []:
         path = getattr(job_config, name).dataset_path
@@ -102,12 +99,8 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folder with the tokenizer, and with the weights to start from, has to be there."""
     path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
-    starts_from_it = (
-        checkpoint.enable
-        and checkpoint.initial_load_in_hf
-        and not checkpoint.initial_load_path
-        and not _own_steps(job_config)
-    )
+    loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
+    starts_from_it = checkpoint.enable and loads_from_it and not _own_steps(job_config)
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
             f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
@@ -144,7 +137,7 @@ def _checkpoint_folder(job_config: JobConfig) -> str:
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
-    """Names of the step folders of this run; a started run without any has a folder, too."""
+    """Names of this run's step folders."""
     return sorted(glob.glob("step-*", root_dir=_checkpoint_folder(job_config)))
 
 
@@ -155,5 +148,5 @@ def _looks_local(path: str) -> bool:
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         # A hub name has at most one slash; a bare word may be an old hub name or a file.
         return "/" in path or "." in path
-    owner, name = path.split("/")
-    return os.path.isdir(owner) or name.endswith((".json", ".jsonl", ".txt", ".parquet"))
+    endings = (".json", ".jsonl", ".txt", ".parquet")
+    return os.path.isdir(path.split("/")[0]) or path.endswith(endings)

@@ -1,4 +1,4 @@
-"""How ranks share the work: degrees by themselves, together, and with what the model is."""
+"""Rules about how ranks share the work: single degrees, all of them, and degrees with the model."""
 
 import csv
 import math
@@ -67,12 +67,12 @@ def degrees(job_config: JobConfig) -> Iterator[str]:
 
 def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     degrees = {name: getattr(job_config.parallelism, name) for name in DEGREES}
-    degrees["data_parallel_shard_degree"] = shard_degree(job_config, world_size)
+    degrees["data_parallel_shard_degree"] = shards = shard_degree(job_config, world_size)
     product = math.prod(degrees.values())
     if product == world_size:
         return
     listed = ", ".join(f"{name} = {degree}" for name, degree in degrees.items())
-    others = product // degrees["data_parallel_shard_degree"]
+    others = product // shards
     remedy = f"start {product} processes"
     if world_size % others == 0:
         remedy += f", or set data_parallel_shard_degree = {world_size // others} (or -1)"
@@ -85,7 +85,7 @@ def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
 def global_batch_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     training = job_config.training
     global_batch = training.global_batch_size
-    if global_batch == -1:  # as many as the ranks process at once
+    if global_batch == -1:  # what the ranks process at once
         return
     replicas = job_config.parallelism.data_parallel_replicate_degree
     dp = replicas * shard_degree(job_config, world_size)
@@ -106,11 +106,11 @@ def global_batch_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """Experts are dealt to ranks that share the other weights, a whole number of times."""
+    """The ranks that share the other weights are divided into groups that share the experts."""
     parallelism = job_config.parallelism
     ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
-    dp_shard = shard_degree(job_config, world_size)
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    dp_shard = shard_degree(job_config, world_size)
     ranks = dp_shard * cp * tp
     if ep > 1 and ranks % (ep * etp):
         yield (
@@ -202,7 +202,7 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 
 
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
-    """An engine pads the rows that it is given; rows of a dataloader have to fit."""
+    """A bare engine pads the rows that it is given; a dataloader's rows have to fit."""
     parallelism = job_config.parallelism
     cp, balancer = parallelism.context_parallel_degree, parallelism.context_parallel_load_balancer
     if cp == 1:
@@ -300,19 +300,15 @@ def _csv_file(path: str, n_ranks: int) -> Iterator[str]:
 
 def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> Iterator[str]:
     parallelism, model = job_config.parallelism, job_config.model
+    degree = f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}"
     if parallelism.pipeline_parallel_degree == 1:
         return
     if train_spec.pipelining_fn is None:
-        yield (
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}, but "
-            f"model {model.name!r} has no pipelining_fn; set the degree to 1"
-        )
+        yield f"{degree}, but model {model.name!r} has no pipelining_fn; set the degree to 1"
     if getattr(model_args, "enable_weight_tying", False):
         yield (
             f"flavor {model.flavor!r} of {model.name!r} ties its embedding to its output, which "
-            f"are on the first and the last pipeline stage, got "
-            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}; set "
-            f"it to 1"
+            f"are on the first and the last pipeline stage, got {degree}; set it to 1"
         )
     # Another pipelining_fn may cut its model otherwise.
     builder = getattr(train_spec.pipelining_fn, "__name__", "")

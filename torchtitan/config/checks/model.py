@@ -1,4 +1,4 @@
-"""The config and the model it names."""
+"""Rules about the config and the model it names."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -52,7 +52,7 @@ def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[st
 def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
     if train_spec.state_dict_adapter is None:
         yield from hf_conversion(job_config.checkpoint, repr(job_config.model.name))
-    # A spec that brings its own builder decides by itself which names there are.
+    # A spec with another builder decides which names there are.
     builder = getattr(train_spec.build_optimizers_fn, "__module__", "")
     name, known = job_config.optimizer.name, ("Adam", "AdamW")
     if builder == "torchtitan.optim.optimizer" and name not in known:
@@ -61,7 +61,7 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 
 def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
-    if hasattr(tokenizer, "get_vocab"):  # ids may have gaps
+    if hasattr(tokenizer, "get_vocab"):  # counts gaps between ids, too
         tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if rows is not None and tokens > rows:
         yield (

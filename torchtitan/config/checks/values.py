@@ -1,9 +1,11 @@
-"""Values by themselves, and features that need or exclude one another."""
+"""Rules about single values, and about features that need or exclude one another."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
 
 from torchtitan.config.checks.common import compile_settings, guess, value_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
@@ -12,89 +14,71 @@ from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 def choices(job_config: JobConfig) -> Iterator[str]:
     """A config built in Python did not pass the type checks that TOML and flags do."""
     for key, value, annotation in _settings(job_config):
-        allowed = _literals(annotation)
-        if allowed and value not in allowed:
+        # Literal[...], or Literal[...] | None
+        members = (annotation, *get_args(annotation))
+        literal = next((member for member in members if get_origin(member) is Literal), None)
+        allowed = (*get_args(literal), *((None,) if type(None) in members else ()))
+        if literal is not None and value not in allowed:
             names = ", ".join(map(repr, allowed))
             yield f"{key} must be one of {names}, got {value!r}{guess(value, allowed)}"
 
 
-# What a number may be at least, and at most where that is not _MOST: beyond it lie typing errors,
-# and numbers that some library does not take. Some keys have a rule of their own for the least.
-_MOST = 10**9
-_RANGES: dict[str, tuple[float, float]] = {
-    "training.seq_len": (1, _MOST),
-    "training.steps": (1, 10**12),
-    "training.local_batch_size": (1, _MOST),
-    "training.global_batch_size": (-math.inf, _MOST),
-    "training.time_limit_minutes": (0, 10**8),
-    "training.gc_freq": (1, 10**12),
-    "training.dataloader.num_workers": (0, 1024),
-    "training.dataloader.prefetch_factor": (1, _MOST),
-    "validation.seq_len": (1, _MOST),
-    "validation.local_batch_size": (1, _MOST),
-    "validation.freq": (1, 10**12),
-    "validation.steps": (-math.inf, 10**12),
-    "validation.dataloader.num_workers": (0, 1024),
-    "validation.dataloader.prefetch_factor": (1, _MOST),
-    "metrics.log_freq": (1, 10**12),
-    "checkpoint.interval": (1, 10**12),
-    "checkpoint.load_step": (-1, 10**12),
-    "checkpoint.keep_latest_k": (-math.inf, _MOST),
-    "profiling.profile_freq": (1, 10**12),
-    "profiling.profiler_active": (1, _MOST),
-    "profiling.profiler_warmup": (0, _MOST),
-    "optimizer.lr": (0, math.inf),
-    "optimizer.eps": (0, math.inf),
-    "optimizer.weight_decay": (0, math.inf),
-    "lr_scheduler.warmup_steps": (0, 10**12),
-    "lr_scheduler.total_steps": (1, 10**12),
-    "lr_scheduler.step_offset": (-(10**12), 10**12),
-    "parallelism.pipeline_parallel_microbatch_size": (1, _MOST),
-    "parallelism.pipeline_parallel_first_stage_less_layers": (0, _MOST),
-    "parallelism.pipeline_parallel_last_stage_less_layers": (0, _MOST),
-    "parallelism.pipeline_parallel_layers_per_stage": (-math.inf, _MOST),
-    "parallelism.expert_tensor_parallel_degree": (-math.inf, _MOST),
-    "comm.init_timeout_seconds": (1, 10**8),
-    "comm.train_timeout_seconds": (1, 10**8),
-    "comm.trace_buf_size": (0, _MOST),
-    "debug.seed": (-(2**63), 2**64 - 1),
-    "debug.check_document_isolation_freq": (0, 10**12),
+# The least and the most that a number may be: beyond that lie typing errors, and numbers that some
+# library does not take. -inf: another rule holds for the least.
+_RANGES: dict[tuple[float, float], str] = {
+    (1, 10**9): "training.seq_len training.local_batch_size training.dataloader.prefetch_factor "
+    "validation.seq_len validation.local_batch_size validation.dataloader.prefetch_factor "
+    "profiling.profiler_active parallelism.pipeline_parallel_microbatch_size",
+    (1, 10**12): "training.steps training.gc_freq validation.freq metrics.log_freq "
+    "checkpoint.interval profiling.profile_freq lr_scheduler.total_steps",
+    (1, 10**8): "comm.init_timeout_seconds comm.train_timeout_seconds",
+    (0, math.inf): "optimizer.lr optimizer.eps optimizer.weight_decay",
+    (0, 10**12): "lr_scheduler.warmup_steps debug.check_document_isolation_freq",
+    (0, 10**9): "profiling.profiler_warmup comm.trace_buf_size "
+    "parallelism.pipeline_parallel_first_stage_less_layers "
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+    (0, 10**8): "training.time_limit_minutes",
+    (0, 1024): "training.dataloader.num_workers validation.dataloader.num_workers",
+    (-1, 10**12): "checkpoint.load_step",
+    (-(10**12), 10**12): "lr_scheduler.step_offset",
+    (-(2**63), 2**64 - 1): "debug.seed",
+    (-math.inf, 10**12): "validation.steps",
+    (-math.inf, 10**9): "training.global_batch_size checkpoint.keep_latest_k "
+    "parallelism.pipeline_parallel_layers_per_stage parallelism.expert_tensor_parallel_degree",
 }
 _FRACTIONS = (
-    "lr_scheduler.decay_ratio",
-    "lr_scheduler.min_lr_factor",
-    "activation_checkpoint.memory_budget",
+    "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.memory_budget"
 )
 
 
 def numbers(job_config: JobConfig) -> Iterator[str]:
     # Each rule is written so that nan, which compares false with everything, fails too.
-    for key, (smallest, largest) in _RANGES.items():
-        value = value_of(job_config, key)
-        if value is None or (smallest <= value <= largest and value < math.inf):
-            continue
-        least = f"a finite number of at least {smallest}"
-        wanted = least if largest == math.inf or value < smallest else f"at most {largest}"
-        yield f"{key} must be {wanted}, got {value}; the default is {value_of(JobConfig(), key)}"
-    for key in _FRACTIONS:
+    for (smallest, largest), keys in _RANGES.items():
+        for key in keys.split():
+            value = value_of(job_config, key)
+            if value is None or (smallest <= value <= largest and value < math.inf):
+                continue
+            least = f"a finite number of at least {smallest}"
+            wanted = least if largest == math.inf or value < smallest else f"at most {largest}"
+            default = value_of(JobConfig(), key)
+            yield f"{key} must be {wanted}, got {value}; the default is {default}"
+    for key in _FRACTIONS.split():
         value = value_of(job_config, key)
         if value is not None and not 0 <= value <= 1:
             yield f"{key} is a fraction, from 0 to 1, got {value}; choose one in between"
     for key in ("optimizer.beta1", "optimizer.beta2"):
         value = value_of(job_config, key)
         if not 0 <= value < 1:
-            yield (
-                f"{key} must be at least 0 and below 1, got {value}; "
-                f"the default is {value_of(JobConfig(), key)}"
-            )
+            default = value_of(JobConfig(), key)
+            yield f"{key} must be at least 0 and below 1, got {value}; the default is {default}"
     max_norm = job_config.training.max_norm
     if not max_norm > 0:
         yield f"training.max_norm must be above 0, got {max_norm}; use inf to clip nothing"
 
 
 def texts(job_config: JobConfig) -> Iterator[str]:
-    """No path, name or log line can hold NUL, or half of a surrogate pair, which is what Python
-    makes of a bad byte on the command line."""
+    """Paths, names and log lines cannot hold NUL, or half of a surrogate pair, which is what
+    Python makes of a bad byte on the command line."""
     for key, value, _ in _settings(job_config):
         for text in value if isinstance(value, list) else [value]:
             try:
@@ -178,9 +162,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
             yield f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"
     backend = job_config.compile.backend
     if job_config.compile.enable and backend != JobConfig().compile.backend:
-        import torch._dynamo  # heavy
-
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())  # loads the compiler
         if backend not in known:
             yield (
                 f"compile.backend must be a registered backend of torch.compile "
@@ -226,13 +208,3 @@ def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from _settings(value, f"{key}.")
         else:
             yield key, value, hints[field.name]
-
-
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    """The values that `Literal[...]`, or `Literal[...] | None`, admits; () for other types."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    members = [member for member in get_args(annotation) if member is not type(None)]
-    if len(members) == 1 and get_origin(members[0]) is Literal:
-        return (*get_args(members[0]), None)
-    return ()

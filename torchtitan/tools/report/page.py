@@ -1,25 +1,25 @@
 """Make the HTML page about a run.
 
-Everything that comes from the run's folder is text to the page: it is escaped in HTML, stands in a
-JSON block that is not a script, and reaches the document as text nodes. The page's policy allows
-the one script and the one style that are hashed here, and no connection.
+What comes from the run's folder is never code: it is escaped in HTML, stands in a JSON block that
+is not a script, and reaches the document as text nodes. The page's policy allows only the script
+and the style that are hashed here, and no connection.
 """
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 import time
 from bisect import bisect_left, bisect_right
 from datetime import datetime
 from html import escape
+from itertools import compress, islice
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from torchtitan.tools.events import flat_settings
-from torchtitan.tools.report.read import Run, number, spread, thin_out
+from torchtitan.tools.report.read import Curve, Run, number, spread, thin_out
 
 POINTS_PER_CURVE = 2_000
 POINTS_PER_PAGE = 50_000  # 24 bytes each
@@ -56,6 +56,9 @@ PANELS = [
     ("Tokens per completion", "rl/completion_tokens", ""),
     ("Entropy of the policy", "loss/entropy", ""),
 ]
+GROUPS = {"start": "run", "training": "run", "end": "run", "stop": "run"}
+GROUPS |= {"fault": "fault", "lost": "fault", "save": "save", "background save": "save"}
+GROUPS |= {"validation": "validation"}  # other kinds are warnings
 FACTS = {
     "loss_metrics/global_avg_loss": "Loss",
     "loss": "Loss",
@@ -65,29 +68,32 @@ FACTS = {
     "mfu(%)": "MFU, %",
     "n_tokens_seen": "Tokens seen",
 }
+# key of a sample -> heading, CSS class
 SAMPLE_COLUMNS = {
-    "step": "step",
-    "prompt": "prompt",
-    "text": "completion",
-    "expected_answer": "expected",
-    "reward": "reward",
-    "advantage": "advantage",
-    "policy_version": "policy version",
-    "finish_reason": "ended by",
+    "step": ("step", "number"),
+    "prompt": ("prompt", "sample"),
+    "text": ("completion", "sample"),
+    "expected_answer": ("expected", ""),
+    "reward": ("reward", "number"),
+    "advantage": ("advantage", "number"),
+    "policy_version": ("policy version", "number"),
+    "finish_reason": ("ended by", ""),
 }
 
 
 def page_of(run: Run, now: float | None = None) -> str:
-    """The whole page. now: Unix seconds, at which a run that has not ended is judged."""
+    """Return the whole page. now: Unix seconds, at which a run that has not ended is judged."""
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
     # JSON that cannot end the element it stands in.
     block = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     folder = Path(__file__).parent
-    script = (folder / "page.js").read_text(encoding="utf-8")
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "js", "css")}
+    policy = (
+        f"default-src 'none'; script-src {_hash(parts['js'])}; style-src {_hash(parts['css'])}; "
+        "base-uri 'none'; form-action 'none'"
+    )
     starts = [event for event in events if event["kind"] == "start"]
     config = _settings(starts[-1].get("config")) if starts else {}
     title = starts[-1]["message"] if starts else ""
@@ -97,15 +103,15 @@ def page_of(run: Run, now: float | None = None) -> str:
         _charts(run, data),
         _event_table(events),
         _sample_table(run.samples),
-        _config_tables(starts, config),
+        _config_tables(starts, config) if starts else "",
     ]
-    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+    return Template(parts["html"]).substitute(
         policy=policy,
         title=_text(title),
-        style=style,
+        style=parts["css"],
         blocks="\n".join(filter(None, blocks)),
         data=block,
-        script=script,
+        script=parts["js"],
     )
 
 
@@ -119,7 +125,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the step from which on later starts did its work again
+    # start -> the lowest step of the starts after it: from there on its own work was done again
     redone_from, lowest = {}, math.inf
     for start, first_step in sorted(run.first_steps().items(), reverse=True):
         redone_from[start] = lowest
@@ -138,7 +144,6 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     known = {title for title, _, _ in PANELS}
     panels: dict[str, dict[str, Any]] = {}
     for title, metric, label in chosen:
-        panel = {"title": title, "curves": [], "more": title not in known}
         curve, columns = run.curves[metric], {"label": label[:100], "metric": metric[:100]}
         # Points that count, and those that were done again later.
         indices: dict[str, list[int]] = {"kept": [], "redone": []}
@@ -154,9 +159,10 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
                 "t": [round(curve.times[i] - t0, digits) for i in shown],
                 "y": [_rounded(curve.values[i]) for i in shown],
             }
+        panel = {"title": title, "curves": [], "more": title not in known}
         panels.setdefault(title, panel)["curves"].append(columns)
 
-    # Stretches of steps, and of time, whose work was lost.
+    # Per start, the stretch of (step, time) whose work was lost.
     stretches: dict[int, list[tuple[int, float]]] = {}
     for curve in run.curves.values():
         for start, *place in zip(curve.starts, curve.steps, curve.times, strict=True):
@@ -169,7 +175,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         "events": [
             {
                 "kind": event["kind"][:40],
-                "group": _group(event["kind"]),
+                "group": GROUPS.get(event["kind"], "warning"),
                 "x": event["place"],
                 "t": round(event["wall_time"] - t0, digits),
                 "seconds": _rounded(number(event.get("seconds")) or 0.0) or 0.0,
@@ -178,13 +184,8 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
             for event in events
         ],
         "redone": [
-            {
-                "x0": low[0],
-                "x1": high[0],
-                "t0": round(low[1] - t0, digits),
-                "t1": round(high[1] - t0, digits),
-            }
-            for low, high in spread(list(stretches.values()), 100)
+            {"x0": x0, "x1": x1, "t0": round(low - t0, digits), "t1": round(high - t0, digits)}
+            for (x0, low), (x1, high) in spread(list(stretches.values()), 100)
         ],
     }
 
@@ -196,16 +197,13 @@ def _rounded(value: float) -> float | None:
 # ---- events ----
 
 
-def _group(kind: str) -> str:
-    groups = {"run": ("start", "training", "end", "stop"), "fault": ("fault", "lost")}
-    groups |= {"save": ("save", "background save"), "validation": ("validation",)}
-    return next((group for group, kinds in groups.items() if kind in kinds), "warning")
-
-
 def _events(run: Run) -> list[dict[str, Any]]:
-    """The events in the order of time, each with its `place` on the axis of steps; a start that
-    ended without a word is one, too, and the same event of several ranks is one with a `count`."""
-    longest = run.longest_curve()
+    """The events in the order of time, each with its `place` on the axis of steps.
+
+    A start that ended silently gets an event "lost"; the same event of several ranks becomes one
+    with a `count`.
+    """
+    longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
     trail = sorted(zip(longest.times, longest.steps, strict=True))
     times = [time for time, _ in trail]
     told: list[dict[str, Any]] = []
@@ -236,9 +234,9 @@ def _events(run: Run) -> list[dict[str, Any]]:
             place = trail[num_logged - 1][1]
         events.append({**event, "count": 1, "place": place})
     if len(events) > MAX_EVENTS:
-        important = [e for e in events if _group(e["kind"]) in ("run", "fault")]
-        others = [e for e in events if _group(e["kind"]) not in ("run", "fault")]
-        important = spread(important, MAX_EVENTS // 2)
+        is_important = [GROUPS.get(event["kind"]) in ("run", "fault") for event in events]
+        important = spread(list(compress(events, is_important)), MAX_EVENTS // 2)
+        others = [e for e, keep in zip(events, is_important, strict=True) if not keep]
         events = important + spread(others, MAX_EVENTS - len(important))
         events.sort(key=lambda event: event["wall_time"])
     return events
@@ -265,15 +263,15 @@ def _header(
     elif now - last_sign < SECONDS_OF_SILENCE:
         state, word = "good", "running"
     else:
-        state, word = (
-            "bad" if kinds else "quiet",
-            f"no sign of life for {_duration(now - last_sign)}",
-        )
+        state = "bad" if kinds else "quiet"
+        word = f"no sign of life for {_duration(now - last_sign)}"
 
     facts = {}
-    last_step = max((curve.steps[-1] for curve in run.curves.values()), default=None)
-    if last_step is not None:
-        steps = config.get("training.steps")
+    if run.curves:
+        steps, last_step = (
+            config.get("training.steps"),
+            max(c.steps[-1] for c in run.curves.values()),
+        )
         facts["Step"] = f"{last_step:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
     for metric, name in FACTS.items():
         if metric in run.curves:
@@ -283,8 +281,7 @@ def _header(
     facts["Starts"] = kinds.count("start") or len(run.first_steps())
     if num_faults := sum(event["kind"] in ("fault", "lost") for event in events):
         facts["Faults"] = num_faults
-    facts["Began"] = _clock(t0)
-    facts["Lasted"] = _duration(last_sign - t0)
+    facts |= {"Began": _clock(t0), "Lasted": _duration(last_sign - t0)}
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts.items()
     )
@@ -323,7 +320,7 @@ def _event_table(events: list[dict[str, Any]]) -> str:
         code = f" (exit code {int(code)})" if code is not None and math.isfinite(code) else ""
         step = "" if event["step"] is None else f"{event['step']:,}"
         rows.append(
-            f'<tr class="{_group(event["kind"])}"><td>{_clock(event["wall_time"])}</td>'
+            f'<tr class="{GROUPS.get(event["kind"], "warning")}"><td>{_clock(event["wall_time"])}</td>'
             f'<td class="number">{step}</td><td><i></i>{_text(event["kind"], 40)}</td>'
             f"<td>{_text(who + event['message'] + code)}{times}</td></tr>"
         )
@@ -332,37 +329,29 @@ def _event_table(events: list[dict[str, Any]]) -> str:
 
 
 def _sample_table(samples: list[dict[str, Any]]) -> str:
-    numbers = ("step", "reward", "advantage", "policy_version")
     rows = []
     for sample in samples:
         cells = []
-        for key in SAMPLE_COLUMNS:
+        for key, (_, kind) in SAMPLE_COLUMNS.items():
             value = sample.get(key)
             value = "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
-            kind = "number" if key in numbers else "sample" if key in ("prompt", "text") else ""
             cells.append(f'<td class="{kind}">{_text(value)}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    heads = [
-        f'<th class="{"number" if key in numbers else ""}">{name}</th>'
-        for key, name in SAMPLE_COLUMNS.items()
-    ]
-    return _table("Samples", rows, "".join(heads))
+    head = "".join(
+        f'<th class="{kind if kind == "number" else ""}">{name}</th>'
+        for name, kind in SAMPLE_COLUMNS.values()
+    )
+    return _table("Samples", rows, head)
 
 
 def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
-    if not starts:
-        return ""
     latest = starts[-1]
     facts = _settings(latest.get("versions"))
     for key in ("host", "world_size", "program", "config_digest"):
         if key in latest:
             facts[key.replace("_", " ")] = latest[key]
     not_default = latest.get("not_default")
-    chosen = (
-        config
-        if not isinstance(not_default, list)
-        else {k: config[k] for k in config if k in not_default}
-    )
+    not_default = not_default if isinstance(not_default, list) else list(config)
     before = _settings(starts[-2].get("config")) if len(starts) > 1 else config
     tables = {
         "Versions and place of the last start": facts,
@@ -371,20 +360,20 @@ def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
             for key in sorted(before.keys() | config.keys())
             if before.get(key) != config.get(key)
         },
-        "Config, where it differs from the defaults": chosen,
-        "Defaults": {k: v for k, v in config.items() if k not in chosen},
+        "Config, where it differs from the defaults": {
+            key: value for key, value in config.items() if key in not_default
+        },
+        "Defaults": {key: value for key, value in config.items() if key not in not_default},
     }
-    return "".join(
-        _table(
-            title,
-            [
-                f"<tr><td><code>{_text(key, 100)}</code></td>"
-                f"<td><code>{_text(_value(value), 300)}</code></td></tr>"
-                for key, value in values.items()
-            ],
-        )
-        for title, values in tables.items()
-    )
+    blocks = []
+    for title, values in tables.items():
+        rows = [
+            f"<tr><td><code>{_text(key, 100)}</code></td>"
+            f"<td><code>{_text(_value(value), 300)}</code></td></tr>"
+            for key, value in values.items()
+        ]
+        blocks.append(_table(title, rows))
+    return "".join(blocks)
 
 
 def _table(title: str, rows: list[str], head: str = "") -> str:
@@ -416,7 +405,7 @@ def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
 
 def _settings(config: Any) -> dict[str, Any]:
     """The first MAX_SETTINGS of `flat_settings`."""
-    return dict(itertools.islice(flat_settings(config).items(), MAX_SETTINGS))
+    return dict(islice(flat_settings(config).items(), MAX_SETTINGS))
 
 
 def _value(value: Any) -> str:

@@ -1,12 +1,13 @@
 """Read what a run has left in its folder: metrics, events, samples.
 
-The folder may belong to a run that is going on, to one that was killed in the middle of a line,
-or to somebody else: whatever is not as it should be is passed over, nothing in it is trusted, and
-files that links lead out of the folder to are not read.
+The run may still be going on, or may have been killed in the middle of a line, and the folder may
+be a stranger's: what is damaged is skipped, nothing is trusted, and links out of the folder are not
+followed.
 """
 
 import contextlib
 import json
+import logging
 import math
 import re
 from array import array
@@ -32,12 +33,9 @@ class NoRunError(Exception):
 
 @dataclass
 class Curve:
-    """One metric's points in the order in which they were logged, column by column.
+    """One metric's points in the order in which they were logged, column by column."""
 
-    starts: which start of the run logged the point, counted from 0.
-    """
-
-    starts: array = field(default_factory=lambda: array("q"))
+    starts: array = field(default_factory=lambda: array("q"))  # of the run, counted from 0
     steps: array = field(default_factory=lambda: array("q"))
     times: array = field(default_factory=lambda: array("d"))  # Unix seconds
     values: array = field(default_factory=lambda: array("d"))
@@ -56,10 +54,6 @@ class Run:
     events: list[dict[str, Any]]  # in the order of time
     samples: list[dict[str, Any]]
     source: str  # where the curves come from
-
-    def longest_curve(self) -> Curve:
-        """The metric with the most points; an empty curve without metrics."""
-        return max(self.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
 
     def first_steps(self) -> dict[int, int]:
         """start -> the lowest step that it logged."""
@@ -167,7 +161,7 @@ def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, 
 
 
 def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
-    """Each start of a run writes a file of its own; one that grows is read as far as it goes."""
+    """Each start of a run writes its own file; one that still grows is read as far as it goes."""
 
     def ranks(path: Path) -> list[int]:
         return [int(n) for n in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
@@ -177,17 +171,14 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
         seconds = path.name.split(".")[3]
         return int(seconds) if seconds.isdecimal() and len(seconds) < 16 else 0, str(path)
 
-    paths = _inside(folder, folder.rglob("events.out.tfevents.*"))
-    if not paths:
-        return {}, ""
-    import logging
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    first = min(map(ranks, paths))
     curves: dict[str, Curve] = defaultdict(Curve)
-    for start, path in enumerate(sorted((p for p in paths if ranks(p) == first), key=time)):
+    paths = sorted(_inside(folder, folder.rglob("events.out.tfevents.*")), key=time)
+    first = min(map(ranks, paths), default=[])
+    for start, path in enumerate(path for path in paths if ranks(path) == first):
+        # Slow to import, and most runs have metrics.jsonl.
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)
         file = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False)
         with contextlib.suppress(Exception):  # damaged in any way that protobuf can tell
             file.Reload()
