@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.checkpoint.staging import HostCopies
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools.logging import logger
 

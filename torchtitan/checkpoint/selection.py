@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded. Every function that says so is collective."""
+"""Which checkpoint is loaded. Each choice is a collective: rank 0 looks, all ranks hash."""
 
 import os
 from collections.abc import Callable
@@ -39,10 +39,7 @@ class Selection:
         self._newest: tuple[list[StepFolder], StepFolder | None] | None = None
 
     def own(self, folder: str, step: int) -> Source | None:
-        """The step to load of the run in `folder`; None if it has none and none was named.
-
-        step: -1 for the newest whole one.
-        """
+        """The step to load of the run in `folder`; None if -1, the newest whole one, is none."""
         folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
             chosen = self.newest_whole_step(folder, folders)
@@ -116,10 +113,7 @@ class Selection:
         return Source(path, from_hf, from_hf, from_hf and self._config.initial_load_in_hf_quantized)
 
     def initial(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> Source | None:
-        """Where a run without checkpoints of its own starts from, if that is configured.
-
-        require_adapter: the model's adapter, or ValueError.
-        """
+        """Where a run without checkpoints of its own starts from, if that is configured."""
         config = self._config
         path, key = config.initial_load_path, "checkpoint.initial_load_path"
         if not path and config.initial_load_in_hf:

@@ -49,8 +49,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when a client may have moved parameters, or FSDP holds gathered ones after an
-    evaluation: both would make a state dict of the wrong tensors.
+    Call `refresh()` when the cached ones may be the wrong tensors: a client has moved parameters,
+    or FSDP holds gathered ones after an evaluation.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -188,7 +188,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """None if the folder has no DCP metadata to tell."""
+    """None if the folder has no DCP metadata, or an empty file as the reference's tests do."""
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None

@@ -1,17 +1,29 @@
 """Copies of a run's state in host memory, from which a save is written while training goes on."""
 
+import importlib
 import threading
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.utils import _pytree as pytree
 
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.tools.logging import logger
+
+
+class AsyncMode(StrEnum):
+    """How long training waits for a save (see `checkpoint.async_mode`)."""
+
+    DISABLED = "disabled"
+    ASYNC = "async"
+    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
 
 
 class HostCopies:
-    """Copies states into memory that is kept from one save to the next.
+    """Copies states into memory that is kept from one save to the next: for `AsyncMode.ASYNC`.
 
     Fresh memory takes five times as long, for the system clears each page at its first use.
     One save at a time may use the copies.
@@ -60,10 +72,37 @@ class HostCopies:
 
 
 def _layout_of(state_dict: dict[str, Any]) -> Any:
-    def of_leaf(leaf: Any) -> Any:
-        if torch.is_tensor(leaf):
-            return leaf.shape, leaf.dtype, getattr(leaf, "placements", None)
+    leaves, structure = pytree.tree_flatten(state_dict)
+    return structure, [
+        (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
+        if torch.is_tensor(leaf)
+        else None
+        for leaf in leaves
+    ]
+
+
+def pinned_stager() -> Any:
+    """torch's stager for `AsyncMode.ASYNC_WITH_PINNED_MEM`; None, with a warning, if no memory can
+    be pinned here."""
+    # From the reference's path, where its tests put a stand-in.
+    reference = importlib.import_module("torchtitan.components.checkpoint")
+    try:
+        return reference.DefaultStager(StagingOptions(True, True, True, True))
+    except AssertionError as error:  # torch says so when there is no accelerator
+        logger.warning(
+            "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
+            f'here ({error}); saving as with "async"'
+        )
         return None
 
-    leaves, structure = pytree.tree_flatten(state_dict)
-    return structure, list(map(of_leaf, leaves))
+
+def order_staging_after_compute(stager: Any) -> None:
+    """Have the device finish what is queued before the stager copies, on its own stream."""
+    if not torch.accelerator.is_available():
+        return
+    compute = torch.accelerator.current_stream()
+    stream = getattr(stager, "_staging_stream", None)
+    if stream is None:  # a torch whose stager keeps its stream elsewhere
+        compute.synchronize()
+    else:
+        stream.wait_stream(compute)
