@@ -26,15 +26,10 @@ from torch.distributed.checkpoint import (
     async_save,
     save,
 )
+from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -48,7 +43,7 @@ from torch.futures import Future
 from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
 from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.unpickling import read_dcp_metadata, refusal
+from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
 __all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
 
@@ -104,6 +99,35 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
                 raise ValueError(f"{name} is saved as {saved}, and is {own} here")
 
 
+_LAYOUTS = torch_metadata._MEM_FORMAT_ENCODING
+_METADATA_CLASSES = (
+    torch_metadata.BytesStorageMetadata,
+    torch_metadata.ChunkStorageMetadata,
+    torch_metadata.Metadata,
+    torch_metadata.MetadataIndex,
+    torch_metadata.StorageMeta,
+    torch_metadata.TensorProperties,
+    torch_metadata.TensorStorageMetadata,
+    _LAYOUTS,
+    _StorageInfo,
+)
+# What `.metadata` may name.
+METADATA_NAMES: Names = (
+    {(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES}
+    | {
+        # The folder it was written to, which is not read.
+        (module, name): lambda *parts: "/".join(map(str, parts))
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    }
+    | {
+        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # Python 3.11.0 to 3.11.3
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    }
+)
+
+
 class SafeReader(FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, for what is damaged or hostile."""
 
@@ -120,7 +144,7 @@ class SafeReader(FileSystemReader):
             return self._metadata
         path = os.path.join(self.path, DCP_METADATA)
         with open(path_inside(str(self.path), DCP_METADATA), "rb") as file:
-            metadata = read_dcp_metadata(file, path)
+            metadata = read_pickle(file, METADATA_NAMES, path)
         try:
             _check_metadata(metadata)
         except (AttributeError, TypeError) as error:
@@ -202,13 +226,13 @@ def _check_metadata(metadata: Any) -> None:
     check(metadata.state_dict_metadata, dict)
     for name, entry in metadata.state_dict_metadata.items():
         check(name, str)
-        check(entry, TensorStorageMetadata, BytesStorageMetadata)
+        check(entry, TensorStorageMetadata, torch_metadata.BytesStorageMetadata)
         if isinstance(entry, TensorStorageMetadata):
             check(entry.size, torch.Size)
             check(entry.chunks, list)
     check(metadata.storage_data, dict)
     for index, info in metadata.storage_data.items():
-        check(index, MetadataIndex)
+        check(index, torch_metadata.MetadataIndex)
         check(info, _StorageInfo)
         check(info.relative_path, str)
         for number in (info.offset, info.length):

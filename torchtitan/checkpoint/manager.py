@@ -252,7 +252,7 @@ class CheckpointManager:
             f"Training waited {seconds:.2f} s for step {curr_step}'s save",
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
-        self._purge()
+        self._purge()  # last, so that a save that fails costs no older checkpoint
 
     def maybe_wait_for_staging(self) -> None:
         """Call before the optimizer changes the weights: a pinned save may still be copying.
@@ -276,21 +276,21 @@ class CheckpointManager:
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
         result = None
+        arguments: dict[str, Any] = {"checkpoint_id": checkpoint_id}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            arguments["async_stager"] = self.stager
+        copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
         with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
-            copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
-            arguments = self._plans.arguments() | {
-                "storage_writer": HashingWriter(checkpoint_id, self.run_record, copies),
-                "checkpoint_id": checkpoint_id,
-            }
-            if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-                arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-                arguments["async_stager"] = self.stager
             if to_hf:
                 save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
-            elif async_mode == AsyncMode.DISABLED:
-                dcp.save(state_dict, **arguments)
             else:
-                result = dcp.async_save(state_dict, process_group=self.pg, **arguments)
+                arguments |= self._plans.arguments()
+                arguments["storage_writer"] = HashingWriter(checkpoint_id, self.run_record, copies)
+                if async_mode == AsyncMode.DISABLED:
+                    dcp.save(state_dict, **arguments)
+                else:
+                    result = dcp.async_save(state_dict, process_group=self.pg, **arguments)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
         return result
@@ -302,7 +302,7 @@ class CheckpointManager:
             if self.stager is None:
                 self.async_mode = AsyncMode.ASYNC
         self._join_group()
-        # Made here and not in DCP: what the device still has to do for them is waited for.
+        # Made here and not in DCP, so that the copies wait for what the device does to make them.
         states = self._states_now()
         is_pinned = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
         if is_pinned:

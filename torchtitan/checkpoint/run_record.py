@@ -25,25 +25,26 @@ _OWN_DATA = (
     "begins it at its start"
 )
 
-# Key -> (the component whose state decides, what happens when it is loaded, and when not).
+# Setting -> (the component whose state decides, what happens when that is loaded). When it is not,
+# this run's is used.
 _WHICH_IS_USED = {
-    "optimizer.lr": ("lr_scheduler", _SAVED, _OWN),
-    "optimizer.beta1": ("optimizer", _SAVED, _OWN),
-    "optimizer.beta2": ("optimizer", _SAVED, _OWN),
-    "optimizer.eps": ("optimizer", _SAVED, _OWN),
-    "optimizer.weight_decay": ("optimizer", _SAVED, _OWN),
-    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "training.steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "training.dataset": ("dataloader", _OWN_DATA, _OWN),
-    "training.dataset_path": ("dataloader", _OWN_DATA, _OWN),
-    "training.seq_len": ("dataloader", _OWN, _OWN),
-    "training.max_norm": ("optimizer", _OWN, _OWN),
-    "training.mixed_precision_param": ("optimizer", _OWN, _OWN),
+    "optimizer.lr": ("lr_scheduler", _SAVED),
+    "optimizer.beta1": ("optimizer", _SAVED),
+    "optimizer.beta2": ("optimizer", _SAVED),
+    "optimizer.eps": ("optimizer", _SAVED),
+    "optimizer.weight_decay": ("optimizer", _SAVED),
+    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE),
+    "training.steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "training.dataset": ("dataloader", _OWN_DATA),
+    "training.dataset_path": ("dataloader", _OWN_DATA),
+    "training.seq_len": ("dataloader", _OWN),
+    "training.max_norm": ("optimizer", _OWN),
+    "training.mixed_precision_param": ("optimizer", _OWN),
 }
 _GLOBAL_BATCH_SIZE = "global batch size"
 _TOKENIZER = "tokenizer"
@@ -101,9 +102,9 @@ def differences(
 
     loaded: the components whose state comes from the checkpoint.
     """
-    for key, (component, if_loaded, if_not) in _WHICH_IS_USED.items():
+    for key, (component, if_loaded) in _WHICH_IS_USED.items():
         if key in saved and key in own and saved[key] != own[key]:
-            used = if_loaded if component in loaded else if_not
+            used = if_loaded if component in loaded else _OWN
             yield f"{key} was {saved[key]!r} there and is {own[key]!r} now: {used}"
     for key, used in (
         (_GLOBAL_BATCH_SIZE, _OWN),

@@ -1,7 +1,7 @@
 """A model's weights under Hugging Face names, one after another, for a server.
 
-Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
-tell the receiver that it has the very weights that were sent.
+Only one tensor, or one stack of a layer's experts, is gathered at a time. By a version and a digest
+the receiver knows that it has the weights that were sent.
 """
 
 import copy
@@ -28,20 +28,20 @@ _ROWS_AT_ONCE = 2**9
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
-    Whole tensors: collective, and the same on every rank, those of other pipeline stages too. All
-    ranks have to iterate to the end. Experts come as the family's files have them, all of them. A
-    tied output weight comes, too, as the tensor of the embedding.
+    Whole tensors: a collective, over pipeline stages too, that every rank has to iterate to its
+    end; each gets all of them. Experts come as the family's files have them, all of them. A tied
+    output weight comes as the tensor of the embedding.
     Tensors may be the live parameters' memory: copy what is to outlast the next optimizer step.
 
     sharded: `LocalShard`s instead, views of what this rank holds of its own stage, without any
-        communication. Replicas come from each rank that holds one; one weight may come in pieces.
-    dtype: what floating-point parameters are cast to; buffers and routers keep theirs, as every
-        parameter does with None.
+        communication. Each rank that holds a replica yields it; a weight may come in pieces.
+    dtype: what floating-point parameters are cast to; buffers and routers keep theirs. None casts
+        nothing.
 
     version: how many optimizer steps have changed the weights. digest: `digest_of` what came, None
-    until the end has. Of whole tensors it is the same for every layout of ranks.
+    until the end. Of whole tensors it is the same for every layout of ranks.
 
-    Raises RuntimeError if an optimizer step changes the weights in between.
+    Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
 
     version: int
@@ -144,12 +144,10 @@ class WeightStream:
 
     def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:
         """The live tensors of a part by name, and which of them keep their dtype."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        # Here, for programs that only receive weights: DCP takes a second to import.
+        from torchtitan.checkpoint.states import ModelWrapper
 
-        from torchtitan.distributed.fsdp import reshard_model
-
-        reshard_model(part)
-        state = {name: t.detach() for name, t in get_model_state_dict(part).items()}
+        state = {name: t.detach() for name, t in ModelWrapper(part).state_dict().items()}
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
 
         def keeps_dtype(name: str) -> bool:

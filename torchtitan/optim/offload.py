@@ -69,7 +69,7 @@ class Offloader:
         if target == HOST:
             copies = self._pinned_copies(kinds)
             self.replace(kinds, lambda t: copies[id(t)][1] if id(t) in copies else t.to(HOST))
-            copies.clear()  # the last to hold what was on the device
+            copies.clear()  # nothing else holds the device's memory any more
             getattr(torch, self.device.type).empty_cache()  # for others on the same device
         else:
             self.replace(kinds, lambda tensor: tensor.to(target, non_blocking=True))
