@@ -236,8 +236,8 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
-        """Each file by one rank. torch's function for it leaves the others waiting for one that
-        fails."""
+        """Each rank joins some of the files. In torch's function for that the others wait for ever
+        for a rank that fails."""
         own = {
             name: torch_hf._gen_file_name(number, n_files)
             for name, number in file_index.items()
@@ -260,7 +260,11 @@ def _write_alone(
     folder: str,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Write every tensor straight to its file; returns file name -> SHA-256."""
+    """Write every tensor straight to its file; returns file name -> SHA-256.
+
+    A header says where each tensor stands, so all tensors are translated twice: once for their
+    sizes, and once to be written.
+    """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
     for part in _parts_of(state_dict):
@@ -269,10 +273,7 @@ def _write_alone(
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    weight_map = {
-        name: f"model-{number:05d}-of-{n_files:05d}.safetensors"
-        for name, number in file_index.items()
-    }
+    weight_map = {name: torch_hf._gen_file_name(n, n_files) for name, n in file_index.items()}
     with ExitStack() as stack:
         files = {}
         for file_name in sorted(set(weight_map.values())):
