@@ -137,7 +137,7 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
 
 
 def _files_to_keep(target: Path, overwrite: bool) -> list[Path]:
-    """What `target` holds beside weights. ValueError if it may not be replaced."""
+    """The files in `target` that are no weights. ValueError if it may not be replaced."""
     if not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder to write to")
     entries = list(target.iterdir())

@@ -134,6 +134,7 @@ class SafeReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def check_metadata(self) -> None:
+        """ValueError if `.metadata` is missing, or is not one."""
         try:
             self.read_metadata()
         except OSError as error:

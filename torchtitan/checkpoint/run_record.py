@@ -1,7 +1,7 @@
-"""What a checkpoint says of the run that wrote it, and what a run that goes on has otherwise.
+"""The settings of the run that wrote a checkpoint, compared with those of a run that continues.
 
 The record is a flat table of strings and numbers, `run.json` in the step folder. A checkpoint
-without one, as older versions and other tools write, is not compared.
+without one, as older versions and other tools write it, is not compared.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ _OPTIMIZER = "optimizer.name"
 def record_of(
     config: JobConfig, global_batch_size: int, tokenizer: BaseTokenizer | None
 ) -> dict[str, Any]:
-    """What of this run matters to one that goes on from its checkpoints."""
+    """The settings that matter to a run that continues from this run's checkpoints."""
     record: dict[str, Any] = {}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
         section, name = key.split(".")
@@ -85,7 +85,7 @@ def read_record(folder: str) -> dict[str, Any]:
 
 
 def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Raises ValueError: the state of one kind of optimizer means something else to another."""
+    """ValueError if the kinds differ: one's state means something else to the other."""
     names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
     if None not in names and names[0] != names[1]:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) 
 def differences(
     saved: dict[str, Any], own: dict[str, Any], loaded: Collection[str]
 ) -> Iterator[str]:
-    """A clause for each setting that differs, which says whose is used.
+    """For each setting that differs, both values and which one is used.
 
     loaded: the components whose state comes from the checkpoint.
     """

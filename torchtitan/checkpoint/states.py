@@ -1,4 +1,4 @@
-"""What a run's states are called in a checkpoint, and how they fit what a checkpoint holds.
+"""What a run's states are called in a checkpoint, and how they are fitted to what one holds.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
 components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
@@ -65,7 +65,7 @@ class ModelWrapper(Stateful):
         }
 
     def release(self) -> None:
-        """Let go of the tensors until they are asked for, so that their memory can be freed."""
+        """Hold no tensor until the next call that needs one, so that their memory can be freed."""
         self.cache_state_dict = None
 
     def refresh(self) -> None:
@@ -79,7 +79,7 @@ class ModelWrapper(Stateful):
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Entries that a part does not have are passed over: they belong to another part."""
+        """Each part skips entries that it does not have: they belong to another part."""
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
         self.refresh()

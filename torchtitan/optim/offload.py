@@ -17,7 +17,7 @@ HOST = torch.device("cpu")
 
 
 class Offloader:
-    """Knows where the states of an engine are: on its device, or in host memory.
+    """Moves the states of an engine between its device and host memory.
 
     device: where the engine computes. `places` says where "model", "optimizer" and "grad" are.
     """
