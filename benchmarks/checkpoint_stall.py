@@ -104,7 +104,8 @@ def main() -> None:
         engine.checkpointer.claim_folder()
         train(engine, 1)
         checkpointer = engine.checkpointer
-        checkpointer._prepare_copies()  # as `save` in a step that is not due
+        checkpointer._join_group()  # as `save` in a step that is not due
+        checkpointer._host_copies.prepare(checkpointer._states_now)
         for _ in range(options.saves):
             for mode in stalls:
                 steps += train(engine, STEPS_BETWEEN)

@@ -145,7 +145,7 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
         run.train()
         run.manager.save(step)
         saved.append(run.everything())
-        assert run.manager._host_copies.is_prepared
+        assert run.manager._host_copies._kept is not None
     run.train()  # must not reach what is being written
     run.manager.close()
     return saved

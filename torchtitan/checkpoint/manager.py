@@ -220,8 +220,9 @@ class CheckpointManager:
                     "as path, or set checkpoint.enable = true"
                 )
         elif not self._should_save(curr_step, last_step):
-            if self.enable and not self.load_only:
-                self._prepare_copies()
+            if self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC:
+                self._join_group()
+                self._host_copies.prepare(self._states_now)
             return
         self._wait_for_save()
         start = time.monotonic()
@@ -329,12 +330,6 @@ class CheckpointManager:
 
         if isinstance(self.save_future, Future):  # what stands in for DCP may return less
             self.save_future.add_done_callback(report)
-
-    def _prepare_copies(self) -> None:
-        """Do now what the first save without pinned memory would take longer for than others."""
-        if self.async_mode == AsyncMode.ASYNC and not self._host_copies.is_prepared:
-            self._join_group()
-            self._host_copies.prepare(self._states_now())
 
     def _join_group(self) -> None:
         if self.pg is None and dist.is_initialized():

@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -34,13 +35,12 @@ class HostCopies:
         self._layout: Any = None
         self._touching: threading.Thread | None = None
 
-    @property
-    def is_prepared(self) -> bool:
-        return self._kept is not None
-
-    def prepare(self, state_dict: dict[str, Any]) -> None:
-        """Take memory for states like this one, and have its pages made in the background."""
-        self._take_memory(state_dict)
+    def prepare(self, make_states: Callable[[], dict[str, Any]]) -> None:
+        """Take memory for such states if there is none, and have its pages made in the background:
+        work for which the first save would otherwise take longer than later ones."""
+        if self._kept is not None:
+            return
+        self._take_memory(make_states())
         tensors = [leaf for leaf in pytree.tree_leaves(self._kept) if torch.is_tensor(leaf)]
 
         @torch.no_grad()

@@ -6,6 +6,7 @@ components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
 
 import os
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,17 +86,6 @@ class ModelWrapper(Stateful):
         self.refresh()
 
 
-class _AsSaved(Stateful):
-    """A component that shows DCP the entries that the checkpoint has, rather than its own."""
-
-    def __init__(self, component: Stateful, state_dict: dict[str, Any]) -> None:
-        self._state_dict = state_dict
-        self.load_state_dict = component.load_state_dict
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state_dict
-
-
 def fit_to_checkpoint(
     states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
 ) -> dict[str, Any]:
@@ -124,22 +114,25 @@ def fit_to_checkpoint(
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
         return {name: states[name] for name in model_names if name in states}
 
+    def show(name: str, entries: dict[str, Any]) -> None:
+        """Let DCP, which reads what it is shown, see these entries in place of the component's."""
+        load = others[name].load_state_dict
+        states[name] = SimpleNamespace(state_dict=lambda: entries, load_state_dict=load)
+
+    states = dict(states)
     if DATALOADER in others:
         positions = _keys_of(DATALOADER, saved)
         own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
         if positions and positions != set().union(*all_ranks(own_positions)):
-            # The loader divides the positions of all ranks that saved one; DCP reads only the
-            # entries that it is shown.
-            placeholders = dict.fromkeys(positions)
-            states = states | {DATALOADER: _AsSaved(others[DATALOADER], placeholders)}
+            # The loader divides the positions of all ranks that saved one.
+            show(DATALOADER, dict.fromkeys(positions))
             own_keys[DATALOADER] = set()
     if TRAIN_STATE in others:
         known = _keys_of(TRAIN_STATE, saved)
         newer = {f"{TRAIN_STATE}.{key}" for key in _KEYS_SINCE_FIRST_VERSION - known}
         if own_keys[TRAIN_STATE] & newer:
-            component = others[TRAIN_STATE]
-            older = {key: value for key, value in component.state_dict().items() if key in known}
-            states = states | {TRAIN_STATE: _AsSaved(component, older)}
+            content = others[TRAIN_STATE].state_dict()
+            show(TRAIN_STATE, {key: value for key, value in content.items() if key in known})
             own_keys[TRAIN_STATE] -= newer
     for name, keys in own_keys.items():
         if missing := set().union(*all_ranks(keys - saved.keys())):

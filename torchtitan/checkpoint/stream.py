@@ -86,15 +86,11 @@ class WeightStream:
     @torch.no_grad()
     def _shards(self) -> Iterator[tuple[str, LocalShard]]:
         for part in self._parts.values():
-            state, keeps_dtype = self._state_of(part)
-            for names in self._adapter.groups_of(state):
-                for name in names:
-                    tensor = state[name]
-                    shard = local_shard(tensor)
-                    if shard is None:
-                        continue
-                    if not keeps_dtype(name):
-                        shard = shard._replace(tensor=shard.tensor.to(self._dtype))
+            state = self._state_of(part)
+            for name in (name for names in self._adapter.groups_of(state) for name in names):
+                tensor, dtype = state[name]
+                if (shard := local_shard(tensor)) is not None:
+                    shard = shard._replace(tensor=shard.tensor.to(dtype))
                     yield from self._adapter.shards_to_hf(name, shard)
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -131,34 +127,28 @@ class WeightStream:
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         """The (HF name, whole tensor) that are gathered at once."""
-        state, keeps_dtype = self._state_of(part)
+        state = self._state_of(part)
         for names in self._adapter.groups_of(state):
             whole = {}
             for name in names:
-                tensor = state[name].to(self._device, non_blocking=True)  # from pinned memory
-                if not keeps_dtype(name):
-                    tensor = tensor.to(self._dtype)  # before it travels
-                whole[name] = whole_tensor(tensor)
+                tensor, dtype = state[name]
+                tensor = tensor.to(self._device, non_blocking=True)  # from pinned memory
+                whole[name] = whole_tensor(tensor.to(dtype))  # cast before it travels
             if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group
 
-    def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:
-        """The live tensors of a part by name, and which of them keep their dtype."""
+    def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """The live tensors of a part by name, each with the dtype that the receiver gets."""
         # Here, for programs that only receive weights: DCP takes a second to import.
         from torchtitan.checkpoint.states import ModelWrapper
 
-        state = {name: t.detach() for name, t in ModelWrapper(part).state_dict().items()}
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
-
-        def keeps_dtype(name: str) -> bool:
-            return (
-                self._dtype is None
-                or name in buffers
-                or not state[name].is_floating_point()
-                or self._adapter.keeps_dtype(name)
-            )
-
-        return state, keeps_dtype
+        state = {}
+        for name, tensor in ModelWrapper(part).state_dict().items():
+            is_cast = self._dtype is not None and name not in buffers
+            is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
+            state[name] = tensor.detach(), self._dtype if is_cast else tensor.dtype
+        return state
 
 
 # ---- digest ----
