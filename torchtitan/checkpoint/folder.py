@@ -195,7 +195,7 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 def find_damage(folder: str) -> str | None:
     """What is wrong with the files of `folder`, or None. Collective: each rank reads its share.
 
-    A folder without recorded hashes passes, if it has what says what stands where.
+    A folder without recorded hashes passes, unless parts of a checkpoint lack their `.metadata`.
     """
     try:
         expected = from_rank_zero(lambda: _read_hashes(folder))
@@ -205,20 +205,19 @@ def find_damage(folder: str) -> str | None:
     if contents == Contents.DAMAGED and not expected:
         return f"{DCP_METADATA} is missing"
 
-    def problem_with(name: str) -> str | None:
+    problem = None
+    for name in _own_share(list(expected)):
         path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            return f"{name} is missing"
         try:
-            digest = hash_file(path)
+            if not os.path.isfile(path):
+                problem = f"{name} is missing"
+            elif hash_file(path) != expected[name]:
+                problem = f"{name} does not have the content that was written (SHA-256 differs)"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if digest != expected[name]:
-            return f"{name} does not have the content that was written (SHA-256 differs)"
-        return None
-
-    problems = [problem_with(name) for name in _own_share(list(expected))]
-    return next((p for part in all_ranks(problems) for p in part if p), None)
+            problem = f"{name} cannot be read ({error.strerror})"
+        if problem:
+            break
+    return next(filter(None, all_ranks(problem)), None)
 
 
 def _own_share(names: list[str]) -> list[str]:
