@@ -92,10 +92,8 @@ def build_lr_schedulers(
     warmup_steps = int(config.warmup_steps)
     if warmup_steps > total_steps:
         logger.warning(
-            "lr_scheduler.warmup_steps is %d, but the schedule has only %d steps: "
-            "warming up over all of them",
-            warmup_steps,
-            total_steps,
+            f"lr_scheduler.warmup_steps is {warmup_steps}, but the schedule has only {total_steps} "
+            "steps: warming up over all of them"
         )
         warmup_steps = total_steps
     decay_steps = room = total_steps - warmup_steps
@@ -103,12 +101,8 @@ def build_lr_schedulers(
         decay_steps = round(total_steps * config.decay_ratio)
     if decay_steps > room:
         logger.warning(
-            "lr_scheduler.decay_ratio asks for %d decay steps, but %d warm-up steps leave room "
-            "for %d of %d: decaying over those",
-            decay_steps,
-            warmup_steps,
-            room,
-            total_steps,
+            f"lr_scheduler.decay_ratio asks for {decay_steps} decay steps, but {warmup_steps} "
+            f"warm-up steps leave room for {room} of {total_steps}: decaying over those"
         )
         decay_steps = room
     decay_start = total_steps + 1 - decay_steps
