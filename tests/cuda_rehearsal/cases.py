@@ -139,8 +139,8 @@ _LOGGED = {
 _LOGGED_AFTER_SAVE = {"logged step": _LOGGED | NORM}  # which has looked at the step before
 _LOGGED_AND_BEFORE = {"logged step": _LOGGED | {next(iter(NORM)): 2}}
 _WRITE = "stream.synchronize in checkpoint/folder.py write_data"
-_STAGE = "copy to host in checkpoint/host_copies.py stage"
-_TAKE_MEMORY = "copy to host in checkpoint/host_copies.py _take_memory"
+_STAGE = "copy to host in checkpoint/staging.py stage"
+_TAKE_MEMORY = "copy to host in checkpoint/staging.py _take_memory"
 
 # name -> part -> waits; a case that is missing has the norm alone
 ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} | {

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.checkpoint.staging import HostCopies
 
 
 def state(value: float, size: int = 3, **more) -> dict:
@@ -11,7 +11,7 @@ def state(value: float, size: int = 3, **more) -> dict:
 
 def test_copies_are_of_their_own_memory_which_is_used_again():
     copies, live = HostCopies(), state(1)
-    copies.prepare(live)
+    copies.prepare(lambda: live)
     first = copies.stage(live)
     place = first["weight"].data_ptr()
     live["weight"].fill_(5)

@@ -21,7 +21,7 @@ from torchtitan.checkpoint.folder import path_inside
 from torchtitan.checkpoint.hf import _check_files
 from torchtitan.checkpoint.states import saved_shapes_in
 from torchtitan.protocols.state_dict_adapter import read_weight_map
-from torchtitan.tools.unpickling import read_dcp_metadata, read_plain
+from torchtitan.tools.unpickling import read_pickle, read_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -136,19 +136,19 @@ def test_metadata_cannot_change_the_classes_that_it_names():
     pickle.loads(by_class)
     assert Metadata.seen
     del Metadata.seen
-    read_dcp_metadata(io.BytesIO(by_class), "it")
+    read_pickle(io.BytesIO(by_class), dcp.METADATA_NAMES, "it")
     assert not hasattr(Metadata, "seen")
 
 
 def test_enum_of_older_pythons_is_read_and_no_other_attribute():
     module = "torch.distributed.checkpoint.metadata"
     begin = f"cbuiltins\ngetattr\n(c{module}\n"
-    kind = read_dcp_metadata(
-        io.BytesIO(f"{begin}_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode()), "it"
-    )
+    encoded = f"{begin}_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode()
+    kind = read_pickle(io.BytesIO(encoded), dcp.METADATA_NAMES, "it")
     assert kind.name == "TORCH_CONTIGUOUS_FORMAT"
     with pytest.raises(ValueError, match="it cannot be read"):
-        read_dcp_metadata(io.BytesIO(f"{begin}Metadata\nV__init__\ntR.".encode()), "it")
+        encoded = f"{begin}Metadata\nV__init__\ntR.".encode()
+        read_pickle(io.BytesIO(encoded), dcp.METADATA_NAMES, "it")
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,15 @@ def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     except RuntimeError as error:  # sizes that do not fit together, or whose product overflows
         raise ValueError(f"A model of these sizes cannot be made: {error}") from error
     weights = model.state_dict(keep_vars=True)
-    n_bytes = sum(weight.nbytes for weight in {id(w): w for w in weights.values()}.values())
+    distinct = {id(weight): weight for weight in weights.values()}
+    n_bytes = sum(weight.nbytes for weight in distinct.values())
     memory = total_ram_bytes()
     if memory and n_bytes > memory:
         raise ValueError(
             f"The weights of this model take {n_bytes / GIB:.1f} GiB in fp32, and this machine has "
             f"{memory / GIB:.1f} GiB of memory"
         )
-    zeros = {id(w): torch.zeros_like(w.detach(), device="cpu") for w in weights.values()}
+    zeros = {key: torch.zeros_like(w.detach(), device="cpu") for key, w in distinct.items()}
     return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
 
 
@@ -136,7 +137,7 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
 
 
 def _files_to_keep(target: Path, overwrite: bool) -> list[Path]:
-    """What `target` holds beside weights. ValueError if it may not be replaced."""
+    """The files in `target` that are no weights. ValueError if it may not be replaced."""
     if not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder to write to")
     entries = list(target.iterdir())

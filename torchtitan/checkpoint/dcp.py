@@ -1,8 +1,8 @@
 """torch's distributed checkpoint (DCP), with three changes.
 
 `load` executes nothing from the files: torch's own reads `.metadata` and every entry that is no
-tensor with pickle, which calls whatever function the file names. `SavePlans` remembers who writes
-what. `one_error` makes one sentence of what went wrong.
+tensor with pickle, which calls any function that the file names. `SavePlans` remembers which rank
+writes what. `one_error` makes one sentence of what went wrong.
 """
 
 import dataclasses
@@ -26,15 +26,10 @@ from torch.distributed.checkpoint import (
     async_save,
     save,
 )
+from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -48,7 +43,7 @@ from torch.futures import Future
 from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
 from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.unpickling import read_dcp_metadata, refusal
+from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
 __all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
 
@@ -83,19 +78,11 @@ def load(
     Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with a
     ValueError that names the file of each rank that failed to read its part.
     """
+    planner = None
     if storage_reader is None:
-        assert checkpoint_id is not None
-        storage_reader = reader = SafeReader(checkpoint_id)
-
-        def read_metadata() -> None:
-            try:
-                reader.read_metadata()
-            except OSError as error:
-                raise ValueError(str(error)) from error
-
+        storage_reader, planner = SafeReader(checkpoint_id), _SafePlanner()
         # Here, since torch's own attempt logs a stack and then looks for another file.
-        on_all_ranks(read_metadata)
-    planner = _SafePlanner(compare_kinds=isinstance(storage_reader, SafeReader))
+        on_all_ranks(storage_reader.check_metadata)
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
 
@@ -107,11 +94,38 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
         entry = metadata.state_dict_metadata.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
             saved, own = entry.properties.dtype, tensor.dtype
-            if (saved.is_floating_point, saved.is_complex) != (
-                own.is_floating_point,
-                own.is_complex,
-            ):
+            is_same_kind = saved.is_floating_point == own.is_floating_point
+            if not is_same_kind or saved.is_complex != own.is_complex:
                 raise ValueError(f"{name} is saved as {saved}, and is {own} here")
+
+
+_LAYOUTS = torch_metadata._MEM_FORMAT_ENCODING
+_METADATA_CLASSES = (
+    torch_metadata.BytesStorageMetadata,
+    torch_metadata.ChunkStorageMetadata,
+    torch_metadata.Metadata,
+    torch_metadata.MetadataIndex,
+    torch_metadata.StorageMeta,
+    torch_metadata.TensorProperties,
+    torch_metadata.TensorStorageMetadata,
+    _LAYOUTS,
+    _StorageInfo,
+)
+# What `.metadata` may name.
+METADATA_NAMES: Names = (
+    {(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES}
+    | {
+        # The folder it was written to, which is not read.
+        (module, name): lambda *parts: "/".join(map(str, parts))
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    }
+    | {
+        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # Python 3.11.0 to 3.11.3
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    }
+)
 
 
 class SafeReader(FileSystemReader):
@@ -119,12 +133,19 @@ class SafeReader(FileSystemReader):
 
     _metadata: Metadata | None = None
 
+    def check_metadata(self) -> None:
+        """ValueError if `.metadata` is missing, or is not one."""
+        try:
+            self.read_metadata()
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
         path = os.path.join(self.path, DCP_METADATA)
         with open(path_inside(str(self.path), DCP_METADATA), "rb") as file:
-            metadata = read_dcp_metadata(file, path)
+            metadata = read_pickle(file, METADATA_NAMES, path)
         try:
             _check_metadata(metadata)
         except (AttributeError, TypeError) as error:
@@ -159,15 +180,8 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """compare_kinds: not for readers that turn quantized weights into others."""
-
-    def __init__(self, compare_kinds: bool) -> None:
-        super().__init__()
-        self._compare_kinds = compare_kinds
-
     def create_local_plan(self) -> LoadPlan:
-        if self._compare_kinds:
-            check_same_kinds(self.state_dict, self.metadata)
+        check_same_kinds(self.state_dict, self.metadata)
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -177,21 +191,19 @@ class _SafePlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_in_short(error)}") from error
         before = self.state_dict[name]
+        # Numbers stand for each other, and so do lists and tuples.
+        kinds = [
+            float if isinstance(v, int) else list if isinstance(v, tuple) else type(v)
+            for v in (before, content)
+        ]
         # A tensor, a learning rate say, may have been a number.
         is_open = before is None or content is None or isinstance(before, torch.Tensor)
-        if not is_open and _kind(before) is not _kind(content):
+        if not is_open and kinds[0] is not kinds[1]:
             raise ValueError(
                 f"the entry {name} is of type {type(content).__name__}, and "
                 f"{type(before).__name__} was expected"
             )
         set_element(self.original_state_dict, self.mappings[name], content)
-
-
-def _kind(value: Any) -> type:
-    """One for numbers that stand for each other, and one for lists and tuples."""
-    if isinstance(value, int):
-        return float
-    return list if isinstance(value, tuple) else type(value)
 
 
 def _in_short(error: Exception) -> str:
@@ -205,34 +217,34 @@ def _in_short(error: Exception) -> str:
 
 def _check_metadata(metadata: Any) -> None:
     """Raises TypeError or AttributeError if a part is not what its field says."""
-    _check_type(metadata, Metadata)
-    _check_type(metadata.state_dict_metadata, dict)
+
+    def check(value: Any, *types: type) -> None:
+        if not isinstance(value, types):
+            wanted = " or ".join(cls.__name__ for cls in types)
+            raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
+
+    check(metadata, Metadata)
+    check(metadata.state_dict_metadata, dict)
     for name, entry in metadata.state_dict_metadata.items():
-        _check_type(name, str)
-        _check_type(entry, TensorStorageMetadata, BytesStorageMetadata)
+        check(name, str)
+        check(entry, TensorStorageMetadata, torch_metadata.BytesStorageMetadata)
         if isinstance(entry, TensorStorageMetadata):
-            _check_type(entry.size, torch.Size)
-            _check_type(entry.chunks, list)
-    _check_type(metadata.storage_data, dict)
+            check(entry.size, torch.Size)
+            check(entry.chunks, list)
+    check(metadata.storage_data, dict)
     for index, info in metadata.storage_data.items():
-        _check_type(index, MetadataIndex)
-        _check_type(info, _StorageInfo)
-        _check_type(info.relative_path, str)
+        check(index, torch_metadata.MetadataIndex)
+        check(info, _StorageInfo)
+        check(info.relative_path, str)
         for number in (info.offset, info.length):
-            _check_type(number, int)
+            check(number, int)
             if number < 0:
                 raise TypeError(f"{index.fqn} lies at a negative offset")
 
 
-def _check_type(value: Any, *types: type) -> None:
-    if not isinstance(value, types):
-        wanted = " or ".join(cls.__name__ for cls in types)
-        raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
-
-
 # Saving
 
-# What DCP remembers, in the class, by a key.
+# Where DCP remembers plans: dicts of the class, by a key.
 _CACHES = (
     "_cached_save_plan",
     "_cached_final_save_plan",
@@ -244,31 +256,31 @@ _numbers = itertools.count()
 
 
 class SavePlans:
-    """Who writes what, remembered from one save of a manager to the next.
+    """Which rank writes what, remembered from one save of a manager to the next.
 
     For each save every rank lists its tensors, rank 0 merges the lists of all ranks, and each gets
-    back what it has to write: work that grows with the model times the ranks, and comes out the
+    back what it has to write. That work grows with the model times the ranks, and comes out the
     same every time. DCP can remember it: a rank whose list is as before says only that.
     """
 
     def __init__(self) -> None:
+        self._key = ""
         self.forget()
 
     def arguments(self) -> dict[str, Any]:
-        """What `save` gets for the next save. A single rank agrees with nobody."""
+        """What `save` gets for the next save. A single rank has nothing to agree on."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {}
         return {"planner": _RememberingPlanner(self._key)}
 
     def forget(self) -> None:
         for name in _CACHES:
-            getattr(SavePlanner, name, {}).pop(getattr(self, "_key", None), None)
+            getattr(SavePlanner, name, {}).pop(self._key, None)
+        # DCP's own key is the same for all managers of this process.
         self._key = f"torchtitan {next(_numbers)}"
 
 
 class _RememberingPlanner(DefaultSavePlanner):
-    """key: DCP's own is one for all managers of this process."""
-
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = key

@@ -1,15 +1,17 @@
 """A step folder on disk: when it counts as whole, and what its files must hash to.
 
-A folder is written in this order, so that one whose writer was killed is seen to be unfinished:
+A folder is written in this order, so that a process killed at any point leaves one that is seen to
+be unfinished:
 
 1. rank 0 creates the marker `.incomplete`, then, if a caller named the folder, `.keep`,
 2. every rank writes its files, hashing what it writes,
-3. rank 0 writes `.metadata` and `.sha256sums` (readable by `sha256sum -c`),
+3. rank 0, once it has heard from every rank, writes `.metadata`, then `.sha256sums` (which
+   `sha256sum -c` reads),
 4. rank 0 removes `.incomplete`; `.keep` stays.
 
-It is removed in the other order: the marker comes first and goes last.
+Removal goes the other way: it writes the marker first and removes it last.
 
-Folders without marker and hashes, such as older tools write, are taken as whole when they hold
+Folders without marker and hashes, as older tools write them, count as whole if they hold
 `.metadata` or safetensors files; they cannot be verified.
 """
 
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.host_copies import HostCopies
+from torchtitan.checkpoint.staging import HostCopies
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools.logging import logger
 
@@ -69,16 +71,14 @@ class StepFolder(NamedTuple):
 
 def contents_of(folder: str) -> Contents:
     """What `folder` holds; the marker decides before anything else does."""
-
-    def has(name: str) -> bool:
-        return os.path.isfile(os.path.join(folder, name))
-
-    if has(UNFINISHED_MARKER):
-        return Contents.UNFINISHED
-    if has(DCP_METADATA):
-        return Contents.DCP
-    if has(HF_INDEX) or has(HF_SINGLE_FILE):
-        return Contents.HF
+    for name, contents in (
+        (UNFINISHED_MARKER, Contents.UNFINISHED),
+        (DCP_METADATA, Contents.DCP),
+        (HF_INDEX, Contents.HF),
+        (HF_SINGLE_FILE, Contents.HF),
+    ):
+        if os.path.isfile(os.path.join(folder, name)):
+            return contents
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if any(name == HASHES_FILE or name.endswith(".distcp") for name in names):
         return Contents.DAMAGED
@@ -134,8 +134,10 @@ def mark_kept(folder: str) -> None:
 
 
 def start_writing(folder: str) -> None:
-    """Create or empty `folder` and mark it unfinished. Removes only what a checkpoint consists
-    of: an older `.metadata` beside new files would be loaded in their place."""
+    """Create `folder`, or remove an older checkpoint from it, and mark it unfinished.
+
+    Other files stay. An older `.metadata` beside new files would be loaded in their place.
+    """
     mark_unfinished(folder)
     for pattern in WEIGHT_FILES:
         for path in Path(folder).glob(pattern):
@@ -144,7 +146,11 @@ def start_writing(folder: str) -> None:
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
-    """Record the hashes (file name -> SHA-256), then remove the marker: `folder` is whole."""
+    """Record the hashes (file name -> SHA-256), then remove the marker: now `folder` is whole.
+
+    The marker goes last, and the hashes are synced to disk before: a folder without marker has
+    hashes that find what a crash of the machine may have left out of its files.
+    """
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
     _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
@@ -152,7 +158,7 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a step folder; if killed on the way, it is left as an unfinished one."""
+    """Remove a step folder. A process killed on the way leaves it marked as unfinished."""
     mark_unfinished(folder)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
@@ -189,7 +195,7 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 def find_damage(folder: str) -> str | None:
     """What is wrong with the files of `folder`, or None. Collective: each rank reads its share.
 
-    A folder without recorded hashes passes, if it has what says what stands where.
+    A folder without recorded hashes passes, unless parts of a checkpoint lack their `.metadata`.
     """
     try:
         expected = from_rank_zero(lambda: _read_hashes(folder))
@@ -199,20 +205,19 @@ def find_damage(folder: str) -> str | None:
     if contents == Contents.DAMAGED and not expected:
         return f"{DCP_METADATA} is missing"
 
-    def problem_with(name: str) -> str | None:
+    problem = None
+    for name in _own_share(list(expected)):
         path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            return f"{name} is missing"
         try:
-            digest = hash_file(path)
+            if not os.path.isfile(path):
+                problem = f"{name} is missing"
+            elif hash_file(path) != expected[name]:
+                problem = f"{name} does not have the content that was written (SHA-256 differs)"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if digest != expected[name]:
-            return f"{name} does not have the content that was written (SHA-256 differs)"
-        return None
-
-    problems = [problem_with(name) for name in _own_share(list(expected))]
-    return next((p for part in all_ranks(problems) for p in part if p), None)
+            problem = f"{name} cannot be read ({error.strerror})"
+        if problem:
+            break
+    return next(filter(None, all_ranks(problem)), None)
 
 
 def _own_share(names: list[str]) -> list[str]:
@@ -255,7 +260,7 @@ class HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """Knows by their names what the files that were written through it hash to."""
+    """`hashes`: file name -> SHA-256, of the files that were written through it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,10 +287,10 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also marks, hashes and unmarks the folder.
 
-    All of it happens within DCP's own steps (and on its own collectives), so it is the same for
-    a save in the caller's thread, in a background thread and in a background process. Files are
-    hashed as they are written: reading them again would take as long on a network file system,
-    and could not tell what was meant to be written.
+    All of it happens within DCP's own steps and collectives, so it is the same for a save in the
+    caller's thread, in a background thread and in a background process. Files are hashed as they
+    are written: reading them again would take as long on a network file system, and could not
+    tell what was meant to be written.
 
     record: of the run, written beside the rest as `run.json`.
     copies: makes the copies that an asynchronous save in this process writes.
@@ -306,7 +311,7 @@ class HashingWriter(FileSystemWriter):
         return super().stage(state_dict) if self._copies is None else self._copies.stage(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The other ranks write only after they got a plan from the coordinator, who is here.
+        # The other ranks write only after they got a plan from the coordinator, who marks first.
         self._started = time.monotonic()
         if is_coordinator:
             start_writing(str(self.path))

@@ -1,7 +1,7 @@
-"""Weights in Hugging Face files: safetensors, with an index of what stands where.
+"""Weights in Hugging Face files: safetensors, with an index of which tensor stands in which file.
 
-Reading and writing go through a model in parts, so that translating layouts needs memory for the
-copies of one part only.
+A model is read and written part by part, so that translating layouts needs memory for the copies
+of one part only.
 """
 
 import json
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
 
@@ -114,9 +115,6 @@ def _check_files(folder: str) -> list[str]:
     only: safetensors bounds their size, and sees that tensors neither overlap nor end beyond the
     file.
     """
-    from safetensors import safe_open
-    from safetensors.torch import _TYPES
-
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
         raise ValueError(
@@ -127,7 +125,8 @@ def _check_files(folder: str) -> list[str]:
         path = path_inside(folder, name)
         try:
             with safe_open(path, framework="pt") as file:
-                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+                names_inside = file.keys()
+                kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
         except Exception as error:  # the library has its own kind for each thing that it reads
             raise ValueError(
                 f"{path} is not a safetensors file, or only a part of one ({error}); fetch it again"
@@ -150,20 +149,14 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
             part, n_bytes = {}, 0
         part[name] = tensor
-        n_bytes += _share_of(tensor)
+        n_ranks = 1  # counted as if the shards were all of one size, so the same on every rank
+        if is_dtensor(tensor):
+            for axis, placement in enumerate(tensor.placements):
+                n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+        n_bytes += tensor.nbytes // n_ranks
         module = name.rpartition(".")[0]
     if part:
         yield part
-
-
-def _share_of(tensor: Tensor) -> int:
-    """Bytes on each rank, were the shards all of one size."""
-    n_bytes = tensor.nbytes
-    if is_dtensor(tensor):
-        for axis, placement in enumerate(tensor.placements):
-            if not placement.is_replicate():
-                n_bytes //= tensor.device_mesh.size(axis)
-    return n_bytes
 
 
 # Writing
@@ -243,8 +236,8 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
-        """Each file by one rank. torch's function for it leaves the others waiting for one that
-        fails."""
+        """Each rank joins some of the files. In torch's function for that the others wait for ever
+        for a rank that fails."""
         own = {
             name: torch_hf._gen_file_name(number, n_files)
             for name, number in file_index.items()
@@ -267,9 +260,11 @@ def _write_alone(
     folder: str,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Write every tensor straight to its file; returns file name -> SHA-256."""
-    from safetensors.torch import _TYPES
+    """Write every tensor straight to its file; returns file name -> SHA-256.
 
+    A header says where each tensor stands, so all tensors are translated twice: once for their
+    sizes, and once to be written.
+    """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
     for part in _parts_of(state_dict):
@@ -278,10 +273,7 @@ def _write_alone(
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    weight_map = {
-        name: f"model-{number:05d}-of-{n_files:05d}.safetensors"
-        for name, number in file_index.items()
-    }
+    weight_map = {name: torch_hf._gen_file_name(n, n_files) for name, n in file_index.items()}
     with ExitStack() as stack:
         files = {}
         for file_name in sorted(set(weight_map.values())):

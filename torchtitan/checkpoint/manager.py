@@ -1,29 +1,36 @@
 """Saving and loading a run: model, optimizer, schedulers, data position and step.
 
-Everything is written and read by torch's distributed checkpoint (DCP), so that a run may
-continue on another number of ranks.
+All of it is written and read by torch's distributed checkpoint (DCP), so that a run may continue
+on another number of ranks.
 """
 
 import copy
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import list_steps, mark_kept, newest_finished_step
-from torchtitan.checkpoint.hf import load_from_hf
+from torchtitan.checkpoint.folder import HashingWriter, list_steps, mark_kept, newest_finished_step
+from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention, estimated_bytes, warn_of_little_space
 from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
-from torchtitan.checkpoint.saving import AsyncMode, Saver
 from torchtitan.checkpoint.selection import Selection
+from torchtitan.checkpoint.staging import (
+    AsyncMode,
+    HostCopies,
+    order_staging_after_compute,
+    pinned_stager,
+)
 from torchtitan.checkpoint.states import (
     DATALOADER,
     LR_SCHEDULER,
@@ -36,6 +43,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.data.dataloader import BaseDataLoader
+from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -45,10 +54,6 @@ from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
-
-if TYPE_CHECKING:  # torchdata takes long to load, and engines without data do without it
-    from torchtitan.data.dataloader import BaseDataLoader
-    from torchtitan.distributed.fault_tolerance import FTManager
 
 
 def _entry_of(part: str, name: str) -> property:
@@ -69,6 +74,10 @@ class CheckpointManager:
 
     Without a dataloader the manager is driven by its caller: each `save` is due.
     With `enable = false` only the folders that calls name by `path` are written and read.
+
+    save_future: ends when the save in the background is written; None without one.
+    staging_future, staging: whether pinned copies are still being made of the live tensors.
+    pg: of asynchronous saves, which must not share a group with the training's own collectives.
     """
 
     enable = _entry_of("_config", "enable")
@@ -84,20 +93,13 @@ class CheckpointManager:
     initial_load_in_hf_quantized = _entry_of("_config", "initial_load_in_hf_quantized")
     last_save_model_only = _entry_of("_config", "last_save_model_only")
     last_save_in_hf = _entry_of("_config", "last_save_in_hf")
-    folder = _entry_of("_saver", "run_folder")
-    async_mode = _entry_of("_saver", "mode")
-    save_future = _entry_of("_saver", "save_future")
-    staging_future = _entry_of("_saver", "staging_future")
-    staging = _entry_of("_saver", "staging")
-    stager = _entry_of("_saver", "stager")
-    pg = _entry_of("_saver", "group")
     purge_thread = _entry_of("_retention", "thread")
     purge_queue = _entry_of("_retention", "queue")
     enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def __init__(
         self,
-        dataloader: "BaseDataLoader | None",
+        dataloader: BaseDataLoader | None,
         model_parts: list[nn.Module],
         optimizers: OptimizersContainer,
         lr_schedulers: LRSchedulersContainer,
@@ -105,7 +107,7 @@ class CheckpointManager:
         checkpoint_config: Checkpoint,
         sd_adapter: BaseStateDictAdapter | None,
         base_folder: str = "",
-        ft_manager: "FTManager | None" = None,
+        ft_manager: FTManager | None = None,
     ) -> None:
         self.sd_adapter = sd_adapter
         self.model_description = " + ".join(type(part).__name__ for part in model_parts)
@@ -114,7 +116,7 @@ class CheckpointManager:
             refuse(checkpoint_settings(checkpoint_config))
             if sd_adapter is None:
                 refuse(hf_conversion(checkpoint_config, "one without state_dict_adapter"))
-        async_mode = checkpoint_config.async_mode.lower()
+        self.async_mode = AsyncMode(checkpoint_config.async_mode.lower())
         if ft_manager is not None and ft_manager.enabled:
             raise NotImplementedError(
                 "Checkpoints under torchft are not available; set fault_tolerance.enable = false"
@@ -130,16 +132,23 @@ class CheckpointManager:
                 LR_SCHEDULER: lr_schedulers,
             }
         )
-        folder = os.path.join(base_folder, checkpoint_config.folder)
+        self.folder = os.path.join(base_folder, checkpoint_config.folder)
         self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
         self.run_record: dict[str, Any] = {}
+        self.save_future: Future | None = None
+        self._saving_to: str | None = None  # the folder that `save_future` is about
+        self.staging_future: Future | None = None
+        self.staging = False
+        self.stager: Any = None
+        self.pg: dist.ProcessGroup | None = None
+        self._host_copies = HostCopies()
         self._lock: FolderLock | None = None
         # None of these refers to the manager, which would keep it alive until a collection.
-        self._retention = Retention(folder)
+        self._retention = Retention(self.folder)
         if self.initial_load_path:
             self._retention.given.add(os.path.realpath(self.initial_load_path))
         self._selection = Selection(self._config, self._retention.damaged)
-        self._saver = Saver(folder, AsyncMode(async_mode))
+        self._plans = dcp.SavePlans()
         if self.enable:
             if self.keep_latest_k > 0:
                 self._retention.start()
@@ -155,14 +164,23 @@ class CheckpointManager:
 
         Raises RuntimeError if that save failed.
         """
-        if not hasattr(self, "_saver"):  # the constructor has refused its arguments
+        if not hasattr(self, "_plans"):  # the constructor has refused its arguments
             return
         try:
-            if self._saver.wait():
+            if self._wait_for_save():
                 self._purge()
         finally:
             self._retention.close()
-            self._saver.close()
+            if self.stager is not None:
+                self.stager.close()
+                self.stager = None
+            self._host_copies.close()
+            self._host_copies = HostCopies()  # gives the memory back
+            self._plans.forget()
+            group, self.pg = self.pg, None
+            if group is not None and dist.is_initialized():
+                with suppress(ValueError):  # it went with an earlier default group
+                    dist.destroy_process_group(group)
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -180,15 +198,15 @@ class CheckpointManager:
     ) -> None:
         """Save if this step is due. Collective.
 
-        Due are the last step, every `interval` steps, and step 1 when
+        Due are the last step, every `interval` steps, and step 1 with
         `enable_first_step_checkpoint`; without a dataloader, every step.
         force: the step is due.
         path: the step folder to write in place of `<folder>/step-<curr_step>`; the step is due
-            then. Retention, of this run and later ones, leaves the folder alone.
+            then. This run and later ones never remove the folder.
 
-        Raises ValueError where a save was asked for by path or force that the config forbids,
-        RunError (a RuntimeError) if this save, or an asynchronous one before it, fails; older
-        checkpoints are then untouched.
+        Raises ValueError if the config forbids what path or force ask for, RunError (a
+        RuntimeError) if this save, or an asynchronous one before it, fails; older checkpoints are
+        then untouched.
         """
         if path is not None or force:
             if self.load_only:
@@ -202,10 +220,11 @@ class CheckpointManager:
                     "as path, or set checkpoint.enable = true"
                 )
         elif not self._should_save(curr_step, last_step):
-            if self.enable and not self.load_only:
-                self._saver.prepare(self._states_now)
+            if self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC:
+                self._join_group()
+                self._host_copies.prepare(self._states_now)
             return
-        self._saver.wait()
+        self._wait_for_save()
         start = time.monotonic()
         if path is None:
             folder = self._create_checkpoint_id(curr_step)
@@ -213,10 +232,11 @@ class CheckpointManager:
         else:
             folder = os.fspath(path)
             self._retention.given.add(os.path.realpath(folder))
-            with self._saver.explaining_failure(f"The checkpoint {folder} could not be written"):
+            # Before the first byte: a save that is killed leaves a folder that is still kept.
+            with self._explaining_failure(f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
+        # The last save is synchronous in every mode: the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
-            # The last save is synchronous in every mode: the process is about to end.
             self.states[MODEL].refresh()
             states = self._flattened_model_states_sd()
             if last_step and self.last_save_model_only:
@@ -227,19 +247,24 @@ class CheckpointManager:
             to_hf = last_step and self.last_save_in_hf
             self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf)
         else:
-            self._saver.start(self._states_now, folder, self.run_record)
-        seconds = time.monotonic() - start
+            self._save_in_background(folder)
+        seconds, in_background = time.monotonic() - start, self.save_future is not None
         logger.info(
             f"Training waited {seconds:.2f} s for step {curr_step}'s save",
-            extra=event(
-                "save", curr_step, seconds=seconds, in_background=self.save_future is not None
-            ),
+            extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
-        self._purge()
+        self._purge()  # last, so that a save that fails costs no older checkpoint
 
     def maybe_wait_for_staging(self) -> None:
-        """Call before the optimizer changes the weights: a pinned save may still be copying."""
-        self._saver.wait_for_staging()
+        """Call before the optimizer changes the weights: a pinned save may still be copying.
+
+        The host waits, for the stager says no earlier than at the end of its copies that all of
+        them are queued, and only then could the device wait in its place. It costs little: the
+        copies run beside the forward and backward that are queued already.
+        """
+        if self.staging:
+            self.staging_future.result()
+            self.staging = False
 
     @torch.no_grad()
     def dcp_save(
@@ -251,11 +276,93 @@ class CheckpointManager:
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
-        adapter = self.require_adapter() if to_hf else None
-        result = self._saver.write(state_dict, checkpoint_id, async_mode, self.run_record, adapter)
+        result = None
+        arguments: dict[str, Any] = {"checkpoint_id": checkpoint_id}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            arguments["async_stager"] = self.stager
+        copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
+        with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
+            if to_hf:
+                save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
+            else:
+                arguments |= self._plans.arguments()
+                arguments["storage_writer"] = HashingWriter(checkpoint_id, self.run_record, copies)
+                if async_mode == AsyncMode.DISABLED:
+                    dcp.save(state_dict, **arguments)
+                else:
+                    result = dcp.async_save(state_dict, process_group=self.pg, **arguments)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
         return result
+
+    def _save_in_background(self, folder: str) -> None:
+        GarbageCollection.collect("before saving a checkpoint")
+        if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
+            self.stager = pinned_stager()
+            if self.stager is None:
+                self.async_mode = AsyncMode.ASYNC
+        self._join_group()
+        # Made here and not in DCP, so that the copies wait for what the device does to make them.
+        states = self._states_now()
+        is_pinned = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        if is_pinned:
+            order_staging_after_compute(self.stager)
+        result = self.dcp_save(states, folder, self.async_mode, True)
+        self._saving_to = folder
+        if is_pinned:
+            assert isinstance(result, AsyncSaveResponse)
+            self.save_future = result.upload_completion
+            self.staging_future = result.staging_completion
+            self.staging = True
+        else:
+            self.save_future = result
+        start = time.monotonic()
+
+        def report(future: Future) -> None:
+            """What went wrong is raised where the save is waited for."""
+            if not future.cancelled() and future.exception() is None:
+                seconds = time.monotonic() - start
+                logger.info(
+                    f"{folder} was written in the background in {seconds:.2f} s",
+                    extra=event("background save", seconds=seconds, path=folder),
+                )
+
+        if isinstance(self.save_future, Future):  # what stands in for DCP may return less
+            self.save_future.add_done_callback(report)
+
+    def _join_group(self) -> None:
+        if self.pg is None and dist.is_initialized():
+            self.pg = dist.new_group(backend="gloo")
+
+    def _wait_for_save(self) -> bool:
+        """Wait for the save in the background; False if there is none. RunError if it failed."""
+        if self.save_future is None:
+            return False
+        future, path = self.save_future, self._saving_to
+        self.save_future = self._saving_to = None
+        with self._explaining_failure(f"The asynchronous save to {path} failed"):
+            future.result()
+        return True
+
+    @contextmanager
+    def _explaining_failure(self, what: str) -> Iterator[None]:
+        """Make one RunError, the same on all ranks, of what fails inside; it says what is left."""
+
+        def advice() -> str:
+            step = newest_finished_step(self.folder)
+            left = f": the last whole checkpoint in {self.folder} is that of step {step}"
+            if step < 0:
+                left = f"; {self.folder} holds no whole checkpoint yet"
+            return f". Mend that and start again{left}"
+
+        try:
+            with dcp.one_error(what, advice):
+                yield
+        except BaseException:
+            # All ranks get the error, but only some of them may remember a plan.
+            self._plans.forget()
+            raise
 
     def _should_save(self, curr_step: int, last_step: bool) -> bool:
         if not self.enable or self.load_only:
@@ -267,7 +374,7 @@ class CheckpointManager:
 
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and _rank() == 0:
-            self._retention.purge(self.folder, self.keep_latest_k, self._saver.saving_to)
+            self._retention.purge(self.folder, self.keep_latest_k, self._saving_to)
 
     # Loading
 
@@ -294,7 +401,7 @@ class CheckpointManager:
                     f"checkpoint.exclude_from_loading can hold {', '.join(self.states)}, got "
                     f"{name!r}; correct or remove it"
                 )
-        self._saver.wait()
+        self._wait_for_save()
         if path is None:
             source = self._selection.own(self.folder, step) or self._selection.initial(
                 self.require_adapter
@@ -308,7 +415,16 @@ class CheckpointManager:
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
         self.states[MODEL].refresh()
-        states = self._states_to_load(source.model_only or model_only)
+        if source.model_only or model_only:
+            states = self.states[MODEL].state_dict()
+        else:
+            # An absent dataloader has nothing to restore.
+            kept = {
+                name: state
+                for name, state in self.states.items()
+                if name not in self.exclude_from_loading and state is not None
+            }
+            states = self._flattened_model_states_sd(kept)
         if not source.from_hf:
             states = fit_to_checkpoint(states, self.states, source.path, self.model_description)
         if OPTIMIZER in states or DATALOADER in states:  # the run goes on, with more than weights
@@ -392,17 +508,6 @@ class CheckpointManager:
             name: state.state_dict() if isinstance(state, Stateful) else state
             for name, state in self._flattened_model_states_sd().items()
         }
-
-    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        if model_only:
-            return self.states[MODEL].state_dict()
-        # An absent dataloader has nothing to restore.
-        kept = {
-            name: state
-            for name, state in self.states.items()
-            if name not in self.exclude_from_loading and state is not None
-        }
-        return self._flattened_model_states_sd(kept)
 
     # The folder
 

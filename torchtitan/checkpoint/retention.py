@@ -42,13 +42,13 @@ def purge_thread(purge_queue: queue.Queue) -> None:
 
 
 class Retention:
-    """Removes old steps in a thread of its own.
+    """Removes old steps in a thread.
 
-    configured_folder: where earlier processes of the run have written, too. In a folder that was
-        set at run time, only what this manager wrote is its own to remove.
+    configured_folder: earlier processes of the run have written here, too. In a folder that was
+        set at run time, only what this manager wrote may be removed.
 
     The sets hold resolved paths: `written` by this manager under a name that it chose, `given` by
-    a caller to be saved to or loaded from, `damaged` found to be so.
+    a caller to save to or load from, `damaged` as a load found out.
     """
 
     def __init__(self, configured_folder: str) -> None:
@@ -60,7 +60,10 @@ class Retention:
         self.queue: queue.Queue = queue.Queue()
 
     def will_write(self, folder: str, warns: bool) -> None:
-        """warns: of a checkpoint, or other files, that were there before this manager's."""
+        """Note that `folder` is this manager's.
+
+        warns: of a checkpoint, or other files, that were there before.
+        """
         path = os.path.realpath(folder)
         if warns and path not in self.written and os.path.isdir(folder) and os.listdir(folder):
             contents = contents_of(folder)
@@ -74,9 +77,9 @@ class Retention:
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Have all but the newest finished step folders in `folder` removed.
 
-        saving_to: is being written, so neither counts nor goes. An interrupted folder, or one that
-        was found damaged, does not count, and goes once a newer step is finished. Folders that
-        are not this run's to remove neither count nor go.
+        `saving_to`, which is being written, neither counts nor goes; nor do folders that are not
+        this run's. An interrupted or damaged one does not count, and goes once a newer step is
+        finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         broken = [
@@ -127,17 +130,15 @@ class Retention:
 def estimated_bytes(model_parts: list[nn.Module]) -> int:
     """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
     Collective."""
-    n_bytes, first_name = 0, ""
-    for part in model_parts:
-        for name, parameter in part.named_parameters():
-            n_bytes += (3 if parameter.requires_grad else 1) * parameter.nbytes
-            first_name = first_name or name
+    parameters = [pair for part in model_parts for pair in part.named_parameters()]
+    n_bytes = sum((3 if p.requires_grad else 1) * p.nbytes for _, p in parameters)
+    first_name = parameters[0][0] if parameters else ""
     # Sizes are global; only pipeline ranks have different parameters.
     return sum(dict(all_ranks((first_name, n_bytes))).values())
 
 
 def warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
-    """n_bytes: of one checkpoint. keep_latest_k: 0 keeps all, and how many that is, is unknown."""
+    """n_bytes: of one checkpoint. keep_latest_k: 0 keeps all, of which one at least needs room."""
     n_more = 1
     if keep_latest_k:
         n_whole = sum(step.is_finished for step in list_steps(folder))

@@ -1,7 +1,7 @@
-"""What a checkpoint says of the run that wrote it, and what a run that goes on has otherwise.
+"""The settings of the run that wrote a checkpoint, compared with those of a run that continues.
 
 The record is a flat table of strings and numbers, `run.json` in the step folder. A checkpoint
-without one, as older versions and other tools write, is not compared.
+without one, as older versions and other tools write it, is not compared.
 """
 
 import hashlib
@@ -25,25 +25,26 @@ _OWN_DATA = (
     "begins it at its start"
 )
 
-# Key -> (the component whose state decides, what happens when it is loaded, and when not).
+# Setting -> (the component whose state decides, what happens when that is loaded). When it is not,
+# this run's is used.
 _WHICH_IS_USED = {
-    "optimizer.lr": ("lr_scheduler", _SAVED, _OWN),
-    "optimizer.beta1": ("optimizer", _SAVED, _OWN),
-    "optimizer.beta2": ("optimizer", _SAVED, _OWN),
-    "optimizer.eps": ("optimizer", _SAVED, _OWN),
-    "optimizer.weight_decay": ("optimizer", _SAVED, _OWN),
-    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "training.steps": ("lr_scheduler", _OWN_SCHEDULE, _OWN),
-    "training.dataset": ("dataloader", _OWN_DATA, _OWN),
-    "training.dataset_path": ("dataloader", _OWN_DATA, _OWN),
-    "training.seq_len": ("dataloader", _OWN, _OWN),
-    "training.max_norm": ("optimizer", _OWN, _OWN),
-    "training.mixed_precision_param": ("optimizer", _OWN, _OWN),
+    "optimizer.lr": ("lr_scheduler", _SAVED),
+    "optimizer.beta1": ("optimizer", _SAVED),
+    "optimizer.beta2": ("optimizer", _SAVED),
+    "optimizer.eps": ("optimizer", _SAVED),
+    "optimizer.weight_decay": ("optimizer", _SAVED),
+    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE),
+    "training.steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "training.dataset": ("dataloader", _OWN_DATA),
+    "training.dataset_path": ("dataloader", _OWN_DATA),
+    "training.seq_len": ("dataloader", _OWN),
+    "training.max_norm": ("optimizer", _OWN),
+    "training.mixed_precision_param": ("optimizer", _OWN),
 }
 _GLOBAL_BATCH_SIZE = "global batch size"
 _TOKENIZER = "tokenizer"
@@ -53,7 +54,7 @@ _OPTIMIZER = "optimizer.name"
 def record_of(
     config: JobConfig, global_batch_size: int, tokenizer: BaseTokenizer | None
 ) -> dict[str, Any]:
-    """What of this run matters to one that goes on from its checkpoints."""
+    """The settings that matter to a run that continues from this run's checkpoints."""
     record: dict[str, Any] = {}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
         section, name = key.split(".")
@@ -84,7 +85,7 @@ def read_record(folder: str) -> dict[str, Any]:
 
 
 def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Raises ValueError: the state of one kind of optimizer means something else to another."""
+    """ValueError if the kinds differ: one's state means something else to the other."""
     names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
     if None not in names and names[0] != names[1]:
         raise ValueError(
@@ -97,13 +98,13 @@ def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) 
 def differences(
     saved: dict[str, Any], own: dict[str, Any], loaded: Collection[str]
 ) -> Iterator[str]:
-    """A clause for each setting that differs, which says whose is used.
+    """For each setting that differs, both values and which one is used.
 
     loaded: the components whose state comes from the checkpoint.
     """
-    for key, (component, if_loaded, if_not) in _WHICH_IS_USED.items():
+    for key, (component, if_loaded) in _WHICH_IS_USED.items():
         if key in saved and key in own and saved[key] != own[key]:
-            used = if_loaded if component in loaded else if_not
+            used = if_loaded if component in loaded else _OWN
             yield f"{key} was {saved[key]!r} there and is {own[key]!r} now: {used}"
     for key, used in (
         (_GLOBAL_BATCH_SIZE, _OWN),

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded. Every function that says so is collective."""
+"""Which checkpoint is loaded. Each choice is a collective: rank 0 looks, all ranks hash."""
 
 import os
 from collections.abc import Callable
@@ -39,10 +39,7 @@ class Selection:
         self._newest: tuple[list[StepFolder], StepFolder | None] | None = None
 
     def own(self, folder: str, step: int) -> Source | None:
-        """The step to load of the run in `folder`; None if it has none and none was named.
-
-        step: -1 for the newest whole one.
-        """
+        """The step to load of the run in `folder`; None if -1, the newest whole one, is none."""
         folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
             chosen = self.newest_whole_step(folder, folders)
@@ -56,7 +53,7 @@ class Selection:
                     f"There is no checkpoint of step {step} in {folder} (steps there: {there}). "
                     "Set checkpoint.load_step to one of them, or to -1 for the newest"
                 )
-            self._check_whole(chosen.path)
+            self._check_whole(chosen.path, chosen.contents)
         if newer := [str(f.step) for f in folders if f.step > chosen.step]:
             logger.warning(
                 f"{folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "
@@ -83,7 +80,7 @@ class Selection:
                 reason = "its save was interrupted"
             elif step.contents == Contents.UNKNOWN:
                 reason = "it holds no checkpoint, which has a file .metadata"
-            elif damage := self._damage_of(step.path):
+            elif damage := self._damage_of(step.path, step.contents):
                 reason = f"it is damaged, {damage}"
                 damaged.append(step.path)
             else:
@@ -100,7 +97,7 @@ class Selection:
         return chosen
 
     def at(self, path: str) -> Source:
-        """The checkpoint in the folder `path`, whichever its format."""
+        """The checkpoint in the folder `path`, in either format."""
 
         def check() -> Contents:
             if not os.path.isdir(path):
@@ -111,15 +108,12 @@ class Selection:
             return _check_known(path, "load(path=...)")
 
         contents = from_rank_zero(check)
-        self._check_whole(path)
+        self._check_whole(path, contents)
         from_hf = _warns_of_hf(path, contents)
         return Source(path, from_hf, from_hf, from_hf and self._config.initial_load_in_hf_quantized)
 
     def initial(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> Source | None:
-        """Where a run without checkpoints of its own starts from, if that is configured.
-
-        require_adapter: the model's adapter, or ValueError.
-        """
+        """Where a run without checkpoints of its own starts from, if that is configured."""
         config = self._config
         path, key = config.initial_load_path, "checkpoint.initial_load_path"
         if not path and config.initial_load_in_hf:
@@ -132,17 +126,19 @@ class Selection:
         if not path:
             return None
 
-        def check() -> None:
+        def check() -> Contents:
             if not os.path.isdir(path):
                 raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
-            if not config.initial_load_in_hf and _check_known(path, key) == Contents.HF:
+            if config.initial_load_in_hf:
+                return contents_of(path)
+            if (contents := _check_known(path, key)) == Contents.HF:
                 raise ValueError(
                     f"{key} {path!r} holds Hugging Face weights; set "
                     "checkpoint.initial_load_in_hf = true to read them"
                 )
+            return contents
 
-        from_rank_zero(check)
-        self._check_whole(path)
+        self._check_whole(path, from_rank_zero(check))
         return Source(
             path,
             config.initial_load_model_only,
@@ -150,19 +146,19 @@ class Selection:
             config.initial_load_in_hf_quantized,
         )
 
-    def _check_whole(self, path: str) -> None:
+    def _check_whole(self, path: str, contents: Contents) -> None:
         """For a checkpoint that was asked for by name: no other can take its place."""
-        if from_rank_zero(lambda: contents_of(path)) == Contents.UNFINISHED:
+        if contents == Contents.UNFINISHED:
             raise ValueError(f"The checkpoint {path} is incomplete: its save was interrupted")
-        if damage := self._damage_of(path):
+        if damage := self._damage_of(path, contents):
             raise ValueError(
                 f"The checkpoint {path} is damaged: {damage}. Load another one, or set "
                 "checkpoint.verify_on_load = false to read it nevertheless"
             )
 
-    def _damage_of(self, path: str) -> str | None:
-        is_damaged = from_rank_zero(lambda: contents_of(path)) == Contents.DAMAGED
-        return find_damage(path) if self._config.verify_on_load or is_damaged else None
+    def _damage_of(self, path: str, contents: Contents) -> str | None:
+        is_checked = self._config.verify_on_load or contents == Contents.DAMAGED
+        return find_damage(path) if is_checked else None
 
 
 def _check_known(path: str, key: str) -> Contents:

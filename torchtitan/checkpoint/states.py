@@ -1,4 +1,4 @@
-"""What a run's states are called in a checkpoint, and how they fit what a checkpoint holds.
+"""What a run's states are called in a checkpoint, and how they are fitted to what one holds.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
 components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
@@ -6,6 +6,7 @@ components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
 
 import os
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when a client may have moved parameters, or FSDP holds gathered ones after an
-    evaluation: both would make a state dict of the wrong tensors.
+    Call `refresh()` when the cached ones may be the wrong tensors: a client has moved parameters,
+    or FSDP holds gathered ones after an evaluation.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -65,7 +66,7 @@ class ModelWrapper(Stateful):
         }
 
     def release(self) -> None:
-        """Let go of the tensors until they are asked for, so that their memory can be freed."""
+        """Hold no tensor until the next call that needs one, so that their memory can be freed."""
         self.cache_state_dict = None
 
     def refresh(self) -> None:
@@ -79,21 +80,10 @@ class ModelWrapper(Stateful):
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Entries that a part does not have are passed over: they belong to another part."""
+        """Each part skips entries that it does not have: they belong to another part."""
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
         self.refresh()
-
-
-class _AsSaved(Stateful):
-    """A component that shows DCP the entries that the checkpoint has, rather than its own."""
-
-    def __init__(self, component: Stateful, state_dict: dict[str, Any]) -> None:
-        self._state_dict = state_dict
-        self.load_state_dict = component.load_state_dict
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state_dict
 
 
 def fit_to_checkpoint(
@@ -124,22 +114,25 @@ def fit_to_checkpoint(
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
         return {name: states[name] for name in model_names if name in states}
 
+    def show(name: str, entries: dict[str, Any]) -> None:
+        """Let DCP, which reads what it is shown, see these entries in place of the component's."""
+        load = others[name].load_state_dict
+        states[name] = SimpleNamespace(state_dict=lambda: entries, load_state_dict=load)
+
+    states = dict(states)
     if DATALOADER in others:
         positions = _keys_of(DATALOADER, saved)
         own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
         if positions and positions != set().union(*all_ranks(own_positions)):
-            # The loader divides the positions of all ranks that saved one; DCP reads only the
-            # entries that it is shown.
-            placeholders = dict.fromkeys(positions)
-            states = states | {DATALOADER: _AsSaved(others[DATALOADER], placeholders)}
+            # The loader divides the positions of all ranks that saved one.
+            show(DATALOADER, dict.fromkeys(positions))
             own_keys[DATALOADER] = set()
     if TRAIN_STATE in others:
         known = _keys_of(TRAIN_STATE, saved)
         newer = {f"{TRAIN_STATE}.{key}" for key in _KEYS_SINCE_FIRST_VERSION - known}
         if own_keys[TRAIN_STATE] & newer:
-            component = others[TRAIN_STATE]
-            older = {key: value for key, value in component.state_dict().items() if key in known}
-            states = states | {TRAIN_STATE: _AsSaved(component, older)}
+            content = others[TRAIN_STATE].state_dict()
+            show(TRAIN_STATE, {key: value for key, value in content.items() if key in known})
             own_keys[TRAIN_STATE] -= newer
     for name, keys in own_keys.items():
         if missing := set().union(*all_ranks(keys - saved.keys())):
@@ -188,7 +181,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """None if the folder has no DCP metadata to tell."""
+    """None if the folder has no DCP metadata, or an empty file as the reference's tests do."""
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None

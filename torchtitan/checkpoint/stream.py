@@ -1,7 +1,7 @@
 """A model's weights under Hugging Face names, one after another, for a server.
 
-Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
-tell the receiver that it has the very weights that were sent.
+Only one tensor, or one stack of a layer's experts, is gathered at a time. By a version and a digest
+the receiver knows that it has the weights that were sent.
 """
 
 import copy
@@ -28,20 +28,20 @@ _ROWS_AT_ONCE = 2**9
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
-    Whole tensors: collective, and the same on every rank, those of other pipeline stages too. All
-    ranks have to iterate to the end. Experts come as the family's files have them, all of them. A
-    tied output weight comes, too, as the tensor of the embedding.
+    Whole tensors: a collective, over pipeline stages too, that every rank has to iterate to its
+    end; each gets all of them. Experts come as the family's files have them, all of them. A tied
+    output weight comes as the tensor of the embedding.
     Tensors may be the live parameters' memory: copy what is to outlast the next optimizer step.
 
     sharded: `LocalShard`s instead, views of what this rank holds of its own stage, without any
-        communication. Replicas come from each rank that holds one; one weight may come in pieces.
-    dtype: what floating-point parameters are cast to; buffers and routers keep theirs, as every
-        parameter does with None.
+        communication. Each rank that holds a replica yields it; a weight may come in pieces.
+    dtype: what floating-point parameters are cast to; buffers and routers keep theirs. None casts
+        nothing.
 
     version: how many optimizer steps have changed the weights. digest: `digest_of` what came, None
-    until the end has. Of whole tensors it is the same for every layout of ranks.
+    until the end. Of whole tensors it is the same for every layout of ranks.
 
-    Raises RuntimeError if an optimizer step changes the weights in between.
+    Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
 
     version: int
@@ -86,15 +86,11 @@ class WeightStream:
     @torch.no_grad()
     def _shards(self) -> Iterator[tuple[str, LocalShard]]:
         for part in self._parts.values():
-            state, keeps_dtype = self._state_of(part)
-            for names in self._adapter.groups_of(state):
-                for name in names:
-                    tensor = state[name]
-                    shard = local_shard(tensor)
-                    if shard is None:
-                        continue
-                    if not keeps_dtype(name):
-                        shard = shard._replace(tensor=shard.tensor.to(self._dtype))
+            state = self._state_of(part)
+            for name in (name for names in self._adapter.groups_of(state) for name in names):
+                tensor, dtype = state[name]
+                if (shard := local_shard(tensor)) is not None:
+                    shard = shard._replace(tensor=shard.tensor.to(dtype))
                     yield from self._adapter.shards_to_hf(name, shard)
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -131,36 +127,28 @@ class WeightStream:
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         """The (HF name, whole tensor) that are gathered at once."""
-        state, keeps_dtype = self._state_of(part)
+        state = self._state_of(part)
         for names in self._adapter.groups_of(state):
             whole = {}
             for name in names:
-                tensor = state[name].to(self._device, non_blocking=True)  # from pinned memory
-                if not keeps_dtype(name):
-                    tensor = tensor.to(self._dtype)  # before it travels
-                whole[name] = whole_tensor(tensor)
+                tensor, dtype = state[name]
+                tensor = tensor.to(self._device, non_blocking=True)  # from pinned memory
+                whole[name] = whole_tensor(tensor.to(dtype))  # cast before it travels
             if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group
 
-    def _state_of(self, part: nn.Module) -> tuple[dict[str, Tensor], Callable[[str], bool]]:
-        """The live tensors of a part by name, and which of them keep their dtype."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """The live tensors of a part by name, each with the dtype that the receiver gets."""
+        # Here, for programs that only receive weights: DCP takes a second to import.
+        from torchtitan.checkpoint.states import ModelWrapper
 
-        from torchtitan.distributed.fsdp import reshard_model
-
-        reshard_model(part)
-        state = {name: t.detach() for name, t in get_model_state_dict(part).items()}
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
-
-        def keeps_dtype(name: str) -> bool:
-            return (
-                self._dtype is None
-                or name in buffers
-                or not state[name].is_floating_point()
-                or self._adapter.keeps_dtype(name)
-            )
-
-        return state, keeps_dtype
+        state = {}
+        for name, tensor in ModelWrapper(part).state_dict().items():
+            is_cast = self._dtype is not None and name not in buffers
+            is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
+            state[name] = tensor.detach(), self._dtype if is_cast else tensor.dtype
+        return state
 
 
 # ---- digest ----

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.retention import SaveDone, Terminate, purge_thread
-from torchtitan.checkpoint.saving import AsyncMode
+from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.checkpoint.states import (
     DATALOADER,
     LR_SCHEDULER,

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 __all__ = ["LRSchedulersContainer", "build_lr_schedulers", "set_lrs"]
 
-# They fall from 1 to 0 while the progress goes from 0 to 1.
+# How much of the peak is left: from 1 to 0, while the progress goes from 0 to 1.
 _DECAY_CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -26,10 +26,8 @@ _DECAY_CURVES: dict[str, Callable[[float], float]] = {
 class LRSchedulersContainer:
     """One scheduler per optimizer, all following the same schedule.
 
-    That is why one state serves them all, whatever the number of model parts it is loaded into.
+    So one state serves them all, whatever the number of model parts it is loaded into.
     """
-
-    schedulers: list[LambdaLR]
 
     def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
         assert len(optimizers) > 0, "there must be at least one optimizer to schedule"
@@ -60,8 +58,7 @@ class LRSchedulersContainer:
             scheduler._last_lr = lrs
 
     def state_dict(self) -> dict[str, Any]:
-        one_for_all, *_ = self.schedulers
-        return one_for_all.state_dict()
+        return self.schedulers[0].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self.schedulers:
@@ -95,10 +92,8 @@ def build_lr_schedulers(
     warmup_steps = int(config.warmup_steps)
     if warmup_steps > total_steps:
         logger.warning(
-            "lr_scheduler.warmup_steps is %d, but the schedule has only %d steps: "
-            "warming up over all of them",
-            warmup_steps,
-            total_steps,
+            f"lr_scheduler.warmup_steps is {warmup_steps}, but the schedule has only {total_steps} "
+            "steps: warming up over all of them"
         )
         warmup_steps = total_steps
     decay_steps = room = total_steps - warmup_steps
@@ -106,12 +101,8 @@ def build_lr_schedulers(
         decay_steps = round(total_steps * config.decay_ratio)
     if decay_steps > room:
         logger.warning(
-            "lr_scheduler.decay_ratio asks for %d decay steps, but %d warm-up steps leave room "
-            "for %d of %d: decaying over those",
-            decay_steps,
-            warmup_steps,
-            room,
-            total_steps,
+            f"lr_scheduler.decay_ratio asks for {decay_steps} decay steps, but {warmup_steps} "
+            f"warm-up steps leave room for {room} of {total_steps}: decaying over those"
         )
         decay_steps = room
     decay_start = total_steps + 1 - decay_steps

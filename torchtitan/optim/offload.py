@@ -3,12 +3,13 @@
 Parameter objects stay the same ones, tied ones tied, so that optimizers and clients may hold them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools import host
 
@@ -16,7 +17,7 @@ HOST = torch.device("cpu")
 
 
 class Offloader:
-    """Knows where the states of an engine are: on its device, or in host memory.
+    """Moves the states of an engine between its device and host memory.
 
     device: where the engine computes. `places` says where "model", "optimizer" and "grad" are.
     """
@@ -68,7 +69,7 @@ class Offloader:
         if target == HOST:
             copies = self._pinned_copies(kinds)
             self.replace(kinds, lambda t: copies[id(t)][1] if id(t) in copies else t.to(HOST))
-            copies.clear()  # the last to hold what was on the device
+            copies.clear()  # nothing else holds the device's memory any more
             getattr(torch, self.device.type).empty_cache()  # for others on the same device
         else:
             self.replace(kinds, lambda tensor: tensor.to(target, non_blocking=True))
@@ -82,9 +83,19 @@ class Offloader:
         be put in place one by one: FSDP, for one, copies what it has to pad. torch makes copies
         that need not block in pinned memory, and keeps that, once free, for the next ones.
         """
+        tensors = list(self._detached.values()) if "grad" in kinds else []
+        for part in self.model_parts:
+            reshard_model(part)
+            if "model" in kinds:
+                tensors += [*part.parameters(), *part.buffers()]
+            if "grad" in kinds:
+                tensors += [p.grad for p in part.parameters() if p.grad is not None]
+        if "optimizer" in kinds:
+            states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+            tensors += [v for state in states for v in state.values() if isinstance(v, Tensor)]
         copies = {
             id(tensor): (tensor, tensor.to(HOST, non_blocking=True))
-            for tensor in self._tensors(kinds)
+            for tensor in tensors
             if tensor.device.type == self.device.type
         }
         if copies:
@@ -94,32 +105,11 @@ class Offloader:
             host.at_last_move_out(release_pinned_memory)
         return copies
 
-    def _tensors(self, kinds: set[str]) -> Iterator[Tensor]:
-        """What `replace` relocates."""
-        self._reshard()
-        if "model" in kinds:
-            for part in self.model_parts:
-                yield from part.parameters()
-                yield from part.buffers()
-        if "grad" in kinds:
-            yield from self._detached.values()
-            for part in self.model_parts:
-                yield from (p.grad for p in part.parameters() if p.grad is not None)
-        if "optimizer" in kinds:
-            for optimizer in self.optimizers:
-                for state in optimizer.state.values():
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _reshard(self) -> None:
-        from torchtitan.distributed.fsdp import reshard_model
-
-        for part in self.model_parts:
-            reshard_model(part)
-
     @torch.no_grad()
     def replace(self, kinds: Iterable[str], relocate: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor of these kinds by what `relocate` makes of it, in place."""
-        self._reshard()
+        for part in self.model_parts:
+            reshard_model(part)
         gradients, self._detached = self._detached, {}
         for parameter in (p for part in self.model_parts for p in part.parameters()):
             if parameter.grad is not None:

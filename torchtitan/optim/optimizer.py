@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -12,12 +13,8 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    from torchtitan.distributed.fault_tolerance import FTManager
 
 __all__ = [
     "OptimizersContainer",
@@ -37,9 +34,9 @@ _IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 class OptimizersContainer(Optimizer, Generic[T]):
     """Steps, zeroes, saves and loads one optimizer per model part as if they were one.
 
-    It is a torch Optimizer itself, so step hooks can be registered on it: they fire once per
-    `step()` of the container. `state` and `param_groups` are those of the optimizers inside,
-    live, so that a client may move optimizer state between devices through them.
+    It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
+    `param_groups` are those of the optimizers inside, live, so that a client may move optimizer
+    state between devices through them.
 
     `state_dict()` is keyed by parameter name, not by position: pipeline ranks don't collide,
     and it loads on another layout. Raises AssertionError if parts and optimizers don't match.
@@ -55,11 +52,11 @@ class OptimizersContainer(Optimizer, Generic[T]):
         optimizer_kwargs: dict[str, Any],
     ) -> None:
         self.model_parts = model_parts
-        self.optimizers = []
-        for params in self._trainable_params():
-            self.optimizers.append(optimizer_cls(params, **optimizer_kwargs))
-        self._validate_length(len(self.model_parts))
-        self._post_init(_flatten(self._trainable_params()), optimizer_kwargs)
+        params_by_part = _trainable_params(model_parts)
+        self.optimizers = [optimizer_cls(params, **optimizer_kwargs) for params in params_by_part]
+        self._optimizers_by_part = [[optimizer] for optimizer in self.optimizers]
+        self._validate_length(len(model_parts))
+        self._post_init(_flatten(params_by_part), optimizer_kwargs)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.optimizers)
@@ -84,40 +81,29 @@ class OptimizersContainer(Optimizer, Generic[T]):
             optimizer.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        self._reshard()
+        dcp = _dcp_state_dict()
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
         state_dict: dict[str, Any] = {}
-        for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
+        for model, optimizers in self._resharded_parts():
             fresh = [optimizer for optimizer in optimizers if not optimizer.state]
-            of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+            of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
             if fresh:
                 # torch made the missing states by a step with zero gradients, and counted it.
                 for state in (state for o in fresh for state in o.state.values()):
                     if "step" in state:
                         state["step"] = state["step"] * 0
-                of_part = get_optimizer_state_dict(model, optimizers, options=_state_dict_options())
+                of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
             state_dict.update(of_part)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        self._reshard()
-        for model, optimizers in zip(self.model_parts, self._optimizers_by_part(), strict=True):
-            set_optimizer_state_dict(
-                model, optimizers, optim_state_dict=state_dict, options=_state_dict_options()
-            )
+        dcp = _dcp_state_dict()
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+        for model, optimizers in self._resharded_parts():
+            dcp.set_optimizer_state_dict(model, optimizers, state_dict, options=options)
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do here; optimizers that serve their state from a cache fill it."""
-
-    def _trainable_params(self) -> list[list[nn.Parameter]]:
-        """The parameters that are not frozen, one list per model part."""
-        return [[p for p in part.parameters() if p.requires_grad] for part in self.model_parts]
-
-    def _optimizers_by_part(self) -> list[list[Optimizer]]:
-        return [[optimizer] for optimizer in self.optimizers]
 
     def _validate_length(self, expected_length: int) -> None:
         assert len(self.optimizers) == expected_length, (
@@ -131,13 +117,17 @@ class OptimizersContainer(Optimizer, Generic[T]):
         # __getattr__ answers with the real ones.
         del self.state, self.param_groups
 
-    def _reshard(self) -> None:
-        # A forward without gradient leaves FSDP2 modules gathered, and their gathered
-        # parameters are not the ones the optimizers know.
-        from torchtitan.distributed.fsdp import reshard_model
+    def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
+        """Each model part with its optimizers.
+
+        A forward without gradient leaves FSDP2 modules gathered, and their gathered parameters
+        are not the ones the optimizers know.
+        """
+        from torchtitan.distributed.fsdp import reshard_model  # late for the reason below
 
         for part in self.model_parts:
             reshard_model(part)
+        yield from zip(self.model_parts, self._optimizers_by_part, strict=True)
 
 
 class OptimizersInBackwardContainer(OptimizersContainer):
@@ -160,12 +150,13 @@ class OptimizersInBackwardContainer(OptimizersContainer):
             optimizer_of[param].step()
             optimizer_of[param].zero_grad()
 
-        params_by_part = self._trainable_params()
+        params_by_part = _trainable_params(model_parts)
         for param in _flatten(params_by_part):
             optimizer_of[param] = optimizer_cls([param], **optimizer_kwargs)
             param.register_post_accumulate_grad_hook(step_now)
-        self._by_part = [[optimizer_of[param] for param in params] for params in params_by_part]
-        self.optimizers = _flatten(self._by_part)
+        by_part = [[optimizer_of[param] for param in params] for params in params_by_part]
+        self._optimizers_by_part = by_part
+        self.optimizers = _flatten(by_part)
         self._validate_length(sum(len(params) for params in params_by_part))
         self._post_init(_flatten(params_by_part), optimizer_kwargs)
 
@@ -175,15 +166,12 @@ class OptimizersInBackwardContainer(OptimizersContainer):
     def zero_grad(self) -> None:
         pass
 
-    def _optimizers_by_part(self) -> list[list[Optimizer]]:
-        return self._by_part
-
 
 def build_optimizers(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: "FTManager | None" = None,
+    ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
     """Return the optimizers the config describes, for every model part of this rank.
 
@@ -232,7 +220,7 @@ def build_optimizers_with_moe_load_balancing(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: "FTManager | None" = None,
+    ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
     """Return `build_optimizers(...)` that also evens out the experts' load before each step.
 
@@ -268,34 +256,32 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The `state` mappings of several optimizers, read and written as one."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        self._optimizers = optimizers
+        # A parameter that was never stepped has no state yet, but belongs to an optimizer.
+        self._state_with = {
+            param: optimizer.state
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
-        return self._holder(param)[param]
+        return self._state_with[param][param]
 
     def __setitem__(self, param: nn.Parameter, value: dict[str, Any]) -> None:
-        self._holder(param)[param] = value
+        self._state_with[param][param] = value
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        del self._holder(param)[param]
+        del self._state_with[param][param]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for optimizer in self._optimizers for param in optimizer.state)
+        return (param for param, state in self._state_with.items() if param in state)
 
     def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
+        return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
         # Without a look-up: an optimizer's state is a defaultdict, which would grow an entry.
-        return any(param in optimizer.state for optimizer in self._optimizers)
-
-    def _holder(self, param: nn.Parameter) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        for optimizer in self._optimizers:
-            # A parameter that was never stepped has no state yet, but belongs to an optimizer.
-            groups = optimizer.param_groups
-            if param in optimizer.state or any(param is p for g in groups for p in g["params"]):
-                return optimizer.state
-        raise KeyError(param)
+        return param in self._state_with.get(param, ())
 
 
 def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
@@ -316,7 +302,15 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
     """
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return
-    counts = torch.stack([_expert_counts(block) for block in blocks])
+    rows = []
+    for block in blocks:
+        tokens = block.moe.tokens_per_expert
+        # Recomputing the block in backward has counted every token a second time; the compiler,
+        # which sees both, drops the second.
+        implementation = getattr(block, "checkpoint_impl", None)  # torch's CheckpointImpl
+        recomputes = implementation is not None and implementation.name == "NO_REENTRANT"
+        rows.append(tokens // 2 if recomputes and not hasattr(block, "_orig_mod") else tokens)
+    counts = torch.stack(rows)
     if is_dtensor(counts):
         counts = counts.full_tensor()
     elif (mesh := parallel_dims.get_optional_mesh("loss")) is not None:
@@ -328,22 +322,15 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
         block.moe.tokens_per_expert.zero_()
 
 
-def _expert_counts(block: Any) -> torch.Tensor:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+def _dcp_state_dict() -> ModuleType:
+    # Late: FSDP and DCP take a second each to import, which config errors do not wait for.
+    from torch.distributed.checkpoint import state_dict
 
-    counts = block.moe.tokens_per_expert
-    # Recomputing the block in backward has counted every token a second time; the compiler, which
-    # sees both, drops the second.
-    recomputed = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
-    if recomputed and not hasattr(block, "_orig_mod"):
-        counts = counts // 2
-    return counts
+    return state_dict
 
 
-def _state_dict_options() -> "StateDictOptions":
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(flatten_optimizer_state_dict=True)
+def _trainable_params(model_parts: list[nn.Module]) -> list[list[nn.Parameter]]:
+    return [[p for p in part.parameters() if p.requires_grad] for part in model_parts]
 
 
 def _flatten(lists: list[list[Any]]) -> list[Any]:

@@ -11,8 +11,8 @@ from torchtitan.tools.logging import logger, warn_once
 
 LOCK_FILE = ".lock"
 
-# Path -> open file and number of holders: a process has one lock on a file, whichever of its
-# objects wants it, and loses it as soon as any of them closes the file.
+# Path -> open file and number of holders. All objects of a process share its one lock on a file,
+# which is gone as soon as any of them closes the file.
 _held: dict[str, tuple[int, int]] = {}
 
 
@@ -57,7 +57,7 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Give the folder free. May be called twice."""
+        """Let others have the folder. May be called twice."""
         if self._path is None:
             return
         file, holders = _held.pop(self._path)

@@ -1,8 +1,6 @@
 """Reading pickles without executing them.
 
-A pickle may name any function and have it called. Here only what a checkpoint consists of can be
-named: plain containers and numbers, tensors, and what torch's distributed checkpoint (DCP) writes
-about them.
+A pickle may name any function and have it called. Here it can name only what its reader lists.
 """
 
 import io
@@ -12,7 +10,8 @@ from typing import IO, Any
 
 import torch
 
-_Names = dict[tuple[str, str], Any]
+# (module, name) -> what stands for it.
+Names = dict[tuple[str, str], Any]
 
 
 def read_plain(data: Any, what: str) -> Any:
@@ -22,12 +21,7 @@ def read_plain(data: Any, what: str) -> Any:
     """
     if not isinstance(data, bytes):
         raise ValueError(f"{what} must be bytes, got a {type(data).__name__}")
-    return _read(io.BytesIO(data), _PLAIN, what)
-
-
-def read_dcp_metadata(file: IO[bytes], what: str) -> Any:
-    """The `.metadata` of a DCP checkpoint. Raises ValueError, which begins with `what`."""
-    return _read(file, _dcp_names(), what)
+    return read_pickle(io.BytesIO(data), _PLAIN, what)
 
 
 def refusal(name: str) -> str:
@@ -36,7 +30,7 @@ def refusal(name: str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], names: _Names) -> None:
+    def __init__(self, file: IO[bytes], names: Names) -> None:
         super().__init__(file)
         self._names = names
 
@@ -49,7 +43,9 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(refusal(f"{module}.{name}")) from None
 
 
-def _read(file: IO[bytes], names: _Names, what: str) -> Any:
+def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
+    """What `file` holds, if it names nothing but `names`; else ValueError, which begins with
+    `what`."""
     # A pickle can also set attributes of the classes that it names.
     classes = [cls for cls in names.values() if isinstance(cls, type)]
     before = [dict(vars(cls)) for cls in classes]
@@ -67,43 +63,14 @@ def _read(file: IO[bytes], names: _Names, what: str) -> Any:
                     setattr(cls, name, value)
 
 
-def _storage_from_bytes(data: bytes) -> Any:
-    """As torch.storage._load_from_bytes, which a pickled tensor names, but without executing."""
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-_PLAIN: _Names = {
+_PLAIN: Names = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "defaultdict"): defaultdict,
     ("collections", "deque"): deque,
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch.storage", "_load_from_bytes"): _storage_from_bytes,
+    # A pickled tensor names it; torch's own executes what it reads.
+    ("torch.storage", "_load_from_bytes"): lambda data: torch.load(
+        io.BytesIO(data), weights_only=True
+    ),
 } | {("builtins", cls.__name__): cls for cls in (complex, dict, float, frozenset, int, list, set)}
-
-
-def _dcp_names() -> _Names:
-    from torch.distributed.checkpoint import filesystem, metadata
-
-    encoding = metadata._MEM_FORMAT_ENCODING
-    classes = [
-        encoding,
-        filesystem._StorageInfo,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-    ]
-    names: _Names = {(cls.__module__, cls.__name__): cls for cls in classes}
-    # The folder it was written to, which is not read.
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            names[module, name] = lambda *parts: "/".join(map(str, parts))
-    return names | {
-        ("builtins", "getattr"): lambda _, name: encoding[name],  # enums of Python 3.11.0 to 3.11.3
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    }
