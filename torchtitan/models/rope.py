@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 B rows, T tokens, D head size, L table length. Position p turns pair i of a head by the angle
-p * f_i, where f_i = theta ** (-2 i / D). Two conventions exist for which two of the D numbers are
-a pair:
+p * f_i, where f_i = theta ** (-2 i / D). There are two conventions for which two of the D numbers
+are a pair:
     neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of unit
         numbers with these angles
     halves (i, i + D/2), as in Hugging Face; table fp32 [L, 2 D], the cosines for all D numbers
@@ -52,7 +52,7 @@ class YaRNArgs:
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return the correction of attention's magnitude that goes with YaRN; 1 for factor 1.
 
-    Equation 22 of the paper for mscale 1. Multiply queries and keys by it, or the softmax scale
+    Equation 22 of the paper if mscale is 1. Multiply queries and keys by it, or the softmax scale
     by its square.
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -65,7 +65,7 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YaRNArgs) -> Tens
     n_pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:
-        """The pair, as a real number, that turns so often in the original context."""
+        """The pair, as a real number, that turns this often in the original context."""
         wavelength = yarn.original_seq_len / turns
         return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
@@ -83,7 +83,7 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YaRNArgs) -> Tens
 
 def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor:
     """Frequencies [D/2] in radians per token, stretched as `RoPEScalingArgs` says."""
-    # How many times each one turns within the context that the model was first trained on.
+    # How often each pair turns within the context that the model was first trained on.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     slow = frequencies / scaling.scaling_factor
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -95,8 +95,8 @@ def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor
 
 def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
     """Frequencies fp32 [dim/2] in radians per token."""
-    # In this order of operations, as in the published models: the last bit of a frequency,
-    # times a position of 100,000, is an angle that shows.
+    # The order of operations is that of the published models: the last bit of a frequency, times
+    # a position of 100,000, is an angle that shows.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if isinstance(scaling_args, YaRNArgs):
         return _yarn_frequencies(frequencies, theta, scaling_args)
@@ -151,10 +151,10 @@ def _beyond_table(wanted: int | str, length: int) -> str:
 
 
 def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return each token's table row with an axis for heads: [1 or B, T, 1, D/2].
+    """Return each token's table row with an axis for heads: [1 or B, T, 1, ...].
 
-    x: complex [B, T, heads, D/2].
-    freqs_cis: the table [L, D/2], or rows already selected [1 or B, T, D/2].
+    freqs_cis: a table [L, ...] of either convention, or rows already selected [1 or B, T, ...].
+    x: [B, T, heads, ...].
     """
     if freqs_cis.dim() == 2:
         freqs_cis = select_positions(freqs_cis, positions, x.shape[1])
@@ -212,12 +212,10 @@ def apply_rotary_emb_to_halves(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys, the two halves of each head turned by their token's position.
 
-    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache: the table [L, 2 D], or rows already selected
-    [1 or B, T, 2 D]. positions as in `select_positions`. fp32 inside, the inputs' dtype out.
+    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache and positions as in `reshape_for_broadcast`.
+    fp32 inside, the inputs' dtype out.
     """
-    if rope_cache.dim() == 2:
-        rope_cache = select_positions(rope_cache, positions, xq.shape[1])
-    cos, sin = rope_cache.unsqueeze(2).chunk(2, dim=-1)
+    cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
     first, second = sin.chunk(2, dim=-1)
     sin = torch.cat((-first, second), dim=-1)
     return _rotate_halves(xq, cos, sin), _rotate_halves(xk, cos, sin)

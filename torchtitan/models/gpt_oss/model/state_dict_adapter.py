@@ -10,7 +10,7 @@ _EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
 class GptOssStateDictAdapter(KeyMapAdapter):
     """Writes the unquantized files that transformers loads; reads these and the MXFP4 ones.
 
-    The former have experts' weights [E, in, out], the latter, dequantized, [E, out, in] as we do.
+    Unquantized files have experts' weights [E, in, out]; dequantized ones [E, out, in], as here.
     """
 
     model_args: GptOssModelArgs

@@ -1,4 +1,4 @@
-"""The shared plan and its steps, at the place where they used to be Llama 4's own."""
+"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
 from torchtitan.models.parallelize import apply_compile, apply_moe_ep_tp

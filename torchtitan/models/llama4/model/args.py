@@ -1,15 +1,13 @@
 """Sizes and choices of a Llama 4 model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.config import JobConfig
 from torchtitan.models import rope
 from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 __all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
 
@@ -65,7 +63,7 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
         n_shares = per_token if self.auto_scale_hidden_dim else 1
         return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of, n_shares)
 
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """As for every decoder with experts. Raises ValueError like `check_chunks`."""
         super().update_from_config(job_config, **kwargs)
         self.check_chunks(self.max_seq_len)

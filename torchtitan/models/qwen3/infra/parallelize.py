@@ -1,4 +1,4 @@
-"""The shared plan under the names that Qwen 3 has for it."""
+"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
 
 from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
