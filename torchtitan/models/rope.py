@@ -30,6 +30,17 @@ class RoPEScalingArgs:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return frequencies [D/2], in radians per token, stretched; theta does not matter here."""
+        # How often each pair turns within the context that the model was first trained on.
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        slow = frequencies / self.scaling_factor
+        span = self.high_freq_factor - self.low_freq_factor
+        if span == 0:  # no band to blend in: a step
+            return torch.where(turns < self.low_freq_factor, slow, frequencies)
+        keep = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        return torch.lerp(slow, frequencies, keep)
+
 
 @dataclass
 class YaRNArgs:
@@ -48,6 +59,28 @@ class YaRNArgs:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return frequencies [D/2], in radians per token, stretched."""
+        if self.factor == 1:
+            return frequencies
+        n_pairs = len(frequencies)
+
+        def pair_with(turns: float) -> float:
+            """The pair, as a real number, that turns this often in the original context."""
+            wavelength = self.original_seq_len / turns
+            return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        # The upper limit counts numbers, not pairs, in all published code.
+        low, high = max(low, 0), min(high, 2 * n_pairs - 1)
+        if low == high:
+            high += 0.001
+        pairs = torch.arange(n_pairs, dtype=torch.float32)
+        slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+        return frequencies / self.factor * slowed + frequencies * (1 - slowed)
+
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return the correction of attention's magnitude that goes with YaRN; 1 for factor 1.
@@ -58,51 +91,12 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YaRNArgs) -> Tensor:
-    """Frequencies [D/2] in radians per token, stretched as `YaRNArgs` says."""
-    if yarn.factor == 1:
-        return frequencies
-    n_pairs = len(frequencies)
-
-    def pair_with(turns: float) -> float:
-        """The pair, as a real number, that turns this often in the original context."""
-        wavelength = yarn.original_seq_len / turns
-        return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
-
-    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    # The upper limit counts numbers, not pairs, in all published code.
-    low, high = max(low, 0), min(high, 2 * n_pairs - 1)
-    if low == high:
-        high += 0.001
-    pairs = torch.arange(n_pairs, dtype=torch.float32)
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
-    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
-
-
-def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor:
-    """Frequencies [D/2] in radians per token, stretched as `RoPEScalingArgs` says."""
-    # How often each pair turns within the context that the model was first trained on.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    slow = frequencies / scaling.scaling_factor
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    if span == 0:  # no band to blend in: a step
-        return torch.where(turns < scaling.low_freq_factor, slow, frequencies)
-    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return torch.lerp(slow, frequencies, keep)
-
-
 def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
     """Frequencies fp32 [dim/2] in radians per token."""
     # The order of operations is that of the published models: the last bit of a frequency, times
     # a position of 100,000, is an angle that shows.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if isinstance(scaling_args, YaRNArgs):
-        return _yarn_frequencies(frequencies, theta, scaling_args)
-    if scaling_args is not None:
-        return _scaled_frequencies(frequencies, scaling_args)
-    return frequencies
+    return frequencies if scaling_args is None else scaling_args.stretch(frequencies, theta)
 
 
 def precompute_freqs_cis(
