@@ -6,8 +6,8 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -26,9 +26,6 @@ from torchtitan.distributed.tensor_views import (
 )
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_template
-
-if TYPE_CHECKING:  # importing it loads DCP
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
@@ -111,7 +108,7 @@ class KeyMapAdapter(StateDictAdapter):
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
     rotated_heads: templates of ours -> number of heads, for queries and keys whose rows HF has in
         the order of the other RoPE convention.
-    build_quantized_reader: path -> a DCP reader that dequantizes, for families published quantized.
+    quantized_format: of families that are published quantized; see `build_quantized_reader`.
 
     Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
         a `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
@@ -122,7 +119,7 @@ class KeyMapAdapter(StateDictAdapter):
     optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
     ignored_hf_keys: tuple[str, ...] = ()
     rotated_heads: Mapping[str, int] = {}
-    build_quantized_reader: ClassVar[Callable[[str], "HuggingFaceStorageReader"] | None] = None
+    quantized_format: Literal["fp8", "mxfp4"] | None = None
 
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
@@ -131,11 +128,11 @@ class KeyMapAdapter(StateDictAdapter):
         # HF templates that the files to read have; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
 
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
-        if from_quantized and self.build_quantized_reader is not None:
-            return self.build_quantized_reader(path)
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        if from_quantized and self.quantized_format is not None:
+            from torchtitan.models.hf_quantized import build_quantized_reader  # loads DCP
+
+            return build_quantized_reader(path, self.quantized_format)
         return super().get_hf_storage_reader(path, from_quantized)
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
@@ -288,27 +285,25 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. Ours has the two
     numbers that turn together as neighbours, HF's has them half a head apart.
     """
-    if is_dtensor(tensor) and not _heads_are_whole(tensor, n_heads):
-        from torch.distributed.tensor import Replicate  # loaded: there is a DTensor
+    if is_dtensor(tensor):
+        from torch.distributed.tensor import Replicate, Shard  # loaded: there is a DTensor
 
-        gathered = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        swapped = swap_rope_layout(gathered, n_heads, to_hf)
-        return swapped.redistribute(placements=tensor.placements)
+        # Rows are reordered in place only where each rank holds whole heads, in order.
+        mesh, placements = tensor.device_mesh, tensor.placements
+        row_ranks = [mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard(0)]
+        has_whole_heads = (
+            all(p.is_replicate() or type(p) is Shard for p in placements)
+            and len(row_ranks) <= 1
+            and all(n_heads % ranks == 0 for ranks in row_ranks)
+        )
+        if not has_whole_heads:
+            gathered = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+            swapped = swap_rope_layout(gathered, n_heads, to_hf)
+            return swapped.redistribute(placements=placements)
     half = tensor.shape[0] // n_heads // 2
     pair_sizes = (half, 2) if to_hf else (2, half)
     rows = tensor.view(n_heads, *pair_sizes, *tensor.shape[1:])
     return rows.transpose(1, 2).reshape(tensor.shape)
-
-
-def _heads_are_whole(tensor: Tensor, n_heads: int) -> bool:
-    """Whether each rank holds whole heads, in order, so that they can be reordered in place."""
-    from torch.distributed.tensor import Shard  # loaded: `tensor` is a DTensor
-
-    split = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate()]
-    if any(type(placement) is not Shard for _, placement in split):
-        return False
-    ranks = [tensor.device_mesh.size(axis) for axis, placement in split if placement.dim == 0]
-    return not ranks or (len(ranks) == 1 and n_heads % ranks[0] == 0)
 
 
 def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:

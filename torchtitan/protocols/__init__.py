@@ -1,4 +1,4 @@
-"""The seams between the trainer and what it trains."""
+"""The interfaces between the trainer and what it trains."""
 
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer

@@ -4,15 +4,12 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.distributed.tensor_views import LocalShard
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:  # importing it loads DCP
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -45,10 +42,8 @@ class BaseStateDictAdapter(ABC):
         """The inverse of `to_hf`."""
 
     @abstractmethod
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
-        """A DCP reader of the safetensors files in `path`."""
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        """A DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         """Divide our names into groups that `to_hf` can translate one by one; here by module.
@@ -100,11 +95,24 @@ class StateDictAdapter(BaseStateDictAdapter):
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         self.model_args = model_args
         self.hf_assets_path = hf_assets_path
-        self.fqn_to_index_mapping = _read_shard_numbers(hf_assets_path)
+        self.fqn_to_index_mapping = None
+        if hf_assets_path is None:
+            return
+        path = os.path.join(hf_assets_path, "model.safetensors.index.json")
+        try:
+            weight_map = read_weight_map(path)
+        except FileNotFoundError:
+            logger.info(f"There is no {path}: a Hugging Face export is divided by size")
+            return
+        self.fqn_to_index_mapping = {}
+        for name, shard in weight_map.items():
+            match = re.search(r"\d+", shard)
+            if match is None or len(match.group()) > 9:  # more digits are no file's number
+                raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
+            self.fqn_to_index_mapping[name] = int(match.group())
 
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        # Loads DCP, which models without a checkpoint don't need.
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         if from_quantized:
@@ -137,21 +145,3 @@ def read_weight_map(path: str) -> dict[str, str]:
                 "only name files of its own folder"
             )
     return weight_map
-
-
-def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
-    if hf_assets_path is None:
-        return None
-    path = os.path.join(hf_assets_path, "model.safetensors.index.json")
-    try:
-        weight_map = read_weight_map(path)
-    except FileNotFoundError:
-        logger.info(f"There is no {path}: a Hugging Face export is divided by size")
-        return None
-    numbers = {}
-    for name, shard in weight_map.items():
-        match = re.search(r"\d+", shard)
-        if match is None or len(match.group()) > 9:  # more digits are no file's number
-            raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
-        numbers[name] = int(match.group())
-    return numbers

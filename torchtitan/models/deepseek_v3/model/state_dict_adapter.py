@@ -10,7 +10,6 @@ from torchtitan.models.hf_adapter import (
     block_hf_key_map,
     dense_hf_key_map,
 )
-from torchtitan.models.hf_quantized import build_fp8_reader
 from torchtitan.protocols.state_dict_adapter import to_template
 
 _LATENT_QUERIES = {
@@ -37,7 +36,7 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """
 
     model_args: DeepSeekV3ModelArgs
-    build_quantized_reader = staticmethod(build_fp8_reader)
+    quantized_format = "fp8"
 
     def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)

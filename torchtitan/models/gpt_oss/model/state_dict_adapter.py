@@ -2,7 +2,6 @@
 
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map, dense_hf_key_map
-from torchtitan.models.hf_quantized import build_mxfp4_reader
 
 _EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
 
@@ -14,7 +13,7 @@ class GptOssStateDictAdapter(KeyMapAdapter):
     """
 
     model_args: GptOssModelArgs
-    build_quantized_reader = staticmethod(build_mxfp4_reader)
+    quantized_format = "mxfp4"
 
     def __init__(self, model_args: GptOssModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)
