@@ -2,7 +2,7 @@
 
 Steps run in this order, because each reads what the one before left:
 
-    expert, tensor parallel            replace parameters
+    expert, tensor parallel            replaces parameters
     activation checkpointing           wraps blocks
     compile                            traces a block with its checkpointing
     FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace them
@@ -16,7 +16,6 @@ import torch
 import torch._higher_order_ops
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import torchtitan.models.attention_cpu
 import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as the one above)
@@ -38,22 +37,11 @@ def parallelize_decoder(
     """
     for problem in device_limits(job_config, parallel_dims, model):
         raise ValueError(problem)
-    if parallel_dims.ep_enabled:
-        apply_moe_ep_tp(
-            model,
-            tp_mesh=parallel_dims.get_optional_mesh("tp"),
-            ep_mesh=parallel_dims.get_mesh("ep"),
-            etp_mesh=parallel_dims.get_optional_mesh("etp"),
-            ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
-        )
-        logger.info(
-            "expert parallelism on %d ranks, each split %d-fold",
-            parallel_dims.ep,
-            parallel_dims.etp,
-        )
-    if parallel_dims.tp_enabled:
-        _apply_tensor_parallel(model, parallel_dims, job_config)
+    if parallel_dims.ep_enabled or parallel_dims.tp_enabled:
+        # Loads DTensor, whose import takes a third of torch's: only for jobs that use it.
+        from torchtitan.models.tp_plan import split_parameters
 
+        split_parameters(model, parallel_dims, job_config)
     compile_blocks = job_config.compile.applies_to("model")
     ac_config = job_config.activation_checkpoint
     if ac_config.mode != "none":
@@ -72,149 +60,6 @@ def parallelize_decoder(
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
-
-
-# ---- tensor parallelism ----
-
-# Parameter -> the dimension it is split along; None: every rank has it whole.
-_OUTPUTS = {"weight": 0, "bias": 0}  # each rank computes some of a Linear's outputs
-_INPUTS = {"weight": 1, "bias": None}  # each rank adds up some of its inputs
-_ALIKE = {"weight": None, "bias": None}
-
-TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
-    "tok_embeddings": _OUTPUTS,
-    "norm": _ALIKE,
-    "output": _OUTPUTS,
-    "layers.*.attention_norm": _ALIKE,
-    "layers.*.ffn_norm": _ALIKE,
-    # attention, split by heads
-    "layers.*.attention": {"sinks": 0},
-    "layers.*.attention.wq": _OUTPUTS,
-    "layers.*.attention.wk": _OUTPUTS,
-    "layers.*.attention.wv": _OUTPUTS,
-    "layers.*.attention.wo": _INPUTS,
-    "layers.*.attention.q_norm": _ALIKE,
-    "layers.*.attention.k_norm": _ALIKE,
-    # latents that all heads share
-    "layers.*.attention.wq_a": _ALIKE,
-    "layers.*.attention.wq_b": _OUTPUTS,
-    "layers.*.attention.wkv_a": _ALIKE,
-    "layers.*.attention.kv_norm": _ALIKE,
-    "layers.*.attention.wkv_b": _OUTPUTS,
-    # feed-forward, and that of experts, split by hidden units
-    "layers.*.feed_forward.w1": _OUTPUTS,
-    "layers.*.feed_forward.w3": _OUTPUTS,
-    "layers.*.feed_forward.w2": _INPUTS,
-    "layers.*.moe.router.gate": _ALIKE,
-    "layers.*.moe.shared_experts.w1": _OUTPUTS,
-    "layers.*.moe.shared_experts.w3": _OUTPUTS,
-    "layers.*.moe.shared_experts.w2": _INPUTS,
-    "layers.*.moe.experts": {
-        "w1": 1,
-        "w3": 1,
-        "w2": 2,
-        "mlp1_weight": 1,
-        "mlp1_bias": 1,
-        "mlp2_weight": 2,
-        "mlp2_bias": None,
-    },
-}
-
-
-def apply_tp(
-    model: nn.Module,
-    tp_mesh: DeviceMesh,
-    loss_parallel: bool,
-    enable_float8_tensorwise_tp: bool = False,
-    enable_async_tp: bool = False,
-    cp_enabled: bool = False,
-) -> None:
-    """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
-
-    loss_parallel: logits stay split along the vocabulary, as a DTensor.
-    enable_float8_tensorwise_tp: gather hidden states and gradients in float8, in blocks all of
-        whose linear layers torchao made float8 with one scale per tensor.
-    enable_async_tp: write the blocks' collectives as the compiler's pass finds them, which
-        `maybe_enable_async_tp` turns on.
-    cp_enabled: accepted for compatibility; changes nothing here.
-
-    Raises ValueError for a model that the plan doesn't fit.
-    """
-    # Loads DTensor, whose import takes a third of torch's: only for jobs that use it.
-    from torchtitan.distributed.tensor_parallel import distribute_modules
-
-    distribute_modules(
-        model,
-        tp_mesh,
-        TENSOR_PARALLEL_PLAN,
-        loss_parallel,
-        overlap=enable_async_tp,
-        float8_gather=enable_float8_tensorwise_tp,
-    )
-
-
-def _apply_tensor_parallel(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> None:
-    from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp  # as in apply_tp
-
-    mesh = parallel_dims.get_mesh("tp")
-    maybe_enable_async_tp(job_config, mesh)
-    recipe = job_config.quantize.linear.float8.recipe_name
-    apply_tp(
-        model,
-        mesh,
-        loss_parallel=not job_config.parallelism.disable_loss_parallel,
-        enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
-        and recipe in (None, "tensorwise"),
-        enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
-    )
-
-
-# ---- expert parallelism ----
-
-
-def apply_moe_ep_tp(
-    model: nn.Module,
-    tp_mesh: DeviceMesh | None,
-    ep_mesh: DeviceMesh | None,
-    etp_mesh: DeviceMesh | None,
-    ep_etp_mesh: DeviceMesh | None,
-    dual_pipe_v: bool = False,
-    use_deepep: bool = False,
-) -> None:
-    """Deal the experts of every block to ranks, or split each of them, or both; in place.
-
-    tp_mesh, ep_mesh: 1-D, None where this parallelism is off. Where both are on, the ranks of
-        `tp_mesh` share out the tokens.
-    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp]. Given if experts are also split
-        by hidden units, and tokens are not shared out.
-
-    Call it before `apply_tp`, which skips modules that are already distributed.
-
-    Raises ValueError for DualPipe and DeepEP, and for experts that the meshes don't divide.
-    """
-    # As in apply_tp.
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from torchtitan.distributed import expert_parallel as styles
-
-    if dual_pipe_v or use_deepep:
-        raise ValueError(
-            "experts are dealt by torch's all-to-all only; leave dual_pipe_v and use_deepep off, "
-            "and set parallelism.expert_parallel_comm_backend = 'standard'"
-        )
-    hidden_dims = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
-    for moe in (block.moe for block in model.layers.values() if block.moe_enabled):
-        if ep_mesh is None:
-            parallelize_module(moe.experts, tp_mesh, styles.TensorParallel(hidden_dims))
-        elif etp_mesh is not None:
-            style = styles.ExpertTensorParallel(hidden_dims)
-            parallelize_module(moe.experts, ep_etp_mesh, style)
-        else:
-            parallelize_module(moe.experts, ep_mesh, styles.ExpertParallel())
-            if tp_mesh is not None:
-                parallelize_module(moe.reorderer, tp_mesh, styles.ReordererSequenceParallel())
 
 
 # ---- activation checkpointing, compile ----
@@ -297,7 +142,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
 def _apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, compile_blocks: bool
 ) -> None:
-    from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp  # as in apply_tp
+    from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp  # loads DTensor
 
     training = job_config.training
     replicates = parallel_dims.dp_replicate_enabled

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import _dispatch
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -88,8 +89,6 @@ def _import_config(converter_name: str) -> ModuleType:
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
     """Raise ValueError on torch 2.11, where torchao's own assertion asks for a nightly build."""
-    from torch.distributed.tensor import _dispatch
-
     if not hasattr(_dispatch, "is_pinned_handler"):
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "

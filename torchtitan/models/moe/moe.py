@@ -112,12 +112,12 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
     groups = x[:num_tokens].split(counts)
     # Not by index, whose gradient is as large as all experts together.
     per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
-    outs = [feed_forward(linear, *group_and_own).type_as(x) for group_and_own in per_expert]
+    outs = [feed_forward(linear, *x_and_parameters).type_as(x) for x_and_parameters in per_expert]
     return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """What `run_for_loop` does, in one kernel per matrix, in the parameters' dtype.
+    """As `run_for_loop`, with one kernel per matrix and no wait, in the parameters' dtype.
 
     Rows past the sum of the counts hold anything.
     """

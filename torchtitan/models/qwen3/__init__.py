@@ -41,12 +41,12 @@ def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, 
 def _qwen2(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **others: Any
 ) -> Qwen3ModelArgs:
-    return Qwen3ModelArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
+    return _qwen3(
+        dim,
+        n_layers,
+        n_heads,
+        hidden_dim,
         n_kv_heads=n_kv_heads,
-        hidden_dim=hidden_dim,
         head_dim=dim // n_heads,
         max_seq_len=32768,
         qk_norm=False,
@@ -56,7 +56,7 @@ def _qwen2(
 
 
 _TIED = {"enable_weight_tying": True}
-# Larger Qwen 2.5 models have rows for a number of tokens that splits more evenly.
+# Larger Qwen 2.5 models have embedding rows for a number of tokens that splits more evenly.
 _PADDED = {"vocab_size": 152064}
 
 qwen3_args: dict[str, Qwen3ModelArgs] = {

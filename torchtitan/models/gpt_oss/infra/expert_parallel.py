@@ -3,7 +3,7 @@
 from functools import partial
 
 from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
-from torchtitan.models.parallelize import TENSOR_PARALLEL_PLAN
+from torchtitan.models.tp_plan import TENSOR_PARALLEL_PLAN
 
 _HIDDEN_DIMS = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
 
