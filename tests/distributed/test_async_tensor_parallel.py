@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.test_tensor_parallel import Run, assert_same, train
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models.parallelize import apply_tp
+from torchtitan.models.tp_plan import apply_tp
 from torchtitan.testing.gloo import run_ranks
 
 GATHER = "fused_all_gather_matmul"

@@ -17,8 +17,9 @@ from torchtitan.distributed.expert_parallel import (
     TensorParallel,
 )
 from torchtitan.models.moe import MoEArgs, build_moe
-from torchtitan.models.parallelize import apply_compile, apply_moe_ep_tp
+from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.tp_plan import apply_moe_ep_tp
 from torchtitan.testing.gloo import run_ranks
 
 DIM = 8

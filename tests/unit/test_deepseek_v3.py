@@ -154,10 +154,7 @@ def test_config_reaches_the_model_and_not_the_flavor():
 
 
 def test_deepep_is_refused():
-    config = JobConfig()
-    config.parallelism.expert_parallel_comm_backend = "deepep"
-    args = tiny_args()
-    args.update_from_config(config)
+    args = tiny_args(expert_parallel_comm_backend="deepep")
     with pytest.raises(ValueError, match="expert_parallel_comm_backend = 'deepep'.*'standard'"):
         meta_model(args)
 

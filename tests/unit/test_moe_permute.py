@@ -10,7 +10,6 @@ from torchtitan.models.moe.kernels import (
     fill_indices_wrapper,
     generate_permute_indices,
 )
-from torchtitan.quantization.utils import set_group_alignment
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def test_places_equal_a_slow_loop(low, high, num_ranks):
 
 @pytest.mark.parametrize("alignment", [8, 16, 32])
 def test_permuted_and_back_is_the_same(alignment):
-    set_group_alignment(alignment)
+    utils.set_token_group_alignment_size_m(alignment)
     counts = torch.tensor([4, 0, 2, 3, 1, 0, 0, 5])
     x = torch.randn(15, 6)
     shape, permuted, indices, padded = utils._permute(x, counts, 2, 4)
@@ -97,4 +96,4 @@ def test_padded_experts_equal_unpadded_ones_with_gradients():
 
 def test_other_alignments_are_refused():
     with pytest.raises(ValueError, match="8, 16 or 32, got 12"):
-        set_group_alignment(12)
+        utils.set_token_group_alignment_size_m(12)

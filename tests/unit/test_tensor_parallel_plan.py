@@ -16,7 +16,7 @@ from torchtitan.distributed.tensor_parallel import (
     maybe_enable_async_tp,
 )
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models.parallelize import apply_tp
+from torchtitan.models.tp_plan import apply_tp
 from torchtitan.protocols.train_spec import get_train_spec
 
 TP = 2

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from torchtitan.generation.kv_cache import kv_cache
 
-MIN_TEMPERATURE = 1e-5
-
 
 def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:
     """Draw one index per row: [B, V] -> [B, 1]."""
@@ -20,17 +18,17 @@ def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) ->
 
 
 def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-    """Return what to draw from: [..., V] -> [..., V], fp32.
+    """Return the probabilities to draw from: [..., V] -> [..., V], fp32.
 
     temperature: below 1 sharpens, above 1 flattens; 0 puts everything on the likeliest token
-        (of equals, the first), and the smallest other value is 1e-5.
+        (of equals, the first), and other values are at least 1e-5.
     top_k: only this many of the likeliest tokens keep a probability.
     """
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
             -1, logits.argmax(dim=-1, keepdim=True), 1.0
         )
-    logits = logits.float() / max(temperature, MIN_TEMPERATURE)
+    logits = logits.float() / max(temperature, 1e-5)
     if top_k is not None:
         likeliest = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(
@@ -63,7 +61,7 @@ def draw(
     """Draw one token per row of logits [B, V] by inverting the cumulative distribution.
 
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
-        every split of the rows, but where rounding moves a boundary onto the number.
+        every split of the rows, except where rounding moves a boundary across the number.
     temperature: divides the logits; 0 takes the likeliest token (of equals, the first).
     top_k: only this many of the likeliest tokens can be drawn (of equals, the first); 0 for all.
     top_p: of these, only the likeliest whose share of their mass reaches it; 1 for all.
@@ -84,7 +82,7 @@ def draw(
             in_order = in_order.masked_fill(before >= top_p * in_order.sum(-1, keepdim=True), 0)
         probs = torch.zeros_like(probs).scatter_(-1, tokens, in_order)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    # Below the sum even after rounding: what comes after it has probability 0.
+    # Below the sum even after rounding: tokens past it have probability 0.
     wanted = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, wanted, right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)  # where logits are not numbers
@@ -105,8 +103,8 @@ def generate_next_token(
 ) -> Tensor:
     """Draw the token that follows each row: [B, T] -> [B, 1].
 
-    model: tokens -> logits. A whole model takes the whole text; the forward of `kv_cache` takes
-        what it has not seen.
+    model: tokens -> logits. A whole model takes the whole text, the forward of `kv_cache` only
+        the tokens that it has not seen.
     """
     logits = model(x)[:, -1]
     return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
@@ -126,8 +124,8 @@ def generate(
     """Return prompts and what follows them: [T] or [B, T] -> [B, T + new].
 
     seed: None draws from torch's own generator.
-    eos_id: a row that has drawn this token is filled up with it, and generation ends when all
-        rows have; None always draws `max_new_tokens`.
+    eos_id: a row that has drawn this token is filled up with it, and generation ends once all
+        rows have drawn it; None always draws `max_new_tokens`.
     Raises ValueError for an empty prompt or options out of range, and as `kv_cache` does.
     """
     if max_new_tokens < 1:
@@ -141,9 +139,7 @@ def generate(
     prompt = torch.atleast_2d(input_ids)
     if prompt.shape[1] == 0:
         raise ValueError("a prompt must have at least one token, got none")
-    rng = None
-    if seed is not None:
-        rng = torch.Generator(prompt.device).manual_seed(seed)
+    rng = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
 
     pieces = [prompt]
     is_finished = torch.zeros_like(prompt[:, :1], dtype=torch.bool)

@@ -1,16 +1,14 @@
 """The args that all families share."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from torchtitan.config import JobConfig
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 
 @dataclass
@@ -18,9 +16,9 @@ class DecoderArgs(BaseModelArgs):
     """What every family's args have in common and the decoder body reads.
 
     attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
-    end with the end-of-text token) or "position_block_causal" (where positions start anew).
-    depth_init: scale the initial weights of residual branches by their own depth instead of by
-    the depth of the whole model.
+        end with the end-of-text token) or "position_block_causal" (positions start again).
+    depth_init: scale the initial weights of residual branches by the depth of their layer instead
+        of by the depth of the model.
     """
 
     dim: int = 4096
@@ -36,7 +34,7 @@ class DecoderArgs(BaseModelArgs):
     eos_id: int = 0
     enable_weight_tying: bool = False
 
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take the RoPE length from training.seq_len, and the attention overrides of [model]."""
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
@@ -46,14 +44,12 @@ class DecoderArgs(BaseModelArgs):
                 self.max_seq_len,
             )
         self.max_seq_len = seq_len
-        for name in ("attn_type", "attn_mask_type"):
-            override = getattr(job_config.model, name, None)
-            if override is not None:
-                setattr(self, name, override)
+        self.attn_type = job_config.model.attn_type or self.attn_type
+        self.attn_mask_type = job_config.model.attn_mask_type or self.attn_mask_type
 
     @property
     def head_dims(self) -> int:
-        """Query head size + value head size, both `head_dim` for families with such a field."""
+        """Query head size + value head size."""
         head_dim = getattr(self, "head_dim", None)
         return 2 * (self.dim // self.n_heads if head_dim is None else head_dim)
 
@@ -68,7 +64,7 @@ def swiglu_hidden_dim(
     """Return the hidden size of Llama's feed-forwards: 8/3 dim, rounded up to `multiple_of`.
 
     A SwiGLU of 8/3 dim has the parameters of a two-layer network of 4 dim. multiplier: scales
-    that, unless None. n_shares: how many feed-forwards of one size share it.
+    that, unless None. n_shares: the number of feed-forwards of one size that share it.
     """
     hidden = int(8 * dim / 3)
     if multiplier is not None:

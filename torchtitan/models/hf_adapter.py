@@ -6,8 +6,8 @@ A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}`
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -24,12 +24,8 @@ from torchtitan.distributed.tensor_views import (
     unstack,
     unstacked_shards,
 )
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_template
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    from torchtitan.protocols.model import BaseModelArgs
 
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
@@ -45,23 +41,24 @@ HF_LINEARS = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-
 _HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 
 
 class Fused(NamedTuple):
     """One HF tensor that holds several of ours, all [E, R, C], one after another in its rows.
 
-    transposed: HF has rows and columns the other way round, [E, C, R].
+    transposed: HF has [E, C, R].
     """
 
     ours: tuple[str, ...]
     transposed: bool = False
 
 
-# Experts behind a router, as Qwen 3 and DeepSeek files have them; the fused names are those that
+HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
+
+# Experts behind a router, as in Qwen 3 and DeepSeek files; the fused names are those that
 # transformers 5 has in memory.
-HF_EXPERTS: dict[str, str | Fused | None] = {
+HF_EXPERTS: HFKeyMap = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
@@ -73,22 +70,19 @@ HF_EXPERTS: dict[str, str | Fused | None] = {
 }
 
 
-def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> dict[str, str]:
-    """Return the table for modules in every block: HF template -> ours.
+def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap:
+    """Return the table for modules of every block.
 
-    names: HF's name of a module in its block -> ours. kind: which of its parameters, or "bias".
+    names: HF's name of a module in its block -> ours. kind: "weight" or "bias".
     """
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
     }
 
 
-def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | Fused | None]:
-    """Return the table for files that are laid out like Llama's: HF template -> ours.
-
-    biased: those of `HF_LINEARS` that have a bias.
-    """
-    table: dict[str, str | Fused | None] = {
+def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
+    """Return the table for files laid out like Llama's. biased: names of `HF_LINEARS` with a bias."""
+    table: HFKeyMap = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
@@ -102,43 +96,43 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> dict[str, str | Fused | No
 class KeyMapAdapter(StateDictAdapter):
     """Renames tensors by the table `from_hf_map`, whose entries say what becomes of an HF tensor.
 
-    HF template -> our template. If HF's has a `{}` more, it numbers the entries along dim 0 of
-        ours: experts, which lie in files one by one.
+    HF template -> our template. An additional `{}` in HF's numbers the entries along our dim 0:
+        experts, which files hold one by one.
     HF template -> Fused, if ours are several or have another layout.
-    HF template -> None for what is left out on reading.
+    HF template -> None for tensors to leave out on reading.
 
-    Several HF templates may stand for one of ours: the first is written, each is read.
+    Several HF templates may stand for one of ours: all are read, the first is written.
 
-    optional: templates of ours that HF's side need not have. Without an HF name they stay behind
-        on writing, and what the files lack is left as it is on reading.
+    optional: templates of ours that HF's side need not have. Without an HF name they are not
+        written, and what the files lack keeps its value on reading.
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
     rotated_heads: templates of ours -> number of heads, for queries and keys whose rows HF has in
         the order of the other RoPE convention.
-    build_quantized_reader: path -> a DCP reader that dequantizes, for families published quantized.
+    quantized_format: of families that are published quantized; see `build_quantized_reader`.
 
     Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
-        `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
-        it is the embedding's very tensor.
+        a `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
+        it is the same tensor as the embedding.
     """
 
-    from_hf_map: dict[str, str | Fused | None]
+    from_hf_map: HFKeyMap
     optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
     ignored_hf_keys: tuple[str, ...] = ()
     rotated_heads: Mapping[str, int] = {}
-    build_quantized_reader: ClassVar[Callable[[str], "HuggingFaceStorageReader"] | None] = None
+    quantized_format: Literal["fp8", "mxfp4"] | None = None
 
-    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
+    def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
         # What the last `to_hf` took apart: our name -> its layout.
         self._layouts: dict[str, StackLayout | None] = {}
-        # HF templates that the files have; empty: it does not matter.
+        # HF templates that the files to read have; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
 
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
-        if from_quantized and self.build_quantized_reader is not None:
-            return self.build_quantized_reader(path)
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        if from_quantized and self.quantized_format is not None:
+            from torchtitan.models.hf_quantized import build_quantized_reader  # loads DCP
+
+            return build_quantized_reader(path, self.quantized_format)
         return super().get_hf_storage_reader(path, from_quantized)
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
@@ -157,30 +151,29 @@ class KeyMapAdapter(StateDictAdapter):
         there = self._hf_templates
         for hf, entry in self.from_hf_map.items():
             for ours in entry.ours if isinstance(entry, Fused) else filter(None, [entry]):
-                if ours not in chosen or (there and hf in there and chosen[ours] not in there):
+                if ours not in chosen or (hf in there and chosen[ours] not in there):
                     chosen[ours] = hf
-        if there:
-            missing = {ours for ours in self.optional & chosen.keys() if chosen[ours] not in there}
-            chosen = {ours: hf for ours, hf in chosen.items() if ours not in missing}
-        return chosen
+        if not there:
+            return chosen
+        return {ours: hf for ours, hf in chosen.items() if ours not in self.optional or hf in there}
+
+    def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """(our name, HF template) of those that are written. ValueError for unknown ones."""
+        to_hf_map, names = self._to_hf_map(), list(names)
+        _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
+        for name in names:
+            hf_template = to_hf_map.get(to_template(name)[0])
+            if hf_template is not None and not (self._is_tied and name == OUTPUT):
+                yield name, hf_template
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Tensors by themselves, but for those that are one on HF's side."""
-        to_hf_map = self._to_hf_map()
-        names = list(names)
-        _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
+        """One tensor per group, except for those that are one tensor on HF's side."""
         groups: dict[str, list[str]] = {}
-        for name in names:
-            if (hf_template := self._hf_template_of(name, to_hf_map)) is None:
-                continue
+        for name, hf_template in self._named_on_both_sides(names):
             is_fused = isinstance(self.from_hf_map[hf_template], Fused)
             key = hf_template.format(*to_template(name)[1]) if is_fused else name
             groups.setdefault(key, []).append(name)
         return list(groups.values())
-
-    def _hf_template_of(self, name: str, to_hf_map: Mapping[str, str]) -> str | None:
-        """None for what has no HF name, or none that is written."""
-        return None if self._is_tied and name == OUTPUT else to_hf_map.get(to_template(name)[0])
 
     def hf_aliases(self) -> dict[str, str]:
         if not self._is_tied:
@@ -190,56 +183,45 @@ class KeyMapAdapter(StateDictAdapter):
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
         template, numbers = to_template(name)
-        hf_template = self._hf_template_of(name, self._to_hf_map())
-        if hf_template is None:
-            return
-        entry = self.from_hf_map[hf_template]
-        if isinstance(entry, Fused):
-            joined = as_part_of_rows(shard, entry.ours.index(template), len(entry.ours))
-            yield (
-                hf_template.format(*numbers),
-                transposed_shard(joined) if entry.transposed else joined,
-            )
-        elif _is_stack(hf_template, template):
-            for expert, part in unstacked_shards(shard).items():
-                yield hf_template.format(*numbers, expert), part
-        elif (n_heads := self.rotated_heads.get(template)) is not None:
-            for part in _shards_in_hf_rope_layout(shard, n_heads):
+        for _, hf_template in self._named_on_both_sides([name]):
+            entry = self.from_hf_map[hf_template]
+            if _is_stack(hf_template, template):
+                for expert, part in unstacked_shards(shard).items():
+                    yield hf_template.format(*numbers, expert), part
+                continue
+            parts: Iterable[LocalShard] = [shard]
+            if isinstance(entry, Fused):
+                joined = as_part_of_rows(shard, entry.ours.index(template), len(entry.ours))
+                parts = [transposed_shard(joined) if entry.transposed else joined]
+            elif (n_heads := self.rotated_heads.get(template)) is not None:
+                parts = _shards_in_hf_rope_layout(shard, n_heads)
+            for part in parts:
                 yield hf_template.format(*numbers), part
-        else:
-            yield hf_template.format(*numbers), shard
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
-        to_hf_map = self._to_hf_map()
-        _check_all_known(state_dict, {*to_hf_map, *self.optional}, "the model's state dict")
         self._layouts = {}
         hf_state_dict: dict[str, Any] = {}
         fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in state_dict.items():
+        for name, hf_template in self._named_on_both_sides(state_dict):
             template, numbers = to_template(name)
-            if (hf_template := self._hf_template_of(name, to_hf_map)) is None:
-                continue
+            tensor, entry = state_dict[name], self.from_hf_map[hf_template]
             if _is_stack(hf_template, template):
                 experts, self._layouts[name] = unstack(tensor)
                 for expert, part in experts.items():
-                    hf_name = hf_template.format(*numbers, expert)
-                    hf_state_dict[hf_name] = self._reorder(template, part, to_hf=True)
+                    hf_state_dict[hf_template.format(*numbers, expert)] = part
                 continue
             hf_name = hf_template.format(*numbers)
-            tensor = self._reorder(template, tensor, to_hf=True)
-            entry = self.from_hf_map[hf_template]
             if not isinstance(entry, Fused):
-                hf_state_dict[hf_name] = tensor
+                hf_state_dict[hf_name] = self._reorder(template, tensor, to_hf=True)
                 continue
-            parts = fused[hf_name]
-            parts[template] = tensor
-            if len(parts) == len(entry.ours):
+            fused[hf_name][template] = tensor
+            if len(fused[hf_name]) == len(entry.ours):
+                parts = fused.pop(hf_name)
                 joined = join_rows([parts[ours] for ours in entry.ours])
                 hf_state_dict[hf_name] = (
                     swap_rows_and_columns(joined) if entry.transposed else joined
                 )
-                del fused[hf_name]
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -249,6 +231,7 @@ class KeyMapAdapter(StateDictAdapter):
         relevant = {k: t for k, t in hf_state_dict.items() if not self.ignores_hf_key(k)}
         _check_all_known(relevant, self.from_hf_map, "the Hugging Face weights")
         state_dict: dict[str, Any] = {}
+        # A rank that holds no expert also gets its empty share.
         stacks: dict[str, dict[int, Tensor]] = {
             name: {} for name, layout in self._layouts.items() if layout and not layout.rows
         }
@@ -257,16 +240,14 @@ class KeyMapAdapter(StateDictAdapter):
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
                 joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
-                parts = dict(zip(entry.ours, split_rows(joined, len(entry.ours)), strict=True))
+                parts = split_rows(joined, len(entry.ours))
+                for ours, part in zip(entry.ours, parts, strict=True):
+                    state_dict[ours.format(*numbers)] = part
+            elif _is_stack(hf_template, entry):
+                *outer, expert = numbers
+                stacks.setdefault(entry.format(*outer), {})[int(expert)] = tensor
             else:
-                parts = {entry: tensor}
-            for template, part in parts.items():
-                part = self._reorder(template, part, to_hf=False)
-                if _is_stack(hf_template, template):
-                    *outer, expert = numbers
-                    stacks.setdefault(template.format(*outer), {})[int(expert)] = part
-                else:
-                    state_dict[template.format(*numbers)] = part
+                state_dict[entry.format(*numbers)] = self._reorder(entry, tensor, to_hf=False)
         for name, experts in stacks.items():
             state_dict[name] = stack(experts, self._layouts.get(name), name)
         if self._is_tied and TOK_EMBEDDINGS in state_dict:
@@ -304,12 +285,21 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. Ours has the two
     numbers that turn together as neighbours, HF's has them half a head apart.
     """
-    if is_dtensor(tensor) and not _heads_are_whole(tensor, n_heads):
-        from torch.distributed.tensor import Replicate
+    if is_dtensor(tensor):
+        from torch.distributed.tensor import Replicate, Shard  # loaded: there is a DTensor
 
-        gathered = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        swapped = swap_rope_layout(gathered, n_heads, to_hf)
-        return swapped.redistribute(placements=tensor.placements)
+        # Rows are reordered in place only where each rank holds whole heads, in order.
+        mesh, placements = tensor.device_mesh, tensor.placements
+        row_ranks = [mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard(0)]
+        has_whole_heads = (
+            all(p.is_replicate() or type(p) is Shard for p in placements)
+            and len(row_ranks) <= 1
+            and all(n_heads % ranks == 0 for ranks in row_ranks)
+        )
+        if not has_whole_heads:
+            gathered = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+            swapped = swap_rope_layout(gathered, n_heads, to_hf)
+            return swapped.redistribute(placements=placements)
     half = tensor.shape[0] // n_heads // 2
     pair_sizes = (half, 2) if to_hf else (2, half)
     rows = tensor.view(n_heads, *pair_sizes, *tensor.shape[1:])
@@ -332,16 +322,3 @@ def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[Local
                 rows = shard.tensor[row - first : stop - first : 2]
                 hf_row = head + half * (n_rows // 2) + (row - head) // 2
                 yield shard._replace(tensor=rows, offsets=(hf_row, *other_offsets))
-
-
-def _heads_are_whole(tensor: Tensor, n_heads: int) -> bool:
-    """True if each rank holds whole heads, in order, so that they can be reordered in place."""
-    from torch.distributed.tensor import Shard
-
-    split = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate()]
-    if any(type(placement) is not Shard for _, placement in split):
-        return False
-    row_axes = [axis for axis, placement in split if placement.dim == 0]
-    return not row_axes or (
-        len(row_axes) == 1 and n_heads % tensor.device_mesh.size(row_axes[0]) == 0
-    )

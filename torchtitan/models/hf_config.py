@@ -2,8 +2,8 @@
 
     python -m torchtitan.models.hf_config path/to/config.json
 
-Tables say which of our args holds which HF field; a function per family adds what takes more than
-a name, and refuses by name what the family cannot express.
+Tables say which of our args holds which HF field. A function per family adds what a table cannot
+say, and refuses by name what the family cannot express.
 """
 
 import argparse
@@ -11,16 +11,14 @@ import dataclasses
 import os
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.rope import RoPEScalingArgs
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.json_files import read_json_object
 
-if TYPE_CHECKING:
-    from torchtitan.models.args import DecoderArgs
-
 Config = Mapping[str, Any]
-
-CONFIG_FILE = "config.json"
 
 
 class HFMatch(NamedTuple):
@@ -28,7 +26,7 @@ class HFMatch(NamedTuple):
 
     family: str
     flavor: str | None
-    model_args: "DecoderArgs"
+    model_args: DecoderArgs
 
 
 def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
@@ -36,45 +34,40 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
     config: the content of a config.json, its path, or that of the folder it lies in. Both
         spellings are read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
-    max_seq_len, the end-of-text token and the choice of attention kernel are no part of the
-    comparison: training sets them.
+    The comparison leaves out max_seq_len, the end-of-text token and the choice of attention
+    kernel, which training sets.
     Raises ValueError, with the field and the reason, for what the family cannot express, and for
     numbers that are not those of a model.
     """
-    if isinstance(config, Mapping):
-        return _match(config)
-    path = os.path.join(config, CONFIG_FILE) if os.path.isdir(config) else config
-    try:
-        content = read_json_object(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
-            "of a model, or its folder"
-        ) from error
-    try:
-        return _match(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _match(config: Config) -> HFMatch:
-    from torchtitan.protocols.train_spec import get_train_spec
+    if not isinstance(config, Mapping):
+        path = os.path.join(config, "config.json") if os.path.isdir(config) else config
+        try:
+            content = read_json_object(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
+                "of a model, or its folder"
+            ) from error
+        try:
+            return from_hf_config(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     config = _same_spelling(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise _refusal(config, "model_type", f"known are {', '.join(_FAMILIES)}")
-    family = _FAMILIES[model_type]
-    flavors = get_train_spec(family.name).model_args
+    family, to_args, default_rope_theta = _FAMILIES[model_type]
+    flavors = get_train_spec(family).model_args
     args_cls = type(next(iter(flavors.values())))
     try:
         _require(config, "hidden_act", {"silu"}, "feed-forwards are gated by SiLU")
         eos = config.get("eos_token_id")
         values = {
-            "rope_theta": _rope(config).get("rope_theta", family.default_rope_theta),
+            "rope_theta": config["rope_parameters"].get("rope_theta", default_rope_theta),
             "enable_weight_tying": config.get("tie_word_embeddings", False),
             "eos_id": eos[0] if isinstance(eos, list) else eos,
-        } | family.to_args(config)
+        } | to_args(config)
         if values["eos_id"] is None:
             del values["eos_id"]
         experts = {k.removeprefix(_MOE): v for k, v in values.items() if k.startswith(_MOE)}
@@ -92,15 +85,14 @@ def _match(config: Config) -> HFMatch:
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
-    return HFMatch(family.name, same[0] if same else None, model_args)
+    return HFMatch(family, same[0] if same else None, model_args)
 
 
-def differing(a: "DecoderArgs", b: "DecoderArgs") -> dict[str, tuple[Any, Any]]:
-    """Name -> (of a, of b), for every number that changes what weights fit or what they compute."""
-    facts = [_facts(args) for args in (a, b)]
-    names = dict.fromkeys([*facts[0], *facts[1]])
-    values = {name: (facts[0].get(name), facts[1].get(name)) for name in names}
-    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
+    """Name -> (of a, of b), for every number that changes which weights fit or what they compute."""
+    facts_a, facts_b = _facts(a), _facts(b)
+    pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 # HF field -> ours, in one table per group of families.
@@ -156,10 +148,9 @@ _LLAMA3_SCALING = {
 }
 _YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
 
-# The largest that are taken for sizes: what is beyond would be a number by mistake, and is refused
-# before anything is made of it.
-_LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
+# Larger sizes are mistakes, and are refused before anything is allocated.
 _LARGEST_SIZE = 2**24
+_LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
 _MAY_BE_ZERO = {"first_k_dense_replace", "n_shared_experts", "sliding_window", "q_lora_rank"}
 _SIZES = {
     *(_LLAMA | _QWEN_MOE | _DEEPSEEK | _LLAMA4 | _GPT_OSS),
@@ -183,15 +174,12 @@ _SAME_FIELD = {  # older or newer names of one field
 
 
 def _llama3(config: Config) -> dict[str, Any]:
-    return (
-        _take(config, _LLAMA)
-        | _llama3_rope(config)
-        | {
-            "head_dim": config.get("head_dim"),
-            "attention_bias": config.get("attention_bias", False),
-            "mlp_bias": config.get("mlp_bias", False),
-        }
-    )
+    others = {
+        "head_dim": config.get("head_dim"),
+        "attention_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+    }
+    return _take(config, _LLAMA) | _llama3_rope(config) | others
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
@@ -213,17 +201,14 @@ def _qwen3(config: Config) -> dict[str, Any]:
     _require(config, "decoder_sparse_step", {1}, "every layer has experts")
     if config.get("mlp_only_layers"):
         raise _refusal(config, "mlp_only_layers", "every layer has experts")
-    return (
-        _take(config, _QWEN_MOE)
-        | args
-        | {
-            "moe_enabled": True,
-            "moe_args.num_shared_experts": 0,
-            "moe_args.score_func": "softmax",
-            "moe_args.route_norm": config.get("norm_topk_prob", False),
-            "moe_args.score_before_experts": False,
-        }
-    )
+    experts = {
+        "moe_enabled": True,
+        "moe_args.num_shared_experts": 0,
+        "moe_args.score_func": "softmax",
+        "moe_args.route_norm": config.get("norm_topk_prob", False),
+        "moe_args.score_before_experts": False,
+    }
+    return _take(config, _QWEN_MOE) | args | experts
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
@@ -245,9 +230,9 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
         "moe_args.num_limited_groups": config.get("topk_group") if is_grouped else None,
         "moe_args.group_score": "max" if is_v2 else "top2_sum",
     }
-    rope = _rope(config)
+    rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
-        # Otherwise cos and sin are scaled too; here only the softmax scale is.
+        # Where the two differ, HF also scales cos and sin; here only the softmax is scaled.
         if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
             raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
         args["mscale"] = rope["mscale"]
@@ -272,56 +257,49 @@ def _llama4(config: Config) -> dict[str, Any]:
     if config.get("layer_types"):
         kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
         _require_layers(config, "layer_types", kinds)
-    switches = {
+    others = {
+        "interleave_moe_layer_step": step,
+        "every_n_layers_nope": interval,
         "use_qk_norm": config.get("use_qk_norm", True),
         "attn_temperature_tuning": bool(config.get("attn_temperature_tuning", True)),
         "floor_scale": config.get("floor_scale", 8192),
         "attn_scale": config.get("attn_scale", 0.1),
         "attention_bias": config.get("attention_bias", False),
+        "moe_args.num_shared_experts": 1,
+        "moe_args.score_func": "sigmoid",
     }
-    return (
-        _take(config, _LLAMA4)
-        | _llama3_rope(config)
-        | {"interleave_moe_layer_step": step, "every_n_layers_nope": interval}
-        | switches
-        | {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
-    )
+    return _take(config, _LLAMA4) | _llama3_rope(config) | others
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
     _require(config, "attention_bias", {True}, "its projections have biases")
     _require(config, "swiglu_alpha", {1.702}, "the activation's slope is fixed")
     if config.get("layer_types"):
-        kinds = ["full_attention" if n % 2 else "sliding_attention"
-                 for n in range(config["num_hidden_layers"])]  # fmt: skip
+        n_layers = config["num_hidden_layers"]
+        kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(n_layers)]
         _require_layers(config, "layer_types", kinds)
-    experts = {
+    others = {
+        "swiglu_limit": config.get("swiglu_limit", 7.0),
         "moe_args.num_shared_experts": 0,
         "moe_args.score_func": "softmax",
         "moe_args.route_norm": True,
         "moe_args.gate_bias": True,
         "moe_args.score_before_experts": False,
     }
-    swiglu = {"swiglu_limit": config.get("swiglu_limit", 7.0)}
     yarn = _yarn(config, truncate=False, betas=("ntk_beta", "ntk_alpha"))
-    return _take(config, _GPT_OSS) | yarn | swiglu | experts
+    return _take(config, _GPT_OSS) | yarn | others
 
 
-class _Family(NamedTuple):
-    name: str
-    to_args: Callable[[Config], dict[str, Any]]
-    default_rope_theta: float = 10000.0
-
-
-_FAMILIES = {  # HF's model_type -> ours
-    "llama": _Family("llama3", _llama3),
-    "qwen2": _Family("qwen3", _qwen3),
-    "qwen3": _Family("qwen3", _qwen3),
-    "qwen3_moe": _Family("qwen3", _qwen3),
-    "deepseek_v2": _Family("deepseek_v3", _deepseek_v3),
-    "deepseek_v3": _Family("deepseek_v3", _deepseek_v3),
-    "llama4_text": _Family("llama4", _llama4, 500000.0),
-    "gpt_oss": _Family("gpt_oss", _gpt_oss, 150000.0),
+# HF's model_type -> family, its function, rope_theta where a config has none.
+_FAMILIES: dict[str, tuple[str, Callable[[Config], dict[str, Any]], float]] = {
+    "llama": ("llama3", _llama3, 10000.0),
+    "qwen2": ("qwen3", _qwen3, 10000.0),
+    "qwen3": ("qwen3", _qwen3, 10000.0),
+    "qwen3_moe": ("qwen3", _qwen3, 10000.0),
+    "deepseek_v2": ("deepseek_v3", _deepseek_v3, 10000.0),
+    "deepseek_v3": ("deepseek_v3", _deepseek_v3, 10000.0),
+    "llama4_text": ("llama4", _llama4, 500000.0),
+    "gpt_oss": ("gpt_oss", _gpt_oss, 150000.0),
 }
 
 
@@ -329,7 +307,7 @@ _FAMILIES = {  # HF's model_type -> ours
 
 
 def _same_spelling(config: Config) -> Config:
-    """The text model's config, its fields by one of their names, its numbers checked."""
+    """The text model's config in the spelling of transformers 5, its numbers checked."""
     if config.get("model_type") == "llama4":
         text = config.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -342,7 +320,11 @@ def _same_spelling(config: Config) -> Config:
             if not isinstance(config[name], Mapping):
                 raise _refusal(config, name, "it must be a table")
             _check_numbers(config[name])
-    return config
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    return config | {"rope_parameters": rope}
 
 
 def _check_numbers(config: Config) -> None:
@@ -371,25 +353,15 @@ def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
     return {ours: values[hf] for hf, ours in table.items()}
 
 
-def _rope(config: Config) -> dict[str, Any]:
-    """rope_parameters in the spelling of transformers 5."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    if config.get("rope_theta") is not None:
-        parameters.setdefault("rope_theta", config["rope_theta"])
-    return parameters
-
-
 def _llama3_rope(config: Config) -> dict[str, Any]:
     if _require_rope_type(config, {"default", "llama3"}) == "default":
         return {"rope_scaling_args": None}
-    from torchtitan.models.rope import RoPEScalingArgs
-
-    return {"rope_scaling_args": RoPEScalingArgs(**_take(_rope(config), _LLAMA3_SCALING))}
+    scaling = _take(config["rope_parameters"], _LLAMA3_SCALING)
+    return {"rope_scaling_args": RoPEScalingArgs(**scaling)}
 
 
 def _require_rope_type(config: Config, allowed: set[str]) -> str:
-    rope = _rope(config)
+    rope = config["rope_parameters"]
     _require(rope, "rope_type", allowed, "frequencies cannot be scaled that way")
     return rope["rope_type"]
 
@@ -398,7 +370,7 @@ def _yarn(config: Config, truncate: bool, betas: tuple[str, str]) -> dict[str, A
     """betas: ours for beta_fast and beta_slow."""
     if _require_rope_type(config, {"default", "yarn"}) == "default":
         return {"rope_factor": 1.0}
-    rope = _rope(config)
+    rope = config["rope_parameters"]
     if rope.get("truncate", True) is not truncate:
         raise _refusal(rope, "truncate", f"the band of frequencies is made with {truncate}")
     if rope.get("attention_factor") is not None:
@@ -427,58 +399,50 @@ def _refusal(config: Config, name: str, reason: str) -> ValueError:
 # Args
 
 
-# Choices that a run makes, or that nothing reads.
+# Fields that a run sets, or that nothing reads.
 _NO_FACTS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
     "expert_parallel_comm_backend _enforced moe_args.use_grouped_mm "
     "moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
 )
-# Sizes that follow from fields in more than one way -> the fields.
+# Sizes that several combinations of fields give -> the fields.
 _DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
     "expert_hidden_dim": ["moe_inter_dim", "auto_scale_hidden_dim"],
     "attention_head_dim": ["head_dim"],
 }
-# A fact -> what it means nothing without.
-_MEANINGLESS = {
-    "moe_args.group_score": lambda args: args.moe_args.num_expert_groups is None,
-    "floor_scale": lambda args: not args.attn_temperature_tuning,
-    "attn_scale": lambda args: not args.attn_temperature_tuning,
-    "hidden_dim": lambda args: getattr(args, "moe_enabled", False),
-    "ffn_hidden_dim": lambda args: getattr(args, "interleave_moe_layer_step", 0) == 1,
-}
 
 
-def _facts(args: "DecoderArgs") -> dict[str, Any]:
-    facts = _flatten(dataclasses.asdict(args))
-    if getattr(args, "moe_enabled", True) is False:
-        facts = {k: v for k, v in facts.items() if not k.startswith("moe_") or k == "moe_enabled"}
+def _facts(args: DecoderArgs) -> dict[str, Any]:
+    """Name -> number, of the fields that say something about these weights."""
+    facts: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(args).items():
+        if isinstance(value, dict):  # moe_args, rope_scaling_args
+            facts |= {f"{name}.{field}": inner for field, inner in value.items()}
+        else:
+            facts[name] = value
+    dropped = set(_NO_FACTS)
     for derived, fields in _DERIVED.items():
         if hasattr(args, derived):
-            facts = {name: value for name, value in facts.items() if name not in fields}
             facts[derived] = getattr(args, derived)
+            dropped.update(fields)
     if facts.get("n_kv_heads", 0) is None:
         facts["n_kv_heads"] = args.n_heads
+    if getattr(args, "moe_enabled", True) is False:
+        dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
+    elif hasattr(args, "moe_enabled"):  # Qwen 3: all layers have experts
+        dropped.add("hidden_dim")
+    if getattr(args, "interleave_moe_layer_step", 0) == 1:
+        dropped.add("ffn_hidden_dim")
+    if facts.get("moe_args.num_expert_groups", 1) is None:
+        dropped.add("moe_args.group_score")
+    if not getattr(args, "attn_temperature_tuning", True):
+        dropped |= {"floor_scale", "attn_scale"}
     if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # 1 does what None does
-        facts = {k: v for k, v in facts.items() if not k.startswith("rope_scaling_args")}
+        dropped |= {name for name in facts if name.startswith("rope_scaling_args")}
     if facts.get("rope_factor") == 1:
-        yarn = {"original_seq_len", "beta_fast", "beta_slow", "ntk_alpha", "ntk_beta", "mscale"}
-        facts = {name: value for name, value in facts.items() if name not in yarn}
-    return {
-        name: value
-        for name, value in facts.items()
-        if name not in _NO_FACTS and not (name in _MEANINGLESS and _MEANINGLESS[name](args))
-    }
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+        dropped |= {"original_seq_len", "beta_fast", "beta_slow", "ntk_alpha", "ntk_beta", "mscale"}
+    return {name: value for name, value in facts.items() if name not in dropped}
 
 
 def main() -> None:
@@ -496,8 +460,6 @@ def main() -> None:
     if match.flavor is not None:
         print(f"flavor: {match.flavor}")
         return
-    from torchtitan.protocols.train_spec import get_train_spec
-
     flavors = get_train_spec(match.family).model_args
     nearest = min(flavors, key=lambda name: len(differing(flavors[name], match.model_args)))
     print(f"flavor: none has these numbers; the nearest is {nearest}, which differs in")

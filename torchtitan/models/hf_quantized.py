@@ -1,44 +1,37 @@
-"""Readers of Hugging Face files with quantized weights, which give them dequantized."""
+"""Readers of Hugging Face files with quantized weights, which give them dequantized, as fp32."""
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-
-def build_fp8_reader(path: str) -> "HuggingFaceStorageReader":
-    """Return a reader of DeepSeek-V3's fp8 blocks of 128 x 128 and their scales, as fp32."""
-    from torch.distributed.checkpoint.quantized_hf_storage import (
-        QuantizedHuggingFaceStorageReader,
-    )
-
+def build_quantized_reader(
+    path: str, number_format: Literal["fp8", "mxfp4"]
+) -> HuggingFaceStorageReader:
+    """Return a reader of DeepSeek-V3's fp8 blocks of 128 x 128, or of gpt-oss' MXFP4 experts."""
+    if number_format == "mxfp4":
+        return MXFP4Reader(path, thread_count=4)
     return QuantizedHuggingFaceStorageReader(
         path, target_dtype=torch.float32, block_size=128, thread_count=4
     )
 
 
-def build_mxfp4_reader(path: str) -> "HuggingFaceStorageReader":
-    """Return a reader of gpt-oss' MXFP4 experts, as fp32 [E, out, in].
+class MXFP4Reader(QuantizedHuggingFaceStorageReader):
+    """Reads experts as [E, out, in].
 
-    It is torch's own, whose metadata says that a dequantized tensor is made of one whole part.
-    torch corrects the tensor's size, yet leaves the part at [E, out, groups, 16]. Taken as three
-    dimensions, that covers the first `groups` columns, and the others would not be read.
+    torch's reader gives a dequantized tensor the right size, yet its one part the stored shape
+    [E, out, groups, 16]. Taken as three dimensions, that covers only the first `groups` columns,
+    and the others would not be read.
     """
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-    from torch.distributed.checkpoint.quantized_hf_storage import (
-        QuantizedHuggingFaceStorageReader,
-    )
 
-    class MXFP4Reader(QuantizedHuggingFaceStorageReader):
-        def read_metadata(self) -> Metadata:
-            metadata = super().read_metadata()
-            for name, tensor in metadata.state_dict_metadata.items():
-                if name.endswith("_blocks"):
-                    # The offsets stay: they are the part's key in the files.
-                    (part,) = tensor.chunks
-                    tensor.chunks = [ChunkStorageMetadata(part.offsets, tensor.size)]
-            return metadata
-
-    return MXFP4Reader(path, thread_count=4)
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        for name, tensor in metadata.state_dict_metadata.items():
+            if name.endswith("_blocks"):
+                # The offsets stay: they are the part's key in the files.
+                (part,) = tensor.chunks
+                tensor.chunks = [ChunkStorageMetadata(part.offsets, tensor.size)]
+        return metadata

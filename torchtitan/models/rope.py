@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 B rows, T tokens, D head size, L table length. Position p turns pair i of a head by the angle
-p * f_i, where f_i = theta ** (-2 i / D). Two conventions exist for which two of the D numbers are
-a pair:
+p * f_i, where f_i = theta ** (-2 i / D). There are two conventions for which two of the D numbers
+are a pair:
     neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of unit
         numbers with these angles
     halves (i, i + D/2), as in Hugging Face; table fp32 [L, 2 D], the cosines for all D numbers
@@ -30,6 +30,17 @@ class RoPEScalingArgs:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return frequencies [D/2], in radians per token, stretched; theta does not matter here."""
+        # How often each pair turns within the context that the model was first trained on.
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        slow = frequencies / self.scaling_factor
+        span = self.high_freq_factor - self.low_freq_factor
+        if span == 0:  # no band to blend in: a step
+            return torch.where(turns < self.low_freq_factor, slow, frequencies)
+        keep = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        return torch.lerp(slow, frequencies, keep)
+
 
 @dataclass
 class YaRNArgs:
@@ -48,61 +59,44 @@ class YaRNArgs:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return frequencies [D/2], in radians per token, stretched."""
+        if self.factor == 1:
+            return frequencies
+        n_pairs = len(frequencies)
+
+        def pair_with(turns: float) -> float:
+            """The pair, as a real number, that turns this often in the original context."""
+            wavelength = self.original_seq_len / turns
+            return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        # The upper limit counts numbers, not pairs, in all published code.
+        low, high = max(low, 0), min(high, 2 * n_pairs - 1)
+        if low == high:
+            high += 0.001
+        pairs = torch.arange(n_pairs, dtype=torch.float32)
+        slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+        return frequencies / self.factor * slowed + frequencies * (1 - slowed)
+
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return the correction of attention's magnitude that goes with YaRN; 1 for factor 1.
 
-    Equation 22 of the paper for mscale 1. Multiply queries and keys by it, or the softmax scale
+    Equation 22 of the paper if mscale is 1. Multiply queries and keys by it, or the softmax scale
     by its square.
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YaRNArgs) -> Tensor:
-    """Frequencies [D/2] in radians per token, stretched as `YaRNArgs` says."""
-    if yarn.factor == 1:
-        return frequencies
-    n_pairs = len(frequencies)
-
-    def pair_with(turns: float) -> float:
-        """The pair, as a real number, that turns so often in the original context."""
-        wavelength = yarn.original_seq_len / turns
-        return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
-
-    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    # The upper limit counts numbers, not pairs, in all published code.
-    low, high = max(low, 0), min(high, 2 * n_pairs - 1)
-    if low == high:
-        high += 0.001
-    pairs = torch.arange(n_pairs, dtype=torch.float32)
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
-    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
-
-
-def _scaled_frequencies(frequencies: Tensor, scaling: RoPEScalingArgs) -> Tensor:
-    """Frequencies [D/2] in radians per token, stretched as `RoPEScalingArgs` says."""
-    # How many times each one turns within the context that the model was first trained on.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    slow = frequencies / scaling.scaling_factor
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    if span == 0:  # no band to blend in: a step
-        return torch.where(turns < scaling.low_freq_factor, slow, frequencies)
-    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return torch.lerp(slow, frequencies, keep)
-
-
 def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
     """Frequencies fp32 [dim/2] in radians per token."""
-    # In this order of operations, as in the published models: the last bit of a frequency,
-    # times a position of 100,000, is an angle that shows.
+    # The order of operations is that of the published models: the last bit of a frequency, times
+    # a position of 100,000, is an angle that shows.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if isinstance(scaling_args, YaRNArgs):
-        return _yarn_frequencies(frequencies, theta, scaling_args)
-    if scaling_args is not None:
-        return _scaled_frequencies(frequencies, scaling_args)
-    return frequencies
+    return frequencies if scaling_args is None else scaling_args.stretch(frequencies, theta)
 
 
 def precompute_freqs_cis(
@@ -151,10 +145,10 @@ def _beyond_table(wanted: int | str, length: int) -> str:
 
 
 def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return each token's table row with an axis for heads: [1 or B, T, 1, D/2].
+    """Return each token's table row with an axis for heads: [1 or B, T, 1, ...].
 
-    x: complex [B, T, heads, D/2].
-    freqs_cis: the table [L, D/2], or rows already selected [1 or B, T, D/2].
+    freqs_cis: a table [L, ...] of either convention, or rows already selected [1 or B, T, ...].
+    x: [B, T, heads, ...].
     """
     if freqs_cis.dim() == 2:
         freqs_cis = select_positions(freqs_cis, positions, x.shape[1])
@@ -212,12 +206,10 @@ def apply_rotary_emb_to_halves(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys, the two halves of each head turned by their token's position.
 
-    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache: the table [L, 2 D], or rows already selected
-    [1 or B, T, 2 D]. positions as in `select_positions`. fp32 inside, the inputs' dtype out.
+    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache and positions as in `reshape_for_broadcast`.
+    fp32 inside, the inputs' dtype out.
     """
-    if rope_cache.dim() == 2:
-        rope_cache = select_positions(rope_cache, positions, xq.shape[1])
-    cos, sin = rope_cache.unsqueeze(2).chunk(2, dim=-1)
+    cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
     first, second = sin.chunk(2, dim=-1)
     sin = torch.cat((-first, second), dim=-1)
     return _rotate_halves(xq, cos, sin), _rotate_halves(xk, cos, sin)

@@ -1,14 +1,14 @@
-"""The seams between the trainer and what it trains. Names are imported on first use."""
+"""The interfaces between the trainer and what it trains."""
 
-from torchtitan.tools.lazy_names import load_on_access
+from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, StateDictAdapter
 
-_MODULE_OF = {
-    "BaseModelArgs": ".model",
-    "ModelProtocol": ".model",
-    "ModelConverter": ".model_converter",
-    "ModelConvertersContainer": ".model_converter",
-    "BaseStateDictAdapter": ".state_dict_adapter",
-    "StateDictAdapter": ".state_dict_adapter",
-}
-__all__ = list(_MODULE_OF)
-__getattr__ = load_on_access(__name__, _MODULE_OF)
+__all__ = [
+    "BaseModelArgs",
+    "BaseStateDictAdapter",
+    "ModelConverter",
+    "ModelConvertersContainer",
+    "ModelProtocol",
+    "StateDictAdapter",
+]

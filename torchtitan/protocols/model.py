@@ -1,16 +1,14 @@
 """What the engine asks of a model and of its arguments."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from torchtitan.config import JobConfig
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.lazy_names import load_on_access
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
-    from torchtitan.data.tokenizer import BaseTokenizer
 
 __all__ = ["BaseModelArgs", "ModelProtocol"]
 __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models.attention"})
@@ -23,10 +21,10 @@ class BaseModelArgs:
     Subclasses are dataclasses, and every field of theirs has a default.
     """
 
-    # Its default is the point: a subclass field without one is a TypeError at class creation.
+    # A subclass field without a default is a TypeError at class creation, because this one has one.
     _enforced: str = "every field has a default"
 
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take over what the job decides. The engine calls it on a copy of the flavor."""
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -51,12 +49,10 @@ class ModelProtocol(nn.Module):
     def get_attention_masks(
         self,
         input_batch: torch.Tensor,
-        tokenizer: "BaseTokenizer | None",
+        tokenizer: BaseTokenizer | None,
         extra_inputs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the masks (`AttentionMasksType`) for one batch of tokens [B, T].
-
-        Only asked of flex and varlen models.
+        """Return the masks (`AttentionMasksType`) of a batch of tokens [B, T], for flex and varlen.
 
         extra_inputs: the batch's other entries, such as `positions` [B, T].
         """

@@ -1,21 +1,19 @@
 """Converters change a model in place between building and parallelizing it, e.g. to float8."""
 
 import importlib
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.distributed import ParallelDims
 
 
 class ModelConverter(Protocol):
     """What a converter must offer."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: "ParallelDims") -> None: ...
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None: ...
 
     def convert(self, model: nn.Module) -> None:
         """Change `model` in place; its parameters may be on the meta device."""
@@ -34,8 +32,7 @@ class UnknownConverterError(KeyError, ValueError):
         return self.args[0]
 
 
-# Our own: module of torchtitan.quantization, class. Found by name when asked for, so
-# that nothing registers on import.
+# Module of torchtitan.quantization, class: imported by name, so that nothing registers on import.
 _BUILT_IN_CONVERTERS = {
     "quantize.linear.float8": ("float8", "Float8LinearConverter"),
     "quantize.grouped_mm.float8": ("float8", "Float8GroupedMMConverter"),
@@ -72,9 +69,9 @@ def find_model_converter(name: str) -> type[ModelConverter]:
 
 
 class ModelConvertersContainer(ModelConverter):
-    """Applies the converters of `model.converters`, in that order."""
+    """Applies the converters of `model.converters`, in that order; there may be none."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: "ParallelDims") -> None:
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         self.converters: list[ModelConverter] = [
             find_model_converter(name)(job_config, parallel_dims)
             for name in job_config.model.converters
@@ -92,8 +89,4 @@ class ModelConvertersContainer(ModelConverter):
             converter.post_optimizer_hook(model)
 
 
-def build_model_converters(
-    job_config: JobConfig, parallel_dims: "ParallelDims"
-) -> ModelConvertersContainer:
-    """Return the converters the config asks for; an empty container if it asks for none."""
-    return ModelConvertersContainer(job_config, parallel_dims)
+build_model_converters = ModelConvertersContainer

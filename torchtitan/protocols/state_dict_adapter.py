@@ -4,19 +4,13 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.distributed.tensor_views import LocalShard
+from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    from torchtitan.distributed.tensor_views import LocalShard
-    from torchtitan.protocols.model import BaseModelArgs
-
-_INDEX_FILE = "model.safetensors.index.json"
-_MOST_DIGITS = 9  # of a file's number
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -28,8 +22,8 @@ def to_template(name: str) -> tuple[str, list[str]]:
 class BaseStateDictAdapter(ABC):
     """What a checkpoint manager needs of a model family to read and write Hugging Face files.
 
-    fqn_to_index_mapping: HF tensor name -> number (from 1) of the shard that holds it; None
-        divides by size.
+    fqn_to_index_mapping: HF tensor name -> number (from 1) of the file that an export puts it in;
+        None divides by size.
     hf_assets_path: folder with the model's Hugging Face files, or None.
     """
 
@@ -37,7 +31,7 @@ class BaseStateDictAdapter(ABC):
     hf_assets_path: str | None
 
     @abstractmethod
-    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None: ...
+    def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None: ...
 
     @abstractmethod
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -48,15 +42,13 @@ class BaseStateDictAdapter(ABC):
         """The inverse of `to_hf`."""
 
     @abstractmethod
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
-        """A DCP reader of the safetensors files in `path`."""
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        """A DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Divide our names into groups that `to_hf` can translate each by itself.
+        """Divide our names into groups that `to_hf` can translate one by one; here by module.
 
-        Here those of one module stay together; names that have no HF name may be left out.
+        Names that have no HF name may be left out.
         """
         groups: dict[str, list[str]] = {}
         for name in names:
@@ -64,15 +56,15 @@ class BaseStateDictAdapter(ABC):
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """True for parameters of ours whose dtype an export doesn't change: those of routers, for
-        a rounded score may choose another expert."""
+        """Whether an export keeps the dtype of our parameter: true for routers, as a rounded
+        score may choose another expert."""
         return ".router." in name
 
     def hf_aliases(self) -> dict[str, str]:
         """HF name -> the other HF name of the same tensor, which `to_hf` leaves out."""
         return {}
 
-    def shards_to_hf(self, name: str, shard: "LocalShard") -> "Iterable[tuple[str, LocalShard]]":
+    def shards_to_hf(self, name: str, shard: LocalShard) -> Iterable[tuple[str, LocalShard]]:
         """HF name -> block, for one block of our tensor; views, and no communication."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot translate shards by themselves; stream whole tensors "
@@ -80,32 +72,47 @@ class BaseStateDictAdapter(ABC):
         )
 
     def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
-        """Return an adapter that asks for the names in `hf_names`, where tools name differently."""
+        """Return an adapter that asks for the names in `hf_names`, where several are in use."""
         return self
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        """True if a tensor of this name may stand in the files though the model has no use for
-        it. Any other tensor without a counterpart fails the load."""
+        """Whether files may hold a tensor of this name though the model has no use for it.
+
+        Any other tensor without a counterpart fails the load.
+        """
         return False
 
 
 class StateDictAdapter(BaseStateDictAdapter):
     """An adapter that reads the shard numbers from the index file under `hf_assets_path`.
 
-    A subclass with a table `from_hf_map` (HF name with `{}` for each number -> our name, or
-    None to drop it) gets the dropped names ignored on loading.
+    Names that a subclass' table `from_hf_map` (HF name with `{}` for each number -> our name)
+    maps to None are ignored on loading.
     """
 
     from_hf_map: dict[str, Any]
 
-    def __init__(self, model_args: "BaseModelArgs", hf_assets_path: str | None) -> None:
+    def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         self.model_args = model_args
         self.hf_assets_path = hf_assets_path
-        self.fqn_to_index_mapping = _read_shard_numbers(hf_assets_path)
+        self.fqn_to_index_mapping = None
+        if hf_assets_path is None:
+            return
+        path = os.path.join(hf_assets_path, "model.safetensors.index.json")
+        try:
+            weight_map = read_weight_map(path)
+        except FileNotFoundError:
+            logger.info(f"There is no {path}: a Hugging Face export is divided by size")
+            return
+        self.fqn_to_index_mapping = {}
+        for name, shard in weight_map.items():
+            match = re.search(r"\d+", shard)
+            if match is None or len(match.group()) > 9:  # more digits are no file's number
+                raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
+            self.fqn_to_index_mapping[name] = int(match.group())
 
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> "HuggingFaceStorageReader":
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        # Loads DCP, which models without a checkpoint don't need.
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         if from_quantized:
@@ -122,7 +129,7 @@ class StateDictAdapter(BaseStateDictAdapter):
 def read_weight_map(path: str) -> dict[str, str]:
     """Tensor name -> file name, from a model.safetensors.index.json.
 
-    Raises FileNotFoundError, or ValueError if it is something else, or names files elsewhere.
+    Raises FileNotFoundError, and ValueError for other content or files outside its folder.
     """
     try:
         weight_map = read_json_object(path).get("weight_map")
@@ -138,21 +145,3 @@ def read_weight_map(path: str) -> dict[str, str]:
                 "only name files of its own folder"
             )
     return weight_map
-
-
-def _read_shard_numbers(hf_assets_path: str | None) -> dict[str, int] | None:
-    if hf_assets_path is None:
-        return None
-    path = os.path.join(hf_assets_path, _INDEX_FILE)
-    try:
-        weight_map = read_weight_map(path)
-    except FileNotFoundError:
-        logger.info(f"There is no {path}: a Hugging Face export is divided by size")
-        return None
-    numbers = {}
-    for name, shard in weight_map.items():
-        match = re.search(r"\d+", shard)
-        if match is None or len(match.group()) > _MOST_DIGITS:
-            raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
-        numbers[name] = int(match.group())
-    return numbers

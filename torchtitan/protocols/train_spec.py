@@ -1,4 +1,4 @@
-"""Which builders and which model make up one trainable thing, found by name."""
+"""The train spec: which model, flavors and builders belong to a `model.name`."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ _extra_train_specs: dict[str, TrainSpec] = {}
 def register_train_spec(name: str, train_spec: TrainSpec) -> None:
     """Make `train_spec` known as `model.name = name`; it wins over a built-in of that name.
 
-    Raises ValueError if the name was registered before.
+    Raises ValueError for a name that is already registered.
     """
     if name in _extra_train_specs:
         raise ValueError(f"a train spec named {name!r} is already registered; pick another name")
@@ -67,31 +67,27 @@ def register_train_spec(name: str, train_spec: TrainSpec) -> None:
 def get_train_spec(name: str) -> TrainSpec:
     """Return the spec of a registered, built-in or experimental model, looked up in that order.
 
-    Built-in specs are fresh objects that share one set of flavor args per process.
+    Built-in specs are new objects that share one set of flavor args per process.
     Raises ValueError, listing the known names, for any other name.
     """
     if name in _extra_train_specs:
         return _extra_train_specs[name]
-    # By name, not by import: the families stand above this module.
-    built_in: dict[str, str] = {}
-    for package, table in (
-        ("experiments", "_supported_experiments"),
-        ("models", "_supported_models"),
-    ):
-        families = getattr(importlib.import_module(f"torchtitan.{package}"), table)
-        built_in |= dict.fromkeys(families, f"torchtitan.{package}")
-    if name in built_in:
-        return importlib.import_module(f"{built_in[name]}.{name}").get_train_spec()
-
-    known = sorted({*_extra_train_specs, *built_in})
+    known = set(_extra_train_specs)
+    for package in ("models", "experiments"):
+        # By name: these packages import this module.
+        folder = importlib.import_module(f"torchtitan.{package}")
+        families = getattr(folder, f"_supported_{package}")
+        if name in families:
+            return importlib.import_module(f"torchtitan.{package}.{name}").get_train_spec()
+        known |= families
     raise ValueError(
         f"model.name = {name!r} is not a known model{guess(name, known)}; known: "
-        f"{', '.join(known)}. Register your own with "
+        f"{', '.join(sorted(known))}. Register your own with "
         "torchtitan.protocols.train_spec.register_train_spec"
     )
 
 
-# Names that used to be importable from here, and still are, without loading them up front.
+# Names that clients import from here; their modules stand above this one, or load much.
 _MODULE_OF = {
     "BaseDataLoader": "torchtitan.data.dataloader",
     "LossFunction": "torchtitan.loss.cross_entropy",

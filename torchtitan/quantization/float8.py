@@ -12,19 +12,19 @@ from torchtitan.config.job_config import Float8Linear as Float8LinearOptions
 from torchtitan.distributed import ParallelDims
 from torchtitan.quantization import (
     FP8_GROUP_ALIGNMENT_SIZE,
+    GroupedMMConverter,
     QuantizationConverter,
 )
 from torchtitan.quantization.utils import (
     import_torchao,
     keep_state_dicts_plain,
     module_filter_fn,
-    set_group_alignment,
 )
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
-# In filter_fqns: leave out layers that are too small to gain from float8, too.
+# In filter_fqns: also leave out layers that are too small to gain from float8.
 AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
 
 
@@ -38,9 +38,14 @@ class Float8LinearConverter(QuantizationConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.float8
-        _check_hardware(options, compiled=job_config.compile.applies_to("model"))
+        compiled = job_config.compile.applies_to("model")
+        if not has_cuda_capability(8, 9) and (compiled or not options.emulate):
+            raise ValueError(
+                "quantize.linear.float8 needs a GPU of compute capability 8.9 or higher; without "
+                "one, set quantize.linear.float8.emulate = true and compile.enable = false"
+            )
         self._torchao_float8 = import_torchao("torchao.float8", "quantize.linear.float8")
-        if not job_config.compile.applies_to("model"):
+        if not compiled:
             logger.warning("float8 without torch.compile is slower than bf16: set compile.enable")
 
         self.config = self._build_config(options, parallel_dims)
@@ -53,8 +58,6 @@ class Float8LinearConverter(QuantizationConverter):
         self.enabled = True
 
     def convert(self, model: nn.Module) -> None:
-        if not self.enabled:
-            return
         self._torchao_float8.convert_to_float8_training(
             model, config=self.config, module_filter_fn=self.filter_fn
         )
@@ -65,8 +68,8 @@ class Float8LinearConverter(QuantizationConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Work out the scales of all float8 weights in one all-reduce, instead of one each."""
-        if not (self.enabled and self.precompute_scale):
+        """Compute the scales of all float8 weights in one all-reduce, instead of one each."""
+        if not self.precompute_scale:
             return
         for part in model if isinstance(model, list) else [model]:
             self._torchao_float8.precompute_float8_dynamic_scale_for_fsdp(part)
@@ -74,19 +77,15 @@ class Float8LinearConverter(QuantizationConverter):
     def _build_config(self, options: Float8LinearOptions, parallel_dims: ParallelDims) -> Any:
         config_cls = self._torchao_float8.Float8LinearConfig
         if options.recipe_name is None:
-            return config_cls(
-                enable_fsdp_float8_all_gather=(
-                    parallel_dims.dp_shard_enabled and options.enable_fsdp_float8_all_gather
-                ),
-                emulate=options.emulate,
-            )
+            gather = parallel_dims.dp_shard_enabled and options.enable_fsdp_float8_all_gather
+            return config_cls(enable_fsdp_float8_all_gather=gather, emulate=options.emulate)
         if options.enable_fsdp_float8_all_gather:
             raise ValueError(
                 "quantize.linear.float8.recipe_name and enable_fsdp_float8_all_gather exclude "
                 f"each other, got recipe_name = {options.recipe_name!r}; drop one of them"
             )
         if options.recipe_name == "rowwise":
-            import torch._inductor.config
+            import torch._inductor.config  # the compiler: loaded only by jobs that need it
 
             # Without the casts that eager mode makes, fused scaling kernels round differently.
             host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
@@ -107,7 +106,7 @@ class Float8LinearConverter(QuantizationConverter):
         return partial(module_filter_fn, filter_fqns=self.filter_fqns)
 
 
-class Float8GroupedMMConverter(QuantizationConverter):
+class Float8GroupedMMConverter(GroupedMMConverter):
     """Has the experts' grouped matrix products compute in float8, row-wise scaled.
 
     Converts the modules whose name contains one of `quantize.grouped_mm.float8.fqns`. Raises
@@ -116,45 +115,20 @@ class Float8GroupedMMConverter(QuantizationConverter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
-        # One name may come as a plain string from TOML.
-        fqns = job_config.quantize.grouped_mm.float8.fqns
-        self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
+        name = "quantize.grouped_mm.float8"
         if not has_cuda_capability(8, 9):
             raise ValueError(
-                "quantize.grouped_mm.float8 needs a GPU of compute capability 8.9 or higher; "
+                f"{name} needs a GPU of compute capability 8.9 or higher; "
                 "remove it from model.converters"
             )
         for key, degree in (("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
             if degree != 1:
                 raise ValueError(
-                    "quantize.grouped_mm.float8 does not work with "
-                    f"parallelism.{key}_parallel_degree = {degree}; set it to 1"
+                    f"{name} does not work with parallelism.{key}_parallel_degree = {degree}; "
+                    "set it to 1"
                 )
-        if not job_config.compile.applies_to("model"):
-            logger.warning("float8 grouped products are slow without compile.enable")
-        module = import_torchao(
-            "torchao.prototype.moe_training.config", "quantize.grouped_mm.float8"
+        config = import_torchao("torchao.prototype.moe_training.config", name)
+        fqns = job_config.quantize.grouped_mm.float8.fqns
+        self.set_up(
+            job_config, fqns, config.Float8TrainingOpConfig(), "float8", FP8_GROUP_ALIGNMENT_SIZE
         )
-        self._config = module.Float8TrainingOpConfig()
-        self._quantize = import_torchao(
-            "torchao.quantization", "quantize.grouped_mm.float8"
-        ).quantize_
-        set_group_alignment(FP8_GROUP_ALIGNMENT_SIZE)
-        self.enabled = True
-
-    def convert(self, model: nn.Module) -> None:
-        self._quantize(model, self._config, filter_fn=self._is_target)
-        keep_state_dicts_plain(model)
-        logger.info("Grouped matrix products of %s compute in float8", self.fqns)
-
-    def _is_target(self, module: nn.Module, fqn: str) -> bool:
-        return any(target in fqn for target in self.fqns)
-
-
-def _check_hardware(options: Float8LinearOptions, *, compiled: bool) -> None:
-    if has_cuda_capability(8, 9) or (options.emulate and not compiled):
-        return
-    raise ValueError(
-        "quantize.linear.float8 needs a GPU of compute capability 8.9 or higher; without one, "
-        "set quantize.linear.float8.emulate = true and compile.enable = false"
-    )

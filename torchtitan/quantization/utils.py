@@ -17,15 +17,16 @@ _DIM_MULTIPLE = 16
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """True for a linear layer to convert: fit for the kernels and matched by no filter.
+    """Whether to convert a module: a linear layer that fits the kernels and that no filter matches.
 
     A filter matches when it occurs anywhere in the fully qualified name.
-    multiple: what has to divide both sizes of the weight.
+    multiple: must divide both sizes of the weight.
     """
-    if not isinstance(mod, nn.Linear):
-        return False
-    fits = all(size % multiple == 0 for size in mod.weight.shape)
-    return fits and not any(filter_fqn in fqn for filter_fqn in filter_fqns)
+    return (
+        isinstance(mod, nn.Linear)
+        and all(size % multiple == 0 for size in mod.weight.shape)
+        and not any(filter_fqn in fqn for filter_fqn in filter_fqns)
+    )
 
 
 def import_torchao(module_name: str, converter_name: str) -> ModuleType:
@@ -41,8 +42,8 @@ def import_torchao(module_name: str, converter_name: str) -> ModuleType:
 def keep_state_dicts_plain(model: nn.Module) -> None:
     """Have the state dicts of a converted model hold plain weights, which share its memory.
 
-    torchao wraps some weights. Checkpoints with such tensors could be read with torchao only, and
-    by the same converter, if at all.
+    torchao wraps some weights. Checkpoints of wrapped tensors could be read only with torchao and
+    the same converter.
     """
     for module in model.modules():
         if any(is_traceable_wrapper_subclass(p) for p in module.parameters(recurse=False)):
@@ -53,9 +54,9 @@ def keep_state_dicts_plain(model: nn.Module) -> None:
 def _unwrap_weights(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name in module._parameters:
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = _unwrapped(state_dict[prefix + name])
+    for name in (prefix + name for name in module._parameters):
+        if name in state_dict:
+            state_dict[name] = _unwrapped(state_dict[name])
 
 
 def _unwrapped(weight: Tensor) -> Tensor:
@@ -65,25 +66,20 @@ def _unwrapped(weight: Tensor) -> Tensor:
     plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
     if not is_dtensor(weight):
         return plain
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements, stride = weight.device_mesh, weight.placements, weight.stride()
-    return DTensor.from_local(
-        plain, mesh, placements, run_check=False, shape=weight.shape, stride=stride
+    return type(weight).from_local(
+        plain,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
     )
 
 
 def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:
-    """The scales of float8 weights that were worked out ahead are those of the former weights."""
+    """Drop the scales that were computed ahead for the weights before loading."""
     with torch.no_grad():  # or a DTensor would hand out another tensor
         for parameter in module.parameters(recurse=False):
             local = local_tensor(parameter)
             if hasattr(local, "_precomputed_scale"):
                 local._precomputed_scale = None
-
-
-def set_group_alignment(alignment: int) -> None:
-    """Pad the tokens of each expert up to a multiple of `alignment` from here on."""
-    from torchtitan.models.moe.utils import set_token_group_alignment_size_m
-
-    set_token_group_alignment_size_m(alignment)

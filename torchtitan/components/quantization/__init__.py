@@ -4,5 +4,6 @@
 from torchtitan.quantization import (
     FP8_GROUP_ALIGNMENT_SIZE,
     MXFP8_GROUP_ALIGNMENT_SIZE,
+    GroupedMMConverter,
     QuantizationConverter,
 )

@@ -1,9 +1,4 @@
 """The reference's path of `torchtitan.quantization.utils`."""
 # ruff: noqa: F401
 
-from torchtitan.quantization.utils import (
-    import_torchao,
-    keep_state_dicts_plain,
-    module_filter_fn,
-    set_group_alignment,
-)
+from torchtitan.quantization.utils import import_torchao, keep_state_dicts_plain, module_filter_fn

@@ -1,15 +1,14 @@
 """DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.train_spec import DecoderFamily
-
-if TYPE_CHECKING:
-    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
-    from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
-    from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
+from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
+from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "DeepSeekV3Model",
@@ -89,12 +88,6 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
     ),
 }
 
-_family = DecoderFamily(
-    __name__,
-    deepseekv3_args,
-    model="DeepSeekV3Model",
-    adapter="DeepSeekV3StateDictAdapter",
-    parallelize="parallelize_deepseekv3",
-)
-get_train_spec = _family.get_train_spec
-__getattr__ = _family.load_name
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(DeepSeekV3Model, deepseekv3_args, DeepSeekV3StateDictAdapter)

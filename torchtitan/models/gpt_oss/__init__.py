@@ -1,15 +1,12 @@
 """gpt-oss: flavors, and the train spec."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
-from torchtitan.models.moe.args import MoEArgs
-from torchtitan.models.train_spec import DecoderFamily
-
-if TYPE_CHECKING:
-    from torchtitan.models.gpt_oss.model.model import GptOssModel
-    from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
-    from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
+from torchtitan.models.gpt_oss.model.model import GptOssModel
+from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
+from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "GptOssModel",
@@ -50,12 +47,6 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
     "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
 }
 
-_family = DecoderFamily(
-    __name__,
-    gptoss_configs,
-    model="GptOssModel",
-    adapter="GptOssStateDictAdapter",
-    parallelize="parallelize_gptoss",
-)
-get_train_spec = _family.get_train_spec
-__getattr__ = _family.load_name
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(GptOssModel, gptoss_configs, GptOssStateDictAdapter)

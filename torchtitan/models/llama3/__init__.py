@@ -1,14 +1,11 @@
-"""Llama 3, 3.1 and 3.2: flavors, and the train spec that puts them together with the components."""
-
-from typing import TYPE_CHECKING
+"""Llama 3, 3.1 and 3.2: flavors, and the train spec."""
 
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
-from torchtitan.models.train_spec import DecoderFamily
-
-if TYPE_CHECKING:
-    from torchtitan.models.llama3.model.model import Transformer
-    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-    from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Llama3StateDictAdapter",
@@ -19,43 +16,26 @@ __all__ = [
     "parallelize_llama",
 ]
 
+
+def _sizes(dim: int, n_layers: int, n_heads: int, multiplier: float, multiple_of: int) -> dict:
+    return {
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": 8,
+        "ffn_dim_multiplier": multiplier,
+        "multiple_of": multiple_of,
+    }
+
+
 _FLEX = {"attn_type": "flex", "attn_mask_type": "block_causal"}
 _VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
-_1B = {  # Llama 3.2
-    "dim": 2048,
-    "n_layers": 16,
-    "n_heads": 32,
-    "n_kv_heads": 8,
-    "ffn_dim_multiplier": 1.5,
-    "multiple_of": 256,
+_1B = _sizes(2048, 16, 32, 1.5, 256) | {  # Llama 3.2
     "rope_scaling_args": RoPEScalingArgs(scaling_factor=32.0),
     "enable_weight_tying": True,
 }
-_8B = {
-    "dim": 4096,
-    "n_layers": 32,
-    "n_heads": 32,
-    "n_kv_heads": 8,
-    "ffn_dim_multiplier": 1.3,
-    "multiple_of": 1024,
-}
-_70B = {
-    "dim": 8192,
-    "n_layers": 80,
-    "n_heads": 64,
-    "n_kv_heads": 8,
-    "ffn_dim_multiplier": 1.3,
-    "multiple_of": 4096,
-}
-_405B = {
-    "dim": 16384,
-    "n_layers": 126,
-    "n_heads": 128,
-    "n_kv_heads": 8,
-    "ffn_dim_multiplier": 1.2,
-    "multiple_of": 4096,
-}
+_8B = _sizes(4096, 32, 32, 1.3, 1024)
 
 llama3_args: dict[str, TransformerModelArgs] = {
     flavor: TransformerModelArgs(rope_theta=500000, **sizes)
@@ -67,18 +47,13 @@ llama3_args: dict[str, TransformerModelArgs] = {
         "8B": _8B,
         "8B_flex": _8B | _FLEX,
         "8B_varlen": _8B | _VARLEN,
-        "70B": _70B,
-        "405B": _405B,
+        "70B": _sizes(8192, 80, 64, 1.3, 4096),
+        "405B": _sizes(16384, 126, 128, 1.2, 4096),
     }.items()
 }
 
-_family = DecoderFamily(
-    __name__,
-    llama3_args,
-    model="Transformer",
-    adapter="Llama3StateDictAdapter",
-    parallelize="parallelize_llama",
-    balance_experts=False,
-)
-get_train_spec = _family.get_train_spec
-__getattr__ = _family.load_name
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(
+        Transformer, llama3_args, Llama3StateDictAdapter, balance_experts=False
+    )

@@ -1,15 +1,14 @@
 """Llama 4, text: flavors, and the train spec."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.models.llama4.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama4.model.model import Transformer
+from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.train_spec import DecoderFamily
-
-if TYPE_CHECKING:
-    from torchtitan.models.llama4.model.model import Transformer
-    from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
-    from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Llama4StateDictAdapter",
@@ -52,12 +51,6 @@ llama4_args: dict[str, TransformerModelArgs] = {
     "17bx128e_irope": _flavor(128, False, **_17B, **_IROPE),
 }
 
-_family = DecoderFamily(
-    __name__,
-    llama4_args,
-    model="Transformer",
-    adapter="Llama4StateDictAdapter",
-    parallelize="parallelize_llama",
-)
-get_train_spec = _family.get_train_spec
-__getattr__ = _family.load_name
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(Transformer, llama4_args, Llama4StateDictAdapter)

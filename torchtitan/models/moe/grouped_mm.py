@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own, in eager and in compiled code.
+"""Products of groups of rows, each group with its own matrix, in eager and in compiled code.
 
 N rows in E groups, K columns, M columns of the result.
 """
@@ -19,18 +19,18 @@ _library.define("grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offsets) -
 
 
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows up to offsets[0] by weights[0], those from there to offsets[1] by weights[1].
+    """Multiply rows up to offsets[0] by weights[0], rows from there to offsets[1] by weights[1].
 
     x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32, ascending. Returns
     [N, M]; rows from offsets[-1] on hold anything.
     """
-    # Weights that compute in 8 bits take over the call of torch's own operator, whatever the dtype.
+    # torchao's weights in 8 bits override torch's own operator for every dtype.
     takes_over = has_torch_function_unary(weights)
     if not takes_over and is_slow_product(x):
         rounded = (t.to(torch.bfloat16).float() for t in (x, weights))
         return torch.ops.torchtitan.grouped_mm(*rounded, offsets).to(torch.bfloat16)
     if not takes_over and weights.dtype != torch.bfloat16:
-        # Without data, as when compiling, torch refuses to run its own on other dtypes.
+        # While compiling, torch refuses other dtypes in its own operator.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
     return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
 
@@ -40,7 +40,7 @@ def grouped_linear(
 ) -> Tensor:
     """`grouped_mm` with weights laid out as a Linear's, [E, M, K], and biases [E, M] if given.
 
-    No bias gets a gradient from rows that hold anything, nan for example.
+    Rows past the last group, which may hold nan, add nothing to a bias' gradient.
     """
     out = grouped_mm(x, weights.transpose(-2, -1), offsets)
     if biases is None:
@@ -51,7 +51,7 @@ def grouped_linear(
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; its gradient laid out anew, as the kernel refuses an expanded scalar."""
+    """The tensor itself; makes its gradient contiguous, as the kernel refuses an expanded one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends each token to its k best experts, each a feed-forward.
 
 B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per token, H hidden size
-of an expert, N tokens that one call of the experts gets.
+of an expert, N tokens in one call of the experts.
 """
 
 from collections.abc import Callable
@@ -35,15 +35,14 @@ __all__ = [
 
 
 class StackedExperts(nn.Module):
-    """E feed-forwards of one shape; their parameters are stacked along dim 0.
+    """E feed-forwards of one shape; a subclass makes their parameters, stacked along dim 0.
 
-    A subclass makes the parameters, and says in what order they are computed with.
     feed_forward: as for `run_for_loop`.
     """
 
     reads_local_parameters: ClassVar[bool] = True
+    # Set by expert parallelism: called as soon as the counts for the next forward are known.
     announce_counts: Callable[[Tensor], None] | None = None
-    """Expert parallelism's, to be called as soon as the counts for the next forward are known"""
 
     def __init__(self, num_experts: int, use_grouped_mm: bool, feed_forward: Callable[..., Tensor]):
         super().__init__()
@@ -53,13 +52,13 @@ class StackedExperts(nn.Module):
         self._compiled_grouped_mm: Callable[..., Tensor] | None = None
 
     def local_parameters(self) -> tuple[Tensor, ...]:
-        """This rank's parts of the parameters, as `feed_forward` takes them."""
+        """This rank's parts of the parameters, in the order in which `feed_forward` takes them."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D].
 
-        Under expert parallelism E counts this rank's experts, and groups are padded already.
+        Under expert parallelism E counts this rank's experts, and the groups are already padded.
         """
         parameters = self.local_parameters()
         if not (self.use_grouped_mm and _can_group(*parameters)):
@@ -70,7 +69,7 @@ class StackedExperts(nn.Module):
         return run(*parameters, x, num_tokens_per_expert)
 
     def compile_products(self, **options: Any) -> None:
-        """Compile the matrix products, and nothing else of this layer, with torch.compile."""
+        """Compile the matrix products of this layer, and nothing else, with torch.compile."""
         if self._compiled_grouped_mm is None:
             run = partial(run_grouped_mm, self._feed_forward)
             self._compiled_grouped_mm = torch.compile(run, **options)
@@ -113,38 +112,31 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
     groups = x[:num_tokens].split(counts)
     # Not by index, whose gradient is as large as all experts together.
     per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
-    outs = [feed_forward(linear, *group_and_own).type_as(x) for group_and_own in per_expert]
+    outs = [feed_forward(linear, *x_and_parameters).type_as(x) for x_and_parameters in per_expert]
     return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """What `run_for_loop` does, in one kernel per matrix, in the parameters' dtype.
+    """As `run_for_loop`, with one kernel per matrix and no wait, in the parameters' dtype.
 
     Rows past the sum of the counts hold anything.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    *parameters, x_in = _in_one_dtype(*parameters, x)
+    dtype = parameters[0].dtype
+    if torch.is_autocast_enabled(x.device.type):  # which does not know this kernel
+        dtype = torch.get_autocast_dtype(x.device.type)
+        parameters = [parameter.to(dtype) for parameter in parameters]
     linear = partial(grouped_linear, offsets=offsets)
-    return feed_forward(linear, x_in, *parameters).type_as(x)
+    return feed_forward(linear, x.to(dtype), *parameters).type_as(x)
 
 
 _run_experts_for_loop = partial(run_for_loop, _swiglu)
 _run_experts_grouped_mm = partial(run_grouped_mm, _swiglu)
 
 
-def _in_one_dtype(*weights_and_x: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for ordinary matmuls; without it, the last one in the others' dtype."""
-    *weights, x = weights_and_x
-    device_type = x.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return *weights, x.type_as(weights[0])
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) for tensor in weights_and_x)
-
-
 def _can_group(*parameters: Tensor) -> bool:
-    """Whether the grouped kernel takes these [E, ..., K]; says so once where it doesn't."""
+    """Whether the grouped kernel takes these [E, ..., K]; logs once where it doesn't."""
     if all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters):
         return True
     warn_once(
@@ -167,9 +159,9 @@ def _needs_padding(parameter: Tensor) -> bool:
 
 
 class RouterGate(nn.Linear):
-    """A Linear that computes in fp32 whatever the dtypes of input and weight.
+    """A Linear that computes in fp32 for every dtype of input and weight.
 
-    In bf16, scores that are close would tie or change places, and with them the experts chosen.
+    In bf16, close scores would tie or change places, and other experts would be chosen.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -186,15 +178,15 @@ class RouterGate(nn.Linear):
 
 
 def _has_bf16_kernel(x: Tensor) -> bool:
-    """Whether bf16 matrices can be multiplied into an fp32 one where x is."""
+    """Whether x's device can multiply bf16 matrices into an fp32 one."""
     return x.is_cuda and torch.version.hip is None
 
 
 class _LinearToFp32(torch.autograd.Function):
-    """x [T, D] times weight [E, D] transposed, both bf16, in fp32: as of fp32 copies of both.
+    """x [T, D] times weight [E, D] transposed, both bf16, in fp32, without an fp32 copy of x.
 
-    Products of bf16 numbers are exact in fp32, in which tensor cores sum them. No copy of x is
-    made. A gradient in fp32 goes through them as a sum of two bf16 numbers, which is off by 2^-15.
+    Products of bf16 numbers are exact in fp32, in which tensor cores sum them. The fp32 gradient
+    is multiplied as a sum of two bf16 numbers, which is off by 2^-15.
     """
 
     @staticmethod
@@ -205,7 +197,7 @@ class _LinearToFp32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        # By its bits: the compiler leaves out a rounding of numbers that it has in registers.
+        # Cut by its bits: the compiler would leave out a rounding of numbers in registers.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
         both = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
         grad_x = _mm_to_fp32(both, torch.cat([weight, weight]))
@@ -222,8 +214,9 @@ def _mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 class TokenChoiceTopKRouter(nn.Module):
     """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
 
-    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Raises ValueError
-    for numbers that don't go together, NotImplementedError for another score_func.
+    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in
+    `MoEArgs`. Raises ValueError for numbers that don't go together, NotImplementedError for
+    another score_func.
     """
 
     def __init__(
@@ -281,22 +274,18 @@ class TokenChoiceTopKRouter(nn.Module):
             selected = slots.view(-1, self.top_k) % self.num_experts
         else:
             choice = scores.detach() if expert_bias is None else scores.detach() + expert_bias
-            if self.num_expert_groups is not None:
-                choice = self._only_best_groups(choice)
+            if self.num_expert_groups is not None:  # the experts of other groups get -inf
+                groups = choice.unflatten(1, (self.num_expert_groups, -1))
+                num_best = 2 if self.group_score == "top2_sum" else 1
+                group_scores = groups.topk(num_best, dim=-1).values.sum(dim=-1)
+                best = group_scores.topk(self.num_limited_groups, dim=-1, sorted=False).indices
+                excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+                choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
             selected = choice.topk(self.top_k, dim=1, sorted=False).indices
         top_scores = scores.gather(1, selected)
         if self.route_norm:
             top_scores = top_scores / (top_scores.sum(dim=1, keepdim=True) + 1e-20)
         return top_scores * self.route_scale, selected, count_tokens(selected, self.num_experts)
-
-    def _only_best_groups(self, choice: Tensor) -> Tensor:
-        """choice: [T, E]. Returns it with -inf for the experts of all but the best groups."""
-        groups = choice.unflatten(1, (self.num_expert_groups, -1))
-        num_best = 2 if self.group_score == "top2_sum" else 1
-        group_scores = groups.topk(num_best, dim=-1).values.sum(dim=-1)
-        best = group_scores.topk(self.num_limited_groups, dim=-1, sorted=False).indices
-        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
-        return groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
 
     def init_weights(self, init_std: float) -> None:
         init_linear(self.gate, init_std)
@@ -358,6 +347,7 @@ class TokenReorderer(nn.Module):
 class MoE(nn.Module):
     """Routed experts, plus shared experts that see every token.
 
+    experts: called as `GroupedExperts`, which is the default.
     expert_bias [E] fp32 evens out the load: the optimizer moves it before each step, by the
     counts that training forwards have left in tokens_per_expert [E] fp32.
 
@@ -367,10 +357,14 @@ class MoE(nn.Module):
     expert_bias: Tensor | None
     tokens_per_expert: Tensor
 
-    def __init__(self, moe_args: MoEArgs, dim: int, hidden_dim: int):
+    def __init__(
+        self, moe_args: MoEArgs, dim: int, hidden_dim: int, experts: nn.Module | None = None
+    ):
         super().__init__()
         num_experts = moe_args.num_experts
-        self.experts = self.build_experts(moe_args, dim, hidden_dim)
+        if experts is None:
+            experts = GroupedExperts(dim, hidden_dim, num_experts, moe_args.use_grouped_mm)
+        self.experts = experts
         self.router = TokenChoiceTopKRouter(
             dim=dim,
             num_experts=num_experts,
@@ -390,41 +384,34 @@ class MoE(nn.Module):
             self.shared_experts = FeedForward(dim, hidden_dim * moe_args.num_shared_experts)
         self.score_before_experts = moe_args.score_before_experts
 
-        self.load_balance_coeff = moe_args.load_balance_coeff
-        if self.load_balance_coeff is not None and self.load_balance_coeff <= 0:
+        self.load_balance_coeff = coeff = moe_args.load_balance_coeff
+        if coeff is not None and coeff <= 0:
             raise ValueError(
-                f"load_balance_coeff must be positive, or None for no balancing, "
-                f"got {self.load_balance_coeff}"
+                f"load_balance_coeff must be positive, or None for no balancing, got {coeff}"
             )
-        balanced = self.load_balance_coeff is not None
         zeros = torch.zeros(num_experts, dtype=torch.float32)
-        self.register_buffer("expert_bias", zeros.clone() if balanced else None, persistent=True)
+        self.register_buffer("expert_bias", None if coeff is None else zeros.clone())
         self.register_buffer("tokens_per_expert", zeros, persistent=False)
-
-    def build_experts(self, moe_args: MoEArgs, dim: int, hidden_dim: int) -> nn.Module:
-        """Return the experts, called as `GroupedExperts` is; for families that have their own."""
-        return GroupedExperts(dim, hidden_dim, moe_args.num_experts, moe_args.use_grouped_mm)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, S, D]. Returns [B, S, D]."""
         shape, dim = x.shape, x.shape[-1]
         x = x.reshape(-1, dim)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias)
-        # Only what is trained on counts, not validation. Before the experts: recomputation of
-        # a checkpointed block, which may stop early, then counts everything once more.
+        # Count only what is trained on, not validation. Before the experts: recomputation of a
+        # checkpointed block, which may stop early, then counts everything exactly once more.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
 
         # Under tensor parallelism the reorderer may keep only this rank's share of the pairs.
         scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
-        announce_counts = getattr(self.experts, "announce_counts", None)
-        if announce_counts is not None:
+        if (announce_counts := getattr(self.experts, "announce_counts", None)) is not None:
             announce_counts(num_tokens_per_expert)
         routed = x.index_select(0, pairs // self.router.top_k)
         if self.score_before_experts:
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
-        # Before the experts, where the host may wait for the counts: the device has work meanwhile.
+        # Before the experts, where the host may wait for the counts: this keeps the device busy.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routed = self.experts(routed, num_tokens_per_expert)
 

@@ -37,7 +37,7 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Pad the groups of tokens before `func(w1, w2, w3, x, num_tokens_per_expert)`, not after.
+    """Return `func(w1, w2, w3, x, num_tokens_per_expert)` that pads its groups of tokens itself.
 
     There may be any number of weights; dim 0 of the first counts the experts.
     """
@@ -47,10 +47,9 @@ def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor
         *weights, x, num_tokens_per_expert = weights_x_and_counts
         num_local_experts = weights[0].shape[0]
         ep_degree = num_tokens_per_expert.shape[0] // num_local_experts
-        input_shape, x, permuted_indices, padded_counts = _permute(
+        input_shape, x, indices, padded_counts = _permute(
             x, num_tokens_per_expert, ep_degree, num_local_experts
         )
-        out = func(*weights, x, padded_counts)
-        return _unpermute(out, input_shape, permuted_indices)
+        return _unpermute(func(*weights, x, padded_counts), input_shape, indices)
 
     return padded

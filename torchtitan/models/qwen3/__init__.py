@@ -1,15 +1,14 @@
 """Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: flavors, and the train spec."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchtitan.models.moe.args import MoEArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.models.train_spec import DecoderFamily
-
-if TYPE_CHECKING:
-    from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
-    from torchtitan.models.qwen3.model.model import Qwen3Model
-    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.models.qwen3.model.model import Qwen3Model
+from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 __all__ = [
     "Qwen3Model",
@@ -42,12 +41,12 @@ def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, 
 def _qwen2(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **others: Any
 ) -> Qwen3ModelArgs:
-    return Qwen3ModelArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
+    return _qwen3(
+        dim,
+        n_layers,
+        n_heads,
+        hidden_dim,
         n_kv_heads=n_kv_heads,
-        hidden_dim=hidden_dim,
         head_dim=dim // n_heads,
         max_seq_len=32768,
         qk_norm=False,
@@ -57,7 +56,7 @@ def _qwen2(
 
 
 _TIED = {"enable_weight_tying": True}
-# Larger Qwen 2.5 models have rows for a number of tokens that splits more evenly.
+# Larger Qwen 2.5 models have embedding rows for a number of tokens that splits more evenly.
 _PADDED = {"vocab_size": 152064}
 
 qwen3_args: dict[str, Qwen3ModelArgs] = {
@@ -81,12 +80,6 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
 }
 
-_family = DecoderFamily(
-    __name__,
-    qwen3_args,
-    model="Qwen3Model",
-    adapter="Qwen3StateDictAdapter",
-    parallelize="parallelize_qwen3",
-)
-get_train_spec = _family.get_train_spec
-__getattr__ = _family.load_name
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(Qwen3Model, qwen3_args, Qwen3StateDictAdapter)

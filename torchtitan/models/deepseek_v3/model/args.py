@@ -1,27 +1,26 @@
 """Sizes and choices of a DeepSeek-V3 model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from torchtitan.models.moe import MoEDecoderArgs
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 
 @dataclass
 class DeepSeekV3ModelArgs(MoEDecoderArgs):
     """DeepSeek-V2 and V3.
 
-    max_batch_size: not read; kept for those who pass it.
+    max_batch_size: not read, accepted for compatibility.
     inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
-    n_dense_layers: so many layers at the bottom have no experts.
+    n_dense_layers: number of layers at the bottom that have no experts.
     q_lora_rank: size of the latent that queries come from; 0 projects them directly.
     kv_lora_rank: size of the latent that keys and values come from.
-    qk_nope_head_dim, qk_rope_head_dim: a query and key head's numbers without and with position.
+    qk_nope_head_dim, qk_rope_head_dim: sizes of a query and key head's parts without and with
+        position.
+    expert_parallel_comm_backend: only "standard" can be built.
     original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: YaRN, see `YaRNArgs`; it
-        holds for every sequence length, and rope_factor 1 turns it off.
-    mscale: what `yarn_mscale` is asked for, Hugging Face's `mscale_all_dim`.
+        applies at every sequence length, and rope_factor 1 turns it off.
+    mscale: `yarn_mscale`'s argument, Hugging Face's `mscale_all_dim`.
     """
 
     max_batch_size: int = 8
@@ -46,11 +45,6 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
     beta_fast: int = 32
     beta_slow: int = 1
     mscale: float = 1.0
-
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
-        """Also take how tokens travel to their experts."""
-        super().update_from_config(job_config, **kwargs)
-        self.expert_parallel_comm_backend = job_config.parallelism.expert_parallel_comm_backend
 
     @property
     def head_dims(self) -> int:

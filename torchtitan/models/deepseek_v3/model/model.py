@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 on the shared decoder: multi-head latent attention, and experts.
 
-B rows, T tokens, M model dim, H heads, N and R a query or key head's numbers without and with
-position, V a value head's.
+B rows, T tokens, M model dim, H heads, N and R sizes of a query or key head's parts without and
+with position, V size of a value head.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torchtitan.tools.linear import Linear
 
 __all__ = ["Attention", "DeepSeekV3Model", "precompute_freqs_cis"]
 
-# The makers' norms of the two latents have it whatever `rms_norm_eps` says.
+# DeepSeek's own code has it in the norms of the two latents, independent of `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 

@@ -10,10 +10,8 @@ from torchtitan.models.hf_adapter import (
     block_hf_key_map,
     dense_hf_key_map,
 )
-from torchtitan.models.hf_quantized import build_fp8_reader
 from torchtitan.protocols.state_dict_adapter import to_template
 
-_DIRECT_QUERIES = {"self_attn.q_proj": "attention.wq"}
 _LATENT_QUERIES = {
     "self_attn.q_a_proj": "attention.wq_a",
     "self_attn.q_a_layernorm": "attention.q_norm",
@@ -33,19 +31,19 @@ _MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """Renames; RoPE's pairs are neighbours on both sides.
 
-    Files of V2 have no correction bias of the router. Layers for multi-token prediction, which
-    the model has not, are left out on reading; their `eh_proj` tells them from others.
+    V2's files have no correction bias for the router. Layers for multi-token prediction, which the
+    model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
     """
 
     model_args: DeepSeekV3ModelArgs
-    build_quantized_reader = staticmethod(build_fp8_reader)
+    quantized_format = "fp8"
 
     def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)
         self.from_hf_map = dense_hf_key_map()
-        for name in "qkv":
+        for name in "qkv" if model_args.q_lora_rank else "kv":
             del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
-        queries = _LATENT_QUERIES if model_args.q_lora_rank else _DIRECT_QUERIES
+        queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
         self.from_hf_map |= block_hf_key_map(queries | _OTHERS) | HF_EXPERTS
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"

@@ -10,12 +10,12 @@ from torchtitan.models.moe.args import MoEDecoderArgs
 class GptOssModelArgs(MoEDecoderArgs):
     """gpt-oss (arXiv:2508.10925).
 
-    max_batch_size, dtype: not read; kept for those who pass them.
-    moe_inter_dim: hidden size of one expert; swiglu_limit: where its activations are cut off.
-    head_dim: numbers per attention head, whatever dim / n_heads is.
-    sliding_window_size: in even layers a token sees itself and so many less one before it.
+    max_batch_size, dtype: not read, accepted for compatibility.
+    moe_inter_dim: hidden size of one expert. swiglu_limit: where its activations are cut off.
+    head_dim: size of an attention head, independent of dim / n_heads.
+    sliding_window_size: number of tokens that a token of an even layer sees, itself included.
     original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, where
-        the last two are beta_fast and beta_slow; it holds for every sequence length.
+        the last two are beta_fast and beta_slow; it applies at every sequence length.
     """
 
     max_batch_size: int = 8

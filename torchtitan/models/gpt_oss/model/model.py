@@ -47,14 +47,14 @@ def precompute_rope_cache(
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
 
-    Stretched by YaRN whose blend begins and ends between pairs, and multiplied by its magnitude.
+    Stretched by YaRN without rounding its blend to whole pairs, and multiplied by its magnitude.
     """
     yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
     return precompute_plain_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
 
 
 class Attention(decoder.Attention):
-    """Attention in which each head has a sink: one more key of a learnt score and value zero.
+    """Attention whose heads each have a sink: one more key with a learnt score and value zero.
 
     use_sliding_attention: a query sees no further than the window.
     """
@@ -118,15 +118,8 @@ class GptOssModel(Decoder):
 
     def build_rope_table(self) -> Tensor:
         args = self.model_args
-        return precompute_rope_cache(
-            args.head_dim,
-            args.max_seq_len,
-            args.rope_theta,
-            args.rope_factor,
-            args.ntk_alpha,
-            args.ntk_beta,
-            args.original_seq_len,
-        )
+        yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
+        return precompute_rope_cache(args.head_dim, args.max_seq_len, args.rope_theta, *yarn)
 
     def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
         shape, device = input_batch.shape, input_batch.device

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss: biases, and a SwiGLU of their own. Letters as in `models.moe.moe`."""
+"""The experts of gpt-oss, with biases and another SwiGLU. Letters as in `models.moe.moe`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
-from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.moe import MoE
 from torchtitan.models.moe.moe import StackedExperts
 
 
 def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """gate * sigmoid(alpha * gate) * (linear + 1); x: [..., 2 H] -> [..., H].
 
-    The gate, even columns, is cut off above `limit`, the linear part, odd ones, at +-limit.
+    The gate (even columns) is cut off above `limit`, the linear part (odd columns) at +-limit.
     """
     gate = x[..., ::2].clamp(max=limit)
     linear = x[..., 1::2].clamp(min=-limit, max=limit)
@@ -37,7 +37,7 @@ def feed_forward(
 
 
 class GptOssGroupedExperts(StackedExperts):
-    """Experts of mlp1 [E, 2 H, D], whose rows are gate and linear in turn, and mlp2 [E, D, H]."""
+    """Experts of mlp1 [E, 2 H, D], whose rows alternate gate and linear part, and mlp2 [E, D, H]."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class GptOssGroupedExperts(StackedExperts):
             local_parameter(self.mlp1_weight),
             local_parameter(self.mlp2_weight),
             local_parameter(self.mlp1_bias),
-            # With hidden units spread over ranks, each computes one summand of the result.
+            # With hidden units split over ranks, each rank computes one summand of the result.
             local_parameter(self.mlp2_bias, added_once=True),
         )
 
@@ -68,13 +68,11 @@ class GptOssGroupedExperts(StackedExperts):
 
 
 class GptOssMoE(MoE):
-    """The shared layer around these experts."""
+    """The shared mixture of experts around these ones."""
 
     def __init__(self, model_args: GptOssModelArgs, dim: int, hidden_dim: int):
-        self.swiglu_limit = model_args.swiglu_limit  # first: building the experts needs it
-        super().__init__(model_args.moe_args, dim, hidden_dim)
-
-    def build_experts(self, moe_args: MoEArgs, dim: int, hidden_dim: int) -> nn.Module:
-        return GptOssGroupedExperts(
-            dim, hidden_dim, moe_args.num_experts, self.swiglu_limit, moe_args.use_grouped_mm
+        args = model_args.moe_args
+        experts = GptOssGroupedExperts(
+            dim, hidden_dim, args.num_experts, model_args.swiglu_limit, args.use_grouped_mm
         )
+        super().__init__(args, dim, hidden_dim, experts)

@@ -2,7 +2,6 @@
 
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map, dense_hf_key_map
-from torchtitan.models.hf_quantized import build_mxfp4_reader
 
 _EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
 
@@ -10,11 +9,11 @@ _EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
 class GptOssStateDictAdapter(KeyMapAdapter):
     """Writes the unquantized files that transformers loads; reads these and the MXFP4 ones.
 
-    The former have experts' weights [E, in, out], the latter, dequantized, [E, out, in] as we do.
+    Unquantized files have experts' weights [E, in, out]; dequantized ones [E, out, in], as here.
     """
 
     model_args: GptOssModelArgs
-    build_quantized_reader = staticmethod(build_mxfp4_reader)
+    quantized_format = "mxfp4"
 
     def __init__(self, model_args: GptOssModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)

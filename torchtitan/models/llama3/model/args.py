@@ -10,7 +10,7 @@ __all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
 
 @dataclass
 class TransformerModelArgs(DecoderArgs):
-    """Llama 3. The last five fields let it express Llama-shaped checkpoints of other origin.
+    """Llama 3. The last five fields express other Llama-shaped checkpoints.
 
     n_kv_heads: None means n_heads.
     multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times the

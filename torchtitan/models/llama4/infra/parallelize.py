@@ -1,10 +1,11 @@
-"""The shared plan and its steps, at the place where they used to be Llama 4's own."""
+"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
-from torchtitan.models.parallelize import apply_compile, apply_moe_ep_tp
-from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
+from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
+from torchtitan.models.tp_plan import apply_moe_ep_tp
+from torchtitan.models.tp_plan import apply_tp as apply_non_moe_tp
 
 __all__ = [
     "apply_compile",

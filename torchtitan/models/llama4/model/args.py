@@ -1,15 +1,13 @@
 """Sizes and choices of a Llama 4 model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.config import JobConfig
 from torchtitan.models import rope
 from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
-
-if TYPE_CHECKING:
-    from torchtitan.config import JobConfig
 
 __all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
 
@@ -24,12 +22,12 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 
 @dataclass
 class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
-    """Llama 4's text model: what Llama 3 has, layers without RoPE, chunks, and experts.
+    """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) see no positions and their
+    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) see no positions, and their
         whole document; None has no such layers.
-    fixed_attn_block_size: the other layers see at most this many tokens, those of the token's
-        chunk. Chunks count from where the document begins.
+    fixed_attn_block_size: in the other layers a token sees only its chunk of this many tokens.
+        Chunks count from the beginning of the document.
     interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
     auto_scale_hidden_dim: the experts that serve a token share the width of one feed-forward.
     moe_inter_dim: hidden size of an expert itself, in place of that rule.
@@ -65,7 +63,7 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
         n_shares = per_token if self.auto_scale_hidden_dim else 1
         return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of, n_shares)
 
-    def update_from_config(self, job_config: "JobConfig", **kwargs: Any) -> None:
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """As for every decoder with experts. Raises ValueError like `check_chunks`."""
         super().update_from_config(job_config, **kwargs)
         self.check_chunks(self.max_seq_len)
@@ -86,8 +84,7 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
                 )
 
     def check_chunks(self, seq_len: int) -> None:
-        """Raise ValueError for rows in which the attention kernel would have to tell chunks apart
-        and cannot."""
+        """Raise ValueError for sdpa, which cannot keep chunks apart, with rows of several."""
         if self.attn_type == "sdpa" and seq_len > self.fixed_attn_block_size:
             raise ValueError(
                 f"attn_type 'sdpa' cannot keep the chunks of {self.fixed_attn_block_size} tokens "

@@ -1,7 +1,7 @@
-"""The shared plan under the names that Qwen 3 has for it."""
+"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
 
-from torchtitan.models.parallelize import apply_tp as apply_non_moe_tp
 from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
+from torchtitan.models.tp_plan import apply_tp as apply_non_moe_tp
 
 __all__ = ["apply_non_moe_tp", "parallelize_qwen3"]

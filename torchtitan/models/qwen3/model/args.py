@@ -9,11 +9,11 @@ from torchtitan.models.moe.args import MoEDecoderArgs
 class Qwen3ModelArgs(MoEDecoderArgs):
     """Qwen 3; with biases and without norms in attention also Qwen 2 and 2.5.
 
-    head_dim: numbers per attention head, whatever dim / n_heads is.
+    head_dim: size of an attention head, independent of dim / n_heads.
     hidden_dim: hidden size of the feed-forward.
-    qk_norm: normalise each head of queries and keys before RoPE. Qwen 2 does not.
-    qkv_bias: wq, wk and wv have biases. In Qwen 2 they do.
-    moe_enabled: every block has experts of hidden size moe_inter_dim, and none uses hidden_dim.
+    qk_norm: normalise each head of queries and keys before RoPE (not in Qwen 2).
+    qkv_bias: wq, wk and wv have biases (in Qwen 2).
+    moe_enabled: every block has experts of hidden size moe_inter_dim; hidden_dim is not used.
     """
 
     dim: int = 1024

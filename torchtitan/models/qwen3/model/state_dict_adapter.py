@@ -8,11 +8,9 @@ from torchtitan.models.hf_adapter import (
 )
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
-_QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-
 
 class Qwen3StateDictAdapter(KeyMapAdapter):
-    """Renames. What tells Qwen 2 files from Qwen 3 files is known only where the args have it."""
+    """Renames; biases and norms of queries and keys only where the args have them."""
 
     model_args: Qwen3ModelArgs
 
@@ -21,6 +19,8 @@ class Qwen3StateDictAdapter(KeyMapAdapter):
         biased = [f"self_attn.{name}_proj" for name in "qkv"] if model_args.qkv_bias else []
         self.from_hf_map = dense_hf_key_map(biased)
         if model_args.qk_norm:
-            self.from_hf_map |= block_hf_key_map(_QK_NORMS)
+            self.from_hf_map |= block_hf_key_map(
+                {f"self_attn.{norm}": f"attention.{norm}" for norm in ("q_norm", "k_norm")}
+            )
         if model_args.moe_enabled:
             self.from_hf_map |= HF_EXPERTS

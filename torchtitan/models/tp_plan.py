@@ -1,0 +1,151 @@
+"""The plan by which every decoder's parameters are split over a mesh: tensor and expert parallelism."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import expert_parallel as styles
+from torchtitan.distributed.tensor_parallel import distribute_modules, maybe_enable_async_tp
+from torchtitan.tools.logging import logger
+
+# Parameter -> the dimension it is split along; None: every rank has it whole.
+_OUTPUTS = {"weight": 0, "bias": 0}  # each rank computes some of a Linear's outputs
+_INPUTS = {"weight": 1, "bias": None}  # each rank adds up some of its inputs
+_ALIKE = {"weight": None, "bias": None}
+
+TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
+    "tok_embeddings": _OUTPUTS,
+    "norm": _ALIKE,
+    "output": _OUTPUTS,
+    "layers.*.attention_norm": _ALIKE,
+    "layers.*.ffn_norm": _ALIKE,
+    # attention, split by heads
+    "layers.*.attention": {"sinks": 0},
+    "layers.*.attention.wq": _OUTPUTS,
+    "layers.*.attention.wk": _OUTPUTS,
+    "layers.*.attention.wv": _OUTPUTS,
+    "layers.*.attention.wo": _INPUTS,
+    "layers.*.attention.q_norm": _ALIKE,
+    "layers.*.attention.k_norm": _ALIKE,
+    # latents that all heads share
+    "layers.*.attention.wq_a": _ALIKE,
+    "layers.*.attention.wq_b": _OUTPUTS,
+    "layers.*.attention.wkv_a": _ALIKE,
+    "layers.*.attention.kv_norm": _ALIKE,
+    "layers.*.attention.wkv_b": _OUTPUTS,
+    # feed-forward, and that of experts, split by hidden units
+    "layers.*.feed_forward.w1": _OUTPUTS,
+    "layers.*.feed_forward.w3": _OUTPUTS,
+    "layers.*.feed_forward.w2": _INPUTS,
+    "layers.*.moe.router.gate": _ALIKE,
+    "layers.*.moe.shared_experts.w1": _OUTPUTS,
+    "layers.*.moe.shared_experts.w3": _OUTPUTS,
+    "layers.*.moe.shared_experts.w2": _INPUTS,
+    "layers.*.moe.experts": {
+        "w1": 1,
+        "w3": 1,
+        "w2": 2,
+        "mlp1_weight": 1,
+        "mlp1_bias": 1,
+        "mlp2_weight": 2,
+        "mlp2_bias": None,
+    },
+}
+
+
+def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """Split the decoder as the job says, in place: first experts, then everything else."""
+    if parallel_dims.ep_enabled:
+        apply_moe_ep_tp(
+            model,
+            tp_mesh=parallel_dims.get_optional_mesh("tp"),
+            ep_mesh=parallel_dims.get_mesh("ep"),
+            etp_mesh=parallel_dims.get_optional_mesh("etp"),
+            ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
+        )
+        logger.info(
+            "expert parallelism on %d ranks, each split %d-fold",
+            parallel_dims.ep,
+            parallel_dims.etp,
+        )
+    if parallel_dims.tp_enabled:
+        mesh = parallel_dims.get_mesh("tp")
+        maybe_enable_async_tp(job_config, mesh)
+        recipe = job_config.quantize.linear.float8.recipe_name
+        apply_tp(
+            model,
+            mesh,
+            loss_parallel=not job_config.parallelism.disable_loss_parallel,
+            enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
+            and recipe in (None, "tensorwise"),
+            enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
+        )
+
+
+def apply_tp(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    loss_parallel: bool,
+    enable_float8_tensorwise_tp: bool = False,
+    enable_async_tp: bool = False,
+    cp_enabled: bool = False,
+) -> None:
+    """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
+
+    loss_parallel: logits stay split along the vocabulary, as a DTensor.
+    enable_float8_tensorwise_tp: gather hidden states and gradients in float8, in blocks all of
+        whose linear layers torchao made float8 with one scale per tensor.
+    enable_async_tp: write the blocks' collectives as the compiler's pass finds them, which
+        `maybe_enable_async_tp` turns on.
+    cp_enabled: accepted for compatibility; changes nothing here.
+
+    Raises ValueError for a model that the plan doesn't fit.
+    """
+    distribute_modules(
+        model,
+        tp_mesh,
+        TENSOR_PARALLEL_PLAN,
+        loss_parallel,
+        overlap=enable_async_tp,
+        float8_gather=enable_float8_tensorwise_tp,
+    )
+
+
+def apply_moe_ep_tp(
+    model: nn.Module,
+    tp_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+    etp_mesh: DeviceMesh | None,
+    ep_etp_mesh: DeviceMesh | None,
+    dual_pipe_v: bool = False,
+    use_deepep: bool = False,
+) -> None:
+    """Deal the experts of every block to ranks, or split each of them, or both; in place.
+
+    tp_mesh, ep_mesh: 1-D, None where this parallelism is off. Where both are on, the ranks of
+        `tp_mesh` share out the tokens.
+    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp]. Given if experts are also split
+        by hidden units, and tokens are not shared out.
+
+    Call it before `apply_tp`, which skips modules that are already distributed.
+
+    Raises ValueError for DualPipe and DeepEP, and for experts that the meshes don't divide.
+    """
+    if dual_pipe_v or use_deepep:
+        raise ValueError(
+            "experts are dealt by torch's all-to-all only; leave dual_pipe_v and use_deepep off, "
+            "and set parallelism.expert_parallel_comm_backend = 'standard'"
+        )
+    hidden_dims = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
+    for moe in (block.moe for block in model.layers.values() if block.moe_enabled):
+        if ep_mesh is None:
+            parallelize_module(moe.experts, tp_mesh, styles.TensorParallel(hidden_dims))
+        elif etp_mesh is not None:
+            style = styles.ExpertTensorParallel(hidden_dims)
+            parallelize_module(moe.experts, ep_etp_mesh, style)
+        else:
+            parallelize_module(moe.experts, ep_mesh, styles.ExpertParallel())
+            if tp_mesh is not None:
+                parallelize_module(moe.reorderer, tp_mesh, styles.ReordererSequenceParallel())
