@@ -9,7 +9,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, get_type_hints
 
 import tomli
@@ -120,7 +119,7 @@ class ConfigManager:
         return self._merge_configs(self.config_cls, custom_cls)
 
     @staticmethod
-    def _merge_configs(base: type, custom: type) -> type:
+    def _merge_configs(base: Any, custom: Any) -> type:
         """Return a dataclass with the fields of both; where both have one, `custom` decides.
 
         Sections that both have are merged in the same way, field by field.
@@ -271,7 +270,7 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
     """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
-    for argument, following in pairwise([*args, None]):
+    for argument, following in zip(args, [*args[1:], None], strict=True):
         flag, equals, value = argument.partition("=")
         if flag in flags:
             # None, a flag without a value, is left for the parser to complain about.

@@ -63,7 +63,7 @@ def convert(value: Any, annotation: Any) -> Any:
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
     expected = describe(annotation)
-    accepted = {float: (int, float), Path: (str,), type(None): ()}
+    accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
