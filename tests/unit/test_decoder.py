@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import context_parallel
-from torchtitan.distributed.context_parallel import ShardedMask, TokenShards
+from torchtitan.distributed.context_parallel import ContextPart, TokenShards
 from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.parallelize import apply_compile
@@ -356,7 +357,8 @@ def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_token
         setattr(model, name, None)
     model.layers.clear()
     chunks = torch.arange(2)[:, None]
-    mask = ShardedMask(None, TokenShards(chunks, chunks.flatten(), HalfOfRows(), ""), "allgather")
+    shards = TokenShards(chunks, chunks.flatten(), HalfOfRows(), "")
+    mask = DocumentMask(part=ContextPart(shards, "allgather"))
     tokens = torch.zeros(1, n_tokens // 2, dtype=torch.int64, device="meta")
     model(tokens, attention_masks=mask)
     assert len(model.freqs_cis) == max(16, n_tokens)
