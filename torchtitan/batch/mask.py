@@ -17,7 +17,6 @@ from torchtitan.distributed.context_parallel import (
     TokenShards,
     deal_chunks,
     needed_keys,
-    needed_keys_of_whole_rows,
 )
 from torchtitan.tools.host_copy import fetch, on_host, to_device
 
@@ -261,7 +260,7 @@ def cp_shard(
             "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
             "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
         )
-    masks = map_masks(DocumentMask.of, given)
+    masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
     boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}
     silent = [name for name, x in boundaries.items() if x is None]
     if rotate_method is None:
@@ -275,30 +274,26 @@ def cp_shard(
     starts: dict[str, Tensor] = {}
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = [name for name in masks if name not in silent]
-        on_host_now = _read_all([boundaries[name] for name in known])
-        for name, x in zip(known, on_host_now, strict=True):
-            starts[name] = x if x.dim() == 2 else _starts_of_lengths(x, n_rows, seq_len)
+        read = _read_all([boundaries[name] for name in known])
+        starts = {
+            name: x if x.dim() == 2 else _starts_of_lengths(x, n_rows, seq_len)
+            for name, x in zip(known, read, strict=True)
+        }
     # With several masks, the one that is wider decides what is balanced.
     widest = None
     if attention_masks is not None and starts:
         widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
     chunks = deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
     shards = TokenShards.of(chunks, cp_mesh)
-
-    def of_rank(name: str) -> DocumentMask:
+    sharded = {}
+    for name, mask in masks.items():
         keys = None
         if rotate_method == "allgather":
-            first, rank, window = starts[name], cp_mesh.get_local_rank(), masks[name].window
-            if first.any():
-                keys = needed_keys(first.expand(n_rows, -1), chunks, rank, window)
-            else:
-                layout = tuple(map(tuple, chunks.tolist()))
-                keys = needed_keys_of_whole_rows(n_rows, seq_len, layout, rank, window)
+            rank = cp_mesh.get_local_rank()
+            keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
             keys = keys.each(lambda x: to_device(x, inputs[0].device))
-        return masks[name].with_part(ContextPart(shards, rotate_method, keys))
-
+        sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
     parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
-    sharded = {name: of_rank(name) for name in masks}
     return parts, sharded if is_dict else sharded[""]
 
 

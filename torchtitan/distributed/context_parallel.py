@@ -226,12 +226,31 @@ class NeededKeys:
         return replace(self, **{name: change(x) for name, x in tensors.items()})
 
 
-def needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:
-    """On the host, where sizes that follow from values cost no wait.
+def needed_keys(
+    starts: Tensor, n_rows: int, chunks: Tensor, rank: int, window: int | None
+) -> NeededKeys:
+    """What a rank needs, on the host, where sizes that follow from values cost no wait.
 
-    starts: [B, T], the first key that each query sees but for the window. chunks: [cp, n]. Both
-    on the host.
+    starts: [1 or B, T], the first key that each query sees but for the window. chunks: [cp, n].
+    Both on the host.
     """
+    if starts.any():
+        return _needed_keys(starts.expand(n_rows, -1), chunks, rank, window)
+    layout = tuple(map(tuple, chunks.tolist()))
+    return _needed_keys_of_whole_rows(n_rows, starts.shape[1], layout, rank, window)
+
+
+# Bounded, and of plain numbers and tensors of the host: it keeps no process group alive.
+@functools.lru_cache(maxsize=8)
+def _needed_keys_of_whole_rows(
+    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
+) -> NeededKeys:
+    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
+    needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
+    return needed.each(pinned)
+
+
+def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:
     n_rows, seq_len = starts.shape
     columns = torch.arange(seq_len, device="cpu").expand(n_rows, -1)
     place = _take_chunks(columns, chunks, rank, dim=1).flatten()
@@ -272,17 +291,6 @@ def needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -
 
 def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-
-
-# Bounded, and of plain numbers and tensors of the host: no process group lives on in here.
-@functools.lru_cache(maxsize=8)
-def needed_keys_of_whole_rows(
-    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
-) -> NeededKeys:
-    """`needed_keys` of rows that are one document each."""
-    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
-    needed = needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
-    return needed.each(pinned)
 
 
 def apply_cp_to_attention_module(
