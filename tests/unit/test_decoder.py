@@ -225,6 +225,20 @@ def test_varlen_with_causal_mask_type_has_no_boundaries_to_give():
         tiny_model(attn_type="varlen").get_attention_masks(torch.ones(1, 4), None)
 
 
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_document_mask_itself_is_a_mask(attn_type):
+    model = tiny_model(attn_type=attn_type, attn_mask_type="position_block_causal")
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
+    masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
+    documents = DocumentMask.of_documents(ids)
+    assert torch.equal(model(tokens, documents), model(tokens, masks))
+    # A chunk of 2 tokens is a window of 2 to its second token only.
+    chunks, window = (model(tokens, m) for m in (documents.in_chunks(2), documents.with_window(2)))
+    assert torch.equal(chunks[0, :2], window[0, :2])
+    assert not torch.allclose(chunks[0, 2], window[0, 2])
+
+
 def test_sdpa_with_a_document_mask_names_both_ways_out():
     with pytest.raises(ValueError, match="'flex' or 'varlen'.*'causal'"):
         meta_model(tiny_args(attn_mask_type="block_causal"))

@@ -290,8 +290,8 @@ class Decoder(ModelProtocol):
     ) -> Any:
         """Return logits [B, T, V] for token ids [B, T].
 
-        attention_masks: from `get_attention_masks`, or a client's own; None for sdpa. Or a
-            padding mask [B, T], see `get_padding_masks`.
+        attention_masks: from `get_attention_masks`, or a client's own, or a `DocumentMask`; None
+            for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
         positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
             means 0..T-1. They are independent of the masks. If the mask is for tokens that are
             spread over context-parallel ranks, they may also be those of whole rows.
@@ -306,7 +306,8 @@ class Decoder(ModelProtocol):
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
             masks = self.get_padding_masks(attention_masks)
         else:
-            masks = map_masks(DocumentMask.of, attention_masks)
+            attn_type = self.model_args.attn_type
+            masks = map_masks(lambda x: DocumentMask.of(x).lower(attn_type), attention_masks)
         positions = positions_of_rank(masks, positions, seq_len)
         if self.tok_embeddings is not None:
             h = sequence.reduce(self.tok_embeddings(tokens))
