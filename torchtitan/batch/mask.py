@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.documents import document_starts
 from torchtitan.distributed.context_parallel import (
@@ -291,7 +292,7 @@ def cp_shard(
         if rotate_method == "allgather":
             rank = cp_mesh.get_local_rank()
             keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
-            keys = keys.each(lambda x: to_device(x, inputs[0].device))
+            keys = tree_map_only(Tensor, lambda x: to_device(x, inputs[0].device), keys)
         sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
     parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
     return parts, sharded if is_dict else sharded[""]

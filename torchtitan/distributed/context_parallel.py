@@ -14,14 +14,15 @@ to attention has a `ContextPart`, which says which tokens the rank holds.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 from torchtitan.tools.host_copy import pinned, to_device
@@ -205,8 +206,7 @@ class ContextPart:
         return rows.index_select(0, self.keys.index)
 
 
-@dataclass(frozen=True)
-class NeededKeys:
+class NeededKeys(NamedTuple):
     """Stretches of one document that a rank's packed queries [B * T/cp] fall into.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where each one's queries and keys begin; the last
@@ -219,11 +219,6 @@ class NeededKeys:
     max_q: int
     max_k: int
     index: Tensor
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "NeededKeys":
-        """The same with other tensors."""
-        tensors = {name: getattr(self, name) for name in ("cu_seq_q", "cu_seq_k", "index")}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
 
 def needed_keys(
@@ -247,7 +242,7 @@ def _needed_keys_of_whole_rows(
 ) -> NeededKeys:
     starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
     needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
-    return needed.each(pinned)
+    return tree_map_only(Tensor, pinned, needed)
 
 
 def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:
