@@ -86,6 +86,7 @@ class DocumentMask:
 
     def in_chunks(self, size: int) -> "DocumentMask":
         """The mask in which a new document begins every `size` tokens of a document."""
+        assert self.starts is not None
         if size >= self.starts.shape[1]:
             return self
         starts = torch.zeros(self.starts.shape, dtype=torch.int32, device="cpu")
@@ -114,6 +115,7 @@ class DocumentMask:
         """
         if self.lowered is not None or self.starts is None:
             return self
+        lowered: Any
         if attn_type == "varlen":
             lowered = self._varlen_metadata()
         elif attn_type == "flex":
@@ -129,6 +131,7 @@ class DocumentMask:
         return replace(self, lowered=lowered)
 
     def _varlen_metadata(self) -> VarlenMetadata:
+        assert self.starts is not None
         starts = fetch(self.starts)
         columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
         max_length = int((columns - starts).max()) + 1
@@ -145,6 +148,7 @@ class DocumentMask:
         """
         from torch.nn.attention.flex_attention import BlockMask  # takes most of a second
 
+        assert self.starts is not None
         starts = self.starts[:1] if self.whole_rows else self.starts
         seq_len = starts.shape[1]
         if self.window is not None:
@@ -170,9 +174,15 @@ class DocumentMask:
             slot < n_before_own.unsqueeze(-1), first_key.unsqueeze(-1) + slot, block.unsqueeze(-1)
         )
         full_list = (first_full.unsqueeze(-1) + slot).clamp(max=n_blocks - 1)
-        blocks = (n_before_own + 1, partial_list, block - first_full, full_list)
+
+        def for_all_heads(x: Tensor) -> Tensor:
+            return x.unsqueeze(1).to(torch.int32).contiguous()
+
         return BlockMask.from_kv_blocks(
-            *(x.unsqueeze(1).to(torch.int32).contiguous() for x in blocks),  # for all heads
+            for_all_heads(n_before_own + 1),
+            for_all_heads(partial_list),
+            for_all_heads(block - first_full),
+            for_all_heads(full_list),
             BLOCK_SIZE=block_size,
             mask_mod=self,
             seq_lengths=(seq_len, seq_len),
@@ -274,11 +284,10 @@ def cp_shard(
         )
     starts: dict[str, Tensor] = {}
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
-        known = [name for name in masks if name not in silent]
-        read = _read_all([boundaries[name] for name in known])
+        known = {name: x for name, x in boundaries.items() if x is not None}
         starts = {
             name: x if x.dim() == 2 else _starts_of_lengths(x, n_rows, seq_len)
-            for name, x in zip(known, read, strict=True)
+            for name, x in zip(known, _read_all([*known.values()]), strict=True)
         }
     # With several masks, the one that is wider decides what is balanced.
     widest = None
