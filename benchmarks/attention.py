@@ -25,16 +25,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.waits import counting_waits, num_graphs
-from torchtitan.models.attention import (
-    attend,
-    build_inner_attention,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.tools.utils import get_device_type
 
 DEVICE = get_device_type()
-CREATE_MASK = {"flex": create_document_block_mask, "varlen": create_document_varlen_metadata}
+KERNELS = ("flex", "varlen")
 
 
 def best_seconds(function: Callable[[], object], repeats: int) -> float:
@@ -108,17 +104,18 @@ def compare_kernels(
     """Print the time of each kernel and how many times faster flex and varlen are."""
     ids = ids_of(lengths)
     inputs = random_inputs(sum(lengths), heads, head_dim, dtype)
-    kernels = {name: kernel_of(name, create(ids)) for name, create in CREATE_MASK.items()}
+    mask = DocumentMask.of_documents(ids)
+    kernels = {name: kernel_of(name, mask.lower(name)) for name in KERNELS}
     kernels["plain causal"] = kernel_of("sdpa", None)
     if with_dense:
         kernels["dense mask"] = dense_kernel(ids)
     seconds = {}
     for name, kernel in kernels.items():
-        n = 5 if name in CREATE_MASK or DEVICE != "cpu" else 2
+        n = 5 if name in KERNELS or DEVICE != "cpu" else 2
         seconds[name] = best_seconds(lambda kernel=kernel: train(kernel, *inputs), n)
     for name, value in seconds.items():
         ratios = ""
-        if name in CREATE_MASK:
+        if name in KERNELS:
             ratios = "   ".join(
                 f"{seconds[slow] / value:5.1f}x faster than {slow}"
                 for slow in ("dense mask", "plain causal")
@@ -140,7 +137,8 @@ def show_cost_of_layouts(seq_len: int, heads, head_dim: int) -> None:
     inputs = random_inputs(seq_len, heads, head_dim, torch.float32)
     print(f"\n{'documents':12} {'sum of len^2':>12} {'varlen, fp32':>14} {'per 1e6 pairs':>14}")
     for name, lengths in layouts.items():
-        kernel = kernel_of("varlen", create_document_varlen_metadata(ids_of(lengths)))
+        mask = DocumentMask.of_documents(ids_of(lengths)).lower("varlen")
+        kernel = kernel_of("varlen", mask)
         milliseconds = 1e3 * best_seconds(lambda kernel=kernel: train(kernel, *inputs), 3)
         pairs = sum(n * n for n in lengths)
         per_million = milliseconds / pairs * 1e6
@@ -155,7 +153,7 @@ def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:
     ids = ids_of(uneven_lengths(seq_len, seq_len // mean_length))
     tokens = torch.randint(0, 2048, (1, seq_len + 1), device=DEVICE)
     batch = {"input": tokens[:, :-1], "document_ids": ids}
-    for attn_type, create in CREATE_MASK.items():
+    for attn_type in KERNELS:
         engine = TrainingEngine(
             ConfigManager().parse_args(
                 [
@@ -167,7 +165,9 @@ def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:
                 ]
             )
         )
-        mask = best_seconds(lambda create=create: create(ids), 3)
+        mask = best_seconds(
+            lambda attn_type=attn_type: DocumentMask.of_documents(ids).lower(attn_type), 3
+        )
         started = clock()
         engine.forward_backward_step(
             input_dict=batch, labels=tokens[:, 1:], global_valid_tokens=seq_len
@@ -186,13 +186,13 @@ def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) ->
     inputs = random_inputs(seq_len, heads, head_dim, torch.bfloat16)
     layouts = [ids_of(uneven_lengths(seq_len, n_documents, seed)) for seed in range(15)]
     stalls = {}
-    for attn_type, create in CREATE_MASK.items():
+    for attn_type in KERNELS:
         for ids in layouts[:5]:
-            train(kernel_of(attn_type, create(ids)), *inputs)
+            train(kernel_of(attn_type, DocumentMask.of_documents(ids)), *inputs)
         before = num_graphs()
         with counting_waits() as waits:
             for ids in layouts[5:]:
-                train(kernel_of(attn_type, create(ids)), *inputs)
+                train(kernel_of(attn_type, DocumentMask.of_documents(ids)), *inputs)
         stalls[attn_type] = {"recompilations": num_graphs() - before, "waits": dict(waits)}
         print(f"{attn_type}: in 10 layouts {stalls[attn_type]}", flush=True)
     return stalls

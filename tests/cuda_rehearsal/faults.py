@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -91,11 +92,11 @@ def norm_is_checked_on_the_host(function):
     return _then(function, lambda norm: bool(norm > 1))
 
 
-@fault("llama3 flex", "torchtitan.models.decoder:create_document_block_mask")
+@fault("llama3 flex", "torchtitan.batch.mask:DocumentMask.block_mask")
 def documents_are_counted_on_the_host(function):
-    def count(document_ids, *args, **kwargs):
-        int(document_ids.max())
-        return function(document_ids, *args, **kwargs)
+    def count(mask, *args, **kwargs):
+        int(mask.starts.max())
+        return function(mask, *args, **kwargs)
 
     return count
 
@@ -183,10 +184,10 @@ def number_is_read_before_it_has_arrived(function):
 # ---- tensors of the host among those of the device ----
 
 
-@fault("llama3 flex", "torchtitan.models.decoder:create_document_block_mask")
+@fault("llama3 flex", "torchtitan.batch.mask:DocumentMask.block_mask")
 def mask_stays_on_the_host(function):
-    return lambda ids, *args, **kwargs: function(
-        torch.zeros(ids.shape, dtype=torch.int32), *args, **kwargs
+    return lambda mask, *args, **kwargs: function(
+        replace(mask, starts=torch.zeros(mask.starts.shape, dtype=torch.int32)), *args, **kwargs
     )
 
 
@@ -205,7 +206,7 @@ def labels_stay_on_the_host(function):
     )
 
 
-@fault("llama3 cp allgather", CONTEXT + "ShardedMask.gathered_keys")
+@fault("llama3 cp allgather", CONTEXT + "ContextPart.gathered_keys")
 def index_of_gathered_keys_stays_on_the_host(function):
     return lambda self: function(self).index_select(0, torch.arange(8))
 

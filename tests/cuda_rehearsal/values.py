@@ -159,16 +159,14 @@ def _check_devices(leaves: list[Any], operator: str) -> None:
 
 
 def _flex(q, k, v, *, score_mod, block_mask, scale, return_lse, enable_gqa):
-    """By the mask written out from where each query's document starts."""
+    """By the mask written out from its mask function."""
     assert score_mod is None
+    row = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
     column = torch.arange(q.shape[2], device=q.device)
-    allowed = (column >= block_mask.document_starts[..., None]) & (column <= column[:, None])
-    window = getattr(block_mask, "window", None)
-    if window is not None:
-        allowed &= column[:, None] - column < window
+    allowed = block_mask.mask_mod(row, row, column[:, None], column)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q.float() @ k.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    scores = scores.masked_fill(~allowed, float("-inf"))
     out = (scores.softmax(-1) @ v.float()).to(v.dtype)
     return (out, scores.logsumexp(-1)) if return_lse else out
 
@@ -179,7 +177,7 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
     if q.dtype == torch.float32:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     window = None if window_size[0] < 0 else window_size[0] + 1
-    return document_attention(q, k, v, cu_seq_q, scale=scale, window=window, cu_seq_k=cu_seq_k)
+    return document_attention(q, k, v, cu_seq_q, cu_seq_k, scale, window)[0]
 
 
 def pytest_configure() -> None:

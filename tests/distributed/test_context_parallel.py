@@ -10,16 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
 from torchtitan.batch.documents import document_ids_from_lengths
-from torchtitan.distributed.context_parallel import ShardedMask, TokenShards, cp_shard
+from torchtitan.batch.mask import DocumentMask, cp_shard
+from torchtitan.distributed.context_parallel import TokenShards
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
-from torchtitan.models.attention import (
-    attend,
-    build_inner_attention,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.gloo import run_ranks
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8
@@ -32,13 +27,15 @@ def document_ids(n_tokens=TOKENS):
 
 
 def masks():
-    ids = document_ids()
+    """What models return, of which the value is found again, and VarlenMetadata is all there is."""
+    documents = DocumentMask.of_documents(document_ids())
+    causal = DocumentMask.of_whole_rows(ROWS, TOKENS, torch.device("cpu"))
     return {
         "sdpa": ("sdpa", None),
-        "flex causal": ("flex", create_causal_block_mask(ROWS, TOKENS, torch.device("cpu"))),
-        "flex documents": ("flex", create_document_block_mask(ids)),
-        "flex window": ("flex", create_document_block_mask(ids, window=6)),
-        "varlen documents": ("varlen", create_document_varlen_metadata(ids)),
+        "flex causal": ("flex", causal.lower("flex").lowered),
+        "flex documents": ("flex", documents.lower("flex").lowered),
+        "flex window": ("flex", documents.with_window(6).lower("flex").lowered),
+        "varlen documents": ("varlen", documents.lower("varlen").lowered),
     }
 
 
@@ -67,10 +64,9 @@ def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
     rows_first = tuple(x.transpose(1, 2) for x in tensors)
     parts, sharded = cp_shard(mesh, rows_first, mask, balancer, rotate_method=method)
-    assert isinstance(sharded, ShardedMask)
     mine = out_and_gradients(attn_type, sharded, [x.transpose(1, 2) for x in parts], **options)
     whole = out_and_gradients(attn_type, mask, tensors, **options)
-    theirs = [sharded.shards.unshard(x, dim=2) for x in mine]
+    theirs = [sharded.part.shards.unshard(x, dim=2) for x in mine]
     return max((a - b).abs().max().item() for a, b in zip(theirs, whole, strict=True))
 
 
@@ -88,7 +84,7 @@ def every_mask_and_balancer():
                         random_inputs(), return_lse=True
                     )
     tensors = random_inputs(n_tokens=1024)
-    mask = create_document_varlen_metadata(document_ids(1024))
+    mask = DocumentMask.of_documents(document_ids(1024)).lower("varlen")
     for method in METHODS:
         differences["ptrr", method] = largest_difference_over_ranks(
             "varlen", mask, "ptrr", method, tensors

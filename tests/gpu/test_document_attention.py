@@ -9,18 +9,16 @@ import torch
 
 from tests.gpu.waits import counting_waits, num_graphs
 from torchtitan.batch.documents import document_starts
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import (
     attend,
     build_inner_attention,
     create_attention_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
     get_document_id_mask_mod,
     get_sliding_window_mask_mod,
 )
 
 BF16 = {"rtol": 2e-2, "atol": 3e-2}
-CREATE_MASK = {"flex": create_document_block_mask, "varlen": create_document_varlen_metadata}
 LAYOUTS = [[200, 312], [1] * 512, [512], [5, 130, 377], [128] * 4, [300, 1, 1, 210]]
 
 
@@ -78,7 +76,7 @@ def assert_same(actual, expected, inputs):
 def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, heads):
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, *heads)
-    out = attend(build_inner_attention(attn_type), *inputs, CREATE_MASK[attn_type](ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 
 
@@ -86,7 +84,7 @@ def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, 
 def test_values_may_be_smaller_than_keys(attn_type):
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, 4, 4, head_dim=192, value_dim=128)
-    out = attend(build_inner_attention(attn_type), *inputs, CREATE_MASK[attn_type](ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 
 
@@ -110,7 +108,7 @@ def test_changing_layouts_neither_recompile_nor_wait_for_the_device(attn_type):
 
     def train(lengths):
         with counting_waits() as waits:
-            mask = CREATE_MASK[attn_type](ids_of_on_device[tuple(lengths)])
+            mask = DocumentMask.of_documents(ids_of_on_device[tuple(lengths)])
             out = attend(inner, *inputs, mask)
             torch.autograd.grad(out, inputs, out.detach())
         return sum(waits.values())

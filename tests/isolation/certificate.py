@@ -49,11 +49,8 @@ from tests.isolation.packings import (
     spans_of,
 )
 from torchtitan.batch.documents import document_starts, read_document_ids
-from torchtitan.models.attention import (
-    attend,
-    build_inner_attention,
-    create_document_block_mask,
-)
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.isolation import (
     AttentionFunction,
     Inputs,
@@ -94,8 +91,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tenso
 
 def _attend_flex_blocks(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
     """Flex as if a client had built the mask: block structure and mask function alone."""
-    mask = create_document_block_mask(document_ids, block_size=16)
-    del mask.varlen_metadata
+    mask = DocumentMask.of_documents(document_ids).block_mask(block_size=16)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
 

@@ -23,13 +23,8 @@ from tests.isolation.certificate import (
 )
 from tests.isolation.packings import EOS_ID
 from torchtitan.batch.documents import PADDING, document_starts
-from torchtitan.models.attention import (
-    VarlenMetadata,
-    attend,
-    build_inner_attention,
-    create_causal_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.batch.mask import DocumentMask, VarlenMetadata
+from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.isolation import AttentionFunction
 
 Batch = dict[str, Tensor]
@@ -281,7 +276,7 @@ def _gradient_of_lone_tokens_dropped(q: Tensor, k: Tensor, v: Tensor, ids: Tenso
 
 
 def _flex_with_a_causal_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    mask = create_causal_block_mask(*ids.shape, device=q.device)
+    mask = DocumentMask.of_whole_rows(*ids.shape, q.device)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
@@ -289,7 +284,7 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Variable-length attention with cumulative lengths that somebody changed."""
-    metadata = create_document_varlen_metadata(ids)
+    metadata = DocumentMask.of_documents(ids).lower("varlen").lowered
     changed = change(metadata.cu_seq_q)
     metadata = VarlenMetadata(changed, changed, metadata.max_q, metadata.max_k)
     return attend(build_inner_attention("varlen"), q, k, v, metadata)
@@ -320,12 +315,7 @@ def _second_layer_ignores_the_mask(decoder: nn.Module) -> None:
     forward = attention.forward
 
     def ignoring(x: Tensor, rope: Tensor, attention_masks=None) -> Tensor:
-        whole_rows = torch.zeros(x.shape[:2], dtype=torch.int32)
-        if isinstance(attention_masks, VarlenMetadata):
-            attention_masks = create_document_varlen_metadata(whole_rows)
-        else:
-            attention_masks = create_causal_block_mask(*x.shape[:2], device=x.device)
-        return forward(x, rope, attention_masks)
+        return forward(x, rope, DocumentMask.of_whole_rows(*x.shape[:2], x.device))
 
     attention.forward = ignoring
 

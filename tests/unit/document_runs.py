@@ -69,7 +69,8 @@ def dense_masks():
 
     def attend(inner_attention, q, k, v, mask):
         gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, mask.lowered, enable_gqa=gqa)
+        return out.transpose(1, 2)
 
     with (
         mock.patch.object(decoder.Decoder, "get_attention_masks", pairs),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from torchtitan.batch.documents import document_ids_from_positions
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
     ScaledDotProductAttentionWrapper,
@@ -22,9 +23,6 @@ from torchtitan.models.attention import (
     attend,
     build_inner_attention,
     create_attention_mask,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
     create_varlen_metadata_for_document,
     get_causal_mask_mod,
     get_document_id_mask_mod,
@@ -75,6 +73,10 @@ def allowed_pairs(document_ids):
     return allowed
 
 
+def varlen_metadata(document_ids):
+    return DocumentMask.of_documents(document_ids).lower("varlen").lowered
+
+
 def assert_same(actual, expected, inputs, **tolerance):
     """Outputs and the gradients of all inputs agree."""
     generator = torch.Generator().manual_seed(1)
@@ -113,10 +115,8 @@ HEADS = st.sampled_from([(2, 2), (4, 2), (4, 1)])
 def test_flex_and_varlen_agree_with_dense_on_packed_batch(document_ids, heads, scale):
     inputs = tensors(*document_ids.shape, *heads)
     expected = dense(*inputs, allowed_pairs(document_ids), scale).transpose(1, 2)
-    for attn_type, mask in (
-        ("flex", create_document_block_mask(document_ids, block_size=16)),
-        ("varlen", create_document_varlen_metadata(document_ids)),
-    ):
+    mask = DocumentMask.of_documents(document_ids)
+    for attn_type in ("flex", "varlen"):
         out = attend(build_inner_attention(attn_type), *inputs, mask, scale)
         assert_same(out, expected, inputs, **FP32)
 
@@ -125,10 +125,11 @@ def test_flex_and_varlen_agree_with_dense_on_packed_batch(document_ids, heads, s
 @given(packings(), HEADS)
 def test_arbitrary_mask_path_agrees_with_the_document_path(document_ids, heads):
     inputs = tensors(*document_ids.shape, *heads)
-    mask = create_document_block_mask(document_ids, block_size=16)
-    by_document = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
-    del mask.varlen_metadata
-    by_mask = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
+    mask = DocumentMask.of_documents(document_ids)
+    by_document, by_mask = (
+        FlexAttentionWrapper()(*inputs, block_mask=block_mask, enable_gqa=True)
+        for block_mask in (mask.lower("flex").lowered, mask.block_mask(block_size=16))
+    )
     assert_same(by_mask, by_document, inputs, **FP32)
 
 
@@ -136,13 +137,12 @@ def test_each_document_is_bitwise_what_it_is_alone():
     lengths = [9, 1, 20, 3]
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
     packed = tensors(1, 33, 4, 2)
-    metadata = create_document_varlen_metadata(ids)
-    out = VarlenAttentionWrapper()(*packed, metadata)
+    out = VarlenAttentionWrapper()(*packed, varlen_metadata(ids))
     grads = torch.autograd.grad(out, packed, out.detach())
     start = 0
     for length in lengths:
         alone = [x.detach()[:, :, start : start + length].requires_grad_() for x in packed]
-        one = create_document_varlen_metadata(torch.zeros(1, length, dtype=torch.int32))
+        one = varlen_metadata(torch.zeros(1, length, dtype=torch.int32))
         out_alone = VarlenAttentionWrapper()(*alone, one)
         assert torch.equal(out[start : start + length], out_alone)
         grads_alone = torch.autograd.grad(out_alone, alone, out_alone.detach())
@@ -154,11 +154,8 @@ def test_each_document_is_bitwise_what_it_is_alone():
 def test_padding_sees_itself_and_is_seen_by_nobody():
     ids = torch.tensor([[0, 0, -1, -1, 1, 1, -1]])
     inputs = tensors(1, 7, 2, 2)
-    for attn_type, mask in (
-        ("flex", create_document_block_mask(ids)),
-        ("varlen", create_document_varlen_metadata(ids)),
-    ):
-        out = attend(build_inner_attention(attn_type), *inputs, mask)
+    for attn_type in ("flex", "varlen"):
+        out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
         values = inputs[2].transpose(1, 2)
         assert torch.equal(out[:, [2, 3, 6]], values[:, [2, 3, 6]])
         (grad,) = torch.autograd.grad(out[:, [0, 1, 4, 5]].sum(), inputs[2])
@@ -177,7 +174,7 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
     wanted = create_block_mask(
         by_lookup, n_rows, None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
     )
-    mask = create_document_block_mask(document_ids, block_size=block_size)
+    mask = DocumentMask.of_documents(document_ids).block_mask(block_size)
     assert mask.shape == wanted.shape
     for kind in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(mask, f"{kind}_num_blocks")
@@ -194,7 +191,7 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
 
 
 def test_causal_block_mask_has_one_row_for_the_whole_batch():
-    mask = create_causal_block_mask(3, 40, torch.device("cpu"), block_size=16)
+    mask = DocumentMask.of_whole_rows(3, 40, torch.device("cpu")).lower("flex").lowered
     assert mask.shape == (1, 1, 40, 40)
     inputs = tensors(3, 40, 2, 2)
     out = FlexAttentionWrapper()(*inputs, block_mask=mask)
@@ -293,7 +290,7 @@ def test_score_mod_changes_the_scores():
         return score + 0.1 * (kv_idx - q_idx) * (h + 1)
 
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = create_document_block_mask(ids, block_size=4)
+    mask = DocumentMask.of_documents(ids).block_mask(block_size=4)
     inputs = tensors(1, 6, 2, 2)
     out = FlexAttentionWrapper()(*inputs, score_mod=bias, block_mask=mask)
     q, k, v = (x.double() for x in inputs)
@@ -305,7 +302,7 @@ def test_score_mod_changes_the_scores():
 
 def test_log_sum_exp_is_returned_and_has_a_gradient():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = create_document_block_mask(ids, block_size=4)
+    mask = DocumentMask.of_documents(ids).lower("flex").lowered
     q, k, v = inputs = tensors(1, 6, 2, 2)
     out, lse = FlexAttentionWrapper()(*inputs, block_mask=mask, return_lse=True)
     scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed_pairs(ids), float("-inf"))
@@ -316,11 +313,7 @@ def test_log_sum_exp_is_returned_and_has_a_gradient():
 @pytest.mark.parametrize("attn_type", ["flex", "varlen", "sdpa"])
 def test_values_may_have_another_head_size(attn_type):
     ids = torch.zeros(2, 7, dtype=torch.int32)
-    mask = {
-        "flex": create_document_block_mask(ids),
-        "varlen": create_document_varlen_metadata(ids),
-        "sdpa": None,
-    }[attn_type]
+    mask = None if attn_type == "sdpa" else DocumentMask.of_documents(ids)
     inputs = tensors(2, 7, 4, 2, head_dim=12, value_dim=8)
     out = attend(build_inner_attention(attn_type), *inputs, mask)
     assert out.shape == (2, 7, 4, 8)
@@ -332,11 +325,7 @@ def test_values_may_have_another_head_size(attn_type):
 def test_bf16_differs_from_fp32_by_its_own_rounding(attn_type):
     ids = torch.tensor([[0] * 20 + [1] * 11 + [-1]])
     inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(1, 32, 4, 2)]
-    masks = {
-        "flex": create_document_block_mask,
-        "varlen": create_document_varlen_metadata,
-    }
-    out = attend(build_inner_attention(attn_type), *inputs, masks[attn_type](ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
     assert out.dtype == torch.bfloat16
     expected = dense(*inputs, allowed_pairs(ids)).transpose(1, 2)
     # bf16 keeps 8 bits: 4e-3 relative per rounding, a few of them.
@@ -353,7 +342,7 @@ def test_varlen_metadata_has_the_known_boundaries():
 
 
 def test_varlen_output_is_packed():
-    metadata = create_document_varlen_metadata(torch.zeros(2, 5, dtype=torch.int32))
+    metadata = varlen_metadata(torch.zeros(2, 5, dtype=torch.int32))
     assert VarlenAttentionWrapper()(*tensors(2, 5, 4, 2), metadata).shape == (10, 4, 8)
 
 
@@ -378,7 +367,7 @@ def test_varlen_with_more_keys_than_queries_is_causal_from_the_end():
 
 
 def test_mask_of_another_batch_names_both_sizes():
-    metadata = create_document_varlen_metadata(torch.zeros(1, 6, dtype=torch.int32))
+    metadata = varlen_metadata(torch.zeros(1, 6, dtype=torch.int32))
     with pytest.raises(ValueError, match="cover 6 tokens and the batch has 5"):
         VarlenAttentionWrapper()(*tensors(1, 5, 2, 2), metadata)
 
@@ -434,7 +423,7 @@ def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
 )
 def test_wrong_kind_of_mask_is_named(attn_type, mask, what):
     if mask is not None:
-        mask = create_document_varlen_metadata(torch.zeros(1, 4, dtype=torch.int32))
+        mask = varlen_metadata(torch.zeros(1, 4, dtype=torch.int32))
     with pytest.raises(TypeError, match=what):
         attend(build_inner_attention(attn_type), *tensors(1, 4, 2, 2), mask)
 
@@ -479,15 +468,12 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
     counter = CompileCounterWithBackend("aot_eager")
     inputs = tensors(1, 24, 2, 2)
     inner = build_inner_attention(attn_type)
-    create_mask = {
-        "flex": create_document_block_mask,
-        "varlen": create_document_varlen_metadata,
-    }[attn_type]
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     n_compiled = []
     for lengths in ([10, 14], [5, 5, 14], [24], [3, 3, 3, 15], [1] * 24, [20, 4]):
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-        out = compiled(inner, *inputs, create_mask(ids))
+        mask = DocumentMask.of_documents(ids).lower(attn_type)
+        out = compiled(inner, *inputs, mask)
         torch.testing.assert_close(
             out.double(), dense(*inputs, allowed_pairs(ids)).transpose(1, 2), **FP32
         )

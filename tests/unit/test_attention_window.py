@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtitan.batch.documents import PADDING
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.models import attention_cpu
-from torchtitan.models.attention import (
-    attend,
-    build_inner_attention,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.models.attention import attend, build_inner_attention
 
 
 def allowed_pairs(document_ids, window=None):
@@ -85,12 +80,15 @@ def test_window_and_log_sum_exp_with_gradients_equal_dense_attention(ids, heads,
     expected_grads = torch.autograd.grad(
         (expected_out, expected_lse), inputs, (grad_out.double(), grad_lse.double())
     )
-    for attn_type, mask in (
-        ("flex", create_document_block_mask(ids, block_size=16, window=window)),
-        ("varlen", create_document_varlen_metadata(ids)),
+    documents = DocumentMask.of_documents(ids)
+    metadata = documents.lower("varlen").lowered  # which says nothing of windows
+    for attn_type, mask, of_layer in (
+        ("flex", documents.with_window(window), None),
+        ("varlen", documents.with_window(window), None),
+        ("varlen", metadata, window),
     ):
         wrapper = build_inner_attention(attn_type)
-        out, lse = attend(wrapper, *inputs, mask, 0.5, window=window, return_lse=True)
+        out, lse = attend(wrapper, *inputs, mask, 0.5, window=of_layer, return_lse=True)
         assert lse.dtype == torch.float32
         grads = torch.autograd.grad((out, lse), inputs, (grad_out, grad_lse))
         # fp32 sums of up to 140 terms of order 1
@@ -106,7 +104,7 @@ def test_gradient_is_right_when_only_one_result_is_used(used):
     inputs = tensors(*ids.shape, 4, 2, dtype=torch.float64)
     which = ["output", "lse"].index(used)
     expected = dense(*inputs, allowed_pairs(ids, 4))[which].transpose(1, 2)
-    mask = create_document_block_mask(ids, window=4)
+    mask = DocumentMask.of_documents(ids).with_window(4)
     actual = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)[which]
     weight = torch.arange(actual.numel(), dtype=torch.float64).view(actual.shape)
     for got, want in zip(
@@ -119,10 +117,9 @@ def test_gradient_is_right_when_only_one_result_is_used(used):
 
 def test_gradients_of_both_results_equal_finite_differences():
     inputs = [x[0].transpose(0, 1).detach() for x in tensors(1, 6, 2, 1, dtype=torch.float64)]
+    lengths = torch.tensor([0, 1, 6])
     assert torch.autograd.gradcheck(
-        lambda *x: attention_cpu.document_attention(
-            *x, torch.tensor([0, 1, 6]), 0.3, window=2, return_lse=True
-        ),
+        lambda *x: attention_cpu.document_attention(*x, lengths, lengths, 0.3, window=2),
         [x.requires_grad_() for x in inputs],
     )
 
@@ -133,8 +130,7 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
     out, lse = attend(
         build_inner_attention("varlen"),
         *inputs,
-        create_document_varlen_metadata(ids),
-        window=200,
+        DocumentMask.of_documents(ids).with_window(200),
         return_lse=True,
     )
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -150,10 +146,12 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
 @given(packings(), st.sampled_from([4, 16]), st.sampled_from([1, 3, 16, 50]))
 def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block_size, window):
     n_rows, seq_len = ids.shape
+    whole_rows = DocumentMask.of_whole_rows(n_rows, seq_len, ids.device).with_window(window)
     for documents, mask in (
-        (ids, create_document_block_mask(ids, block_size, window)),
-        (ids[:1] * 0, create_causal_block_mask(n_rows, seq_len, ids.device, block_size, window)),
+        (ids, DocumentMask.of_documents(ids).with_window(window)),
+        (ids[:1] * 0, whole_rows),
     ):
+        mask = mask.block_mask(block_size)
         allowed = allowed_pairs(documents, window)
 
         def by_lookup(b, h, q_idx, kv_idx, allowed=allowed):
@@ -173,10 +171,11 @@ def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block
 def test_mask_without_boundaries_gives_the_same_under_a_window():
     ids = ids_of([30, 1, 50])
     inputs = tensors(*ids.shape, 4, 2)
-    mask = create_document_block_mask(ids, block_size=16, window=9)
-    by_document = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)
-    del mask.varlen_metadata
-    by_mask = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)
+    mask = DocumentMask.of_documents(ids).with_window(9)
+    by_document, by_mask = (
+        attend(build_inner_attention("flex"), *inputs, one, return_lse=True)
+        for one in (mask, mask.block_mask(block_size=16))
+    )
     for got, want in zip(by_mask, by_document, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -185,7 +184,7 @@ def test_window_below_one_and_kernels_that_cannot_are_refused():
     ids = ids_of([4])
     inputs = tensors(1, 4, 2, 2)
     with pytest.raises(ValueError, match="holds at least the query itself, got window_size=0"):
-        create_document_block_mask(ids, window=0)
+        DocumentMask.of_documents(ids).with_window(0)
     for request in ({"window": 2}, {"return_lse": True}):
         with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
             attend(build_inner_attention("sdpa"), *inputs, None, **request)
@@ -194,6 +193,6 @@ def test_window_below_one_and_kernels_that_cannot_are_refused():
         attend(
             build_inner_attention("varlen"),
             *on_meta,
-            create_document_varlen_metadata(ids),
+            DocumentMask.of_documents(ids),
             return_lse=True,
         )

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import context_parallel
-from torchtitan.distributed.context_parallel import ShardedMask, TokenShards
+from torchtitan.distributed.context_parallel import ContextPart, TokenShards
 from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.parallelize import apply_compile
@@ -224,6 +225,20 @@ def test_varlen_with_causal_mask_type_has_no_boundaries_to_give():
         tiny_model(attn_type="varlen").get_attention_masks(torch.ones(1, 4), None)
 
 
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_document_mask_itself_is_a_mask(attn_type):
+    model = tiny_model(attn_type=attn_type, attn_mask_type="position_block_causal")
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
+    masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
+    documents = DocumentMask.of_documents(ids)
+    assert torch.equal(model(tokens, documents), model(tokens, masks))
+    # A chunk of 2 tokens is a window of 2 to its second token only.
+    chunks, window = (model(tokens, m) for m in (documents.in_chunks(2), documents.with_window(2)))
+    assert torch.equal(chunks[0, :2], window[0, :2])
+    assert not torch.allclose(chunks[0, 2], window[0, 2])
+
+
 def test_sdpa_with_a_document_mask_names_both_ways_out():
     with pytest.raises(ValueError, match="'flex' or 'varlen'.*'causal'"):
         meta_model(tiny_args(attn_mask_type="block_causal"))
@@ -356,7 +371,8 @@ def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_token
         setattr(model, name, None)
     model.layers.clear()
     chunks = torch.arange(2)[:, None]
-    mask = ShardedMask(None, TokenShards(chunks, chunks.flatten(), HalfOfRows(), ""), "allgather")
+    shards = TokenShards(chunks, chunks.flatten(), HalfOfRows(), "")
+    mask = DocumentMask(part=ContextPart(shards, "allgather"))
     tokens = torch.zeros(1, n_tokens // 2, dtype=torch.int64, device="meta")
     model(tokens, attention_masks=mask)
     assert len(model.freqs_cis) == max(16, n_tokens)

@@ -14,7 +14,7 @@ from tests.unit.document_runs import (
     train,
 )
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.models import decoder
+from torchtitan.batch.mask import DocumentMask
 
 # Of logits of size 1.
 ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, atol=6e-2)}
@@ -122,16 +122,14 @@ def test_row_of_many_documents_may_be_longer_than_the_rope_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "attn_type, builder",
-    [
-        ("flex", "create_document_block_mask"),
-        ("varlen", "create_document_varlen_metadata"),
-    ],
+    "attn_type, builder", [("flex", "block_mask"), ("varlen", "_varlen_metadata")]
 )
 def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_path, monkeypatch):
     calls = []
-    build = getattr(decoder, builder)
-    monkeypatch.setattr(decoder, builder, lambda ids: calls.append(ids.shape) or build(ids))
+    build = getattr(DocumentMask, builder)
+    monkeypatch.setattr(
+        DocumentMask, builder, lambda mask: calls.append(mask.starts.shape) or build(mask)
+    )
     trainer = make_trainer(tmp_path, attn_type, *short_documents(tmp_path))
     (batch,), _, _ = one_step(trainer)
     assert trainer.model_args.n_layers > 1

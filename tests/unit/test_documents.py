@@ -16,8 +16,8 @@ from torchtitan.batch.documents import (
     last_tokens,
     positions_from_document_ids,
     read_document_ids,
-    split_documents,
 )
+from torchtitan.batch.mask import DocumentMask
 
 EOS = 2
 
@@ -264,8 +264,9 @@ def test_chunks_begin_every_so_many_tokens_of_a_document(rows, chunk_size):
             count += position >= 0 and position % chunk_size == 0
             chunks.append(PADDING if position < 0 else count)
         expected.append(chunks)
-    chunks = split_documents(ids, chunk_size)
-    assert chunks.dtype == torch.int32 and chunks.tolist() == expected
+    starts = DocumentMask.of_documents(ids).in_chunks(chunk_size).starts
+    assert starts.dtype == torch.int32
+    assert torch.equal(starts, document_starts(torch.tensor(expected)))
 
 
 @given(rows_of(st.integers(-1, 2)))

@@ -10,15 +10,9 @@ import pytest
 import torch
 
 from torchtitan.batch.documents import document_ids_from_lengths
+from torchtitan.batch.mask import DocumentMask, VarlenMetadata, cp_shard, map_masks
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
-from torchtitan.distributed.context_parallel import cp_shard
-from torchtitan.models.attention import (
-    VarlenMetadata,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
@@ -100,9 +94,12 @@ def numbers_of(masks):
     """What the host knows of a mask, or of each in a dict."""
     if isinstance(masks, dict):
         return {name: numbers_of(mask) for name, mask in masks.items()}
-    if isinstance(masks, VarlenMetadata):
-        return on_host(masks.cu_seq_q).tolist(), masks.max_q, masks.max_k
-    return on_host(masks.document_starts).tolist(), masks.window, masks.seq_lengths
+    mask = DocumentMask.of(masks)
+    if isinstance(mask.lowered, VarlenMetadata):
+        lengths = mask.lowered
+        return on_host(lengths.cu_seq_q).tolist(), lengths.max_q, lengths.max_k
+    starts = on_host(mask.boundaries(TOKENS.shape[1]))
+    return starts.tolist(), mask.window, mask.lowered.seq_lengths
 
 
 @pytest.mark.parametrize("source", PACKED)
@@ -122,8 +119,9 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"
     masks = extra_kwargs["attention_masks"]
-    for mask in masks.values() if isinstance(masks, dict) else [masks]:
-        tensor = mask.cu_seq_q if isinstance(mask, VarlenMetadata) else mask.kv_indices
+    for mask in as_list(map_masks(DocumentMask.of, masks)):
+        lowered = mask.lowered
+        tensor = lowered.cu_seq_q if isinstance(lowered, VarlenMetadata) else lowered.kv_indices
         assert tensor.device.type == "meta"
     _, _, on_cpu_inputs, on_cpu_kwargs = model_inputs(batch)
     assert numbers_of(masks) == numbers_of(on_cpu_kwargs["attention_masks"])
@@ -150,12 +148,14 @@ def axis(device_type, rank):
 
 def masks_on(device, n_tokens):
     ids = to_device(document_ids_from_lengths(LENGTHS * (n_tokens // 8), n_tokens), device)
+    documents = DocumentMask.of_documents(ids)
+    causal = DocumentMask.of_whole_rows(2, n_tokens, torch.device(device))
     return {
         "none": None,
-        "causal": create_causal_block_mask(2, n_tokens, torch.device(device)),
-        "documents": create_document_block_mask(ids),
-        "varlen": create_document_varlen_metadata(ids),
-        "dict": {"all": create_document_block_mask(ids), "w": create_document_block_mask(ids, 3)},
+        "causal": causal.lower("flex"),
+        "documents": documents.lower("flex").lowered,
+        "varlen": documents.lower("varlen").lowered,
+        "dict": {"all": documents.lower("flex"), "w": documents.with_window(3).lower("flex")},
     }
 
 
@@ -171,6 +171,7 @@ def test_context_parallelism_reads_nothing_back_from_masks_of_the_host(balancer,
         _, sharded = cp_shard(axis("meta", rank), (to_device(tokens, "meta"),), mask, balancer)
         _, expected = cp_shard(axis("cpu", rank), (tokens,), on_cpu_masks[name], balancer)
         for ours, theirs in zip(*map(as_list, (sharded, expected)), strict=True):
+            ours, theirs = ours.part, theirs.part
             assert (ours.keys.max_q, ours.keys.max_k) == (theirs.keys.max_q, theirs.keys.max_k)
             pairs = [(ours.shards.chunks, theirs.shards.chunks)]
             pairs += [
@@ -189,9 +190,9 @@ def as_list(masks):
 def test_masks_that_nobody_asks_for_their_documents_are_not_read():
     ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    mask = create_document_block_mask(ids)
+    mask = DocumentMask.of_documents(ids).lower("flex").lowered
     _, sharded = cp_shard(axis("meta", 0), (tokens,), mask, rotate_method="alltoall")
-    assert sharded.mask is mask
+    assert sharded.lowered is mask
 
 
 def test_masks_from_the_device_alone_are_read_together(monkeypatch):
@@ -204,14 +205,15 @@ def test_masks_from_the_device_alone_are_read_together(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", read)
     ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    cp_shard(axis("meta", 0), (tokens,), {"a": create_document_block_mask(ids), "b": None})
-    masks = {"a": create_document_block_mask(ids), "b": create_document_block_mask(ids + 0)}
+    one, other = DocumentMask.of_documents(ids), DocumentMask.of_documents(ids + 0)
+    cp_shard(axis("meta", 0), (tokens,), {"a": one.lower("flex"), "b": None})
+    masks = {"a": one.lower("flex"), "b": other.lower("flex")}
     cp_shard(axis("meta", 0), (tokens,), masks)
     assert reads == [(16,), (32,)]
 
     reads.clear()
     with torch.device("meta"):
         model = llama4("varlen", "block_causal")
-    masks = model.build_document_masks(torch.zeros(2, 8, dtype=torch.int32, device="meta"))
+    masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
     cp_shard(axis("meta", 0), (tokens,), masks)
     assert reads == [(2, 8)]

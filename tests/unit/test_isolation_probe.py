@@ -5,15 +5,11 @@ import torch
 from torch import nn
 
 from tests.unit.document_runs import make_trainer, short_documents
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.listeners.isolation_probe import IsolationProbe
-from torchtitan.models.attention import (
-    VarlenMetadata,
-    create_causal_block_mask,
-    create_document_varlen_metadata,
-)
 from torchtitan.testing.gloo import run_ranks
 
 PROBE = "--debug.check_document_isolation_freq=1"
@@ -26,12 +22,7 @@ def ignore_mask(trainer, layer: str) -> None:
     forward = attention.forward
 
     def seeing_the_row(x, rope, attention_masks=None):
-        if isinstance(attention_masks, VarlenMetadata):
-            row = torch.zeros(x.shape[:2], dtype=torch.int32, device=x.device)
-            attention_masks = create_document_varlen_metadata(row)
-        else:
-            attention_masks = create_causal_block_mask(*x.shape[:2], device=x.device)
-        return forward(x, rope, attention_masks)
+        return forward(x, rope, DocumentMask.of_whole_rows(*x.shape[:2], x.device))
 
     attention.forward = seeing_the_row
 

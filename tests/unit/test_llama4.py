@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import Compile
-from torchtitan.distributed.context_parallel import ShardedMask
+from torchtitan.distributed.context_parallel import ContextPart
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.models.llama4 import (
     Llama4StateDictAdapter,
@@ -207,7 +208,7 @@ def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
 
 def test_sdpa_refuses_padded_rows_and_rows_of_which_a_rank_holds_less_than_a_chunk():
     sdpa = tiny_model(attn_type="sdpa")
-    over_two_ranks = ShardedMask(None, SimpleNamespace(cp=2), "alltoall")
+    over_two_ranks = DocumentMask(part=ContextPart(SimpleNamespace(cp=2), "alltoall"))
     with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
         sdpa(torch.arange(3)[None], over_two_ranks)
     with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):

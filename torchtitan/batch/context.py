@@ -12,15 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.mask import positions_of_rank, prepare_context_parallel_input, shards_of
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.context_parallel import (
-    TokenShards,
-    positions_of_rank,
-    prepare_context_parallel_input,
-    shards_of,
-)
+from torchtitan.distributed.context_parallel import TokenShards
 
 
 @dataclass(frozen=True)

@@ -147,17 +147,6 @@ def positions_from_document_ids(document_ids: Tensor) -> Tensor:
     return positions.masked_fill(document_ids == PADDING, PADDING)
 
 
-def split_documents(document_ids: Tensor, chunk_size: int) -> Tensor:
-    """Number the chunks of all documents; a chunk begins every `chunk_size` tokens of a document.
-
-    document_ids: [B, T] int. Returns [B, T] int32, padding stays -1: with chunk_size 2
-    [0 0 0 1 1 -1] -> [0 0 1 2 2 -1]. Where a row begins inside a document, chunks count from
-    where it was cut.
-    """
-    is_start = positions_from_document_ids(document_ids) % chunk_size == 0
-    return _number_around_padding(is_start, document_ids == PADDING)
-
-
 def last_tokens(document_ids: Tensor) -> Tensor:
     """bool [B, T]: is the next token of the row not of this token's document?
 

@@ -1,41 +1,41 @@
 """Context parallelism: the ranks of a mesh axis hold different tokens of the same rows.
 
 B rows, T tokens per row, cp ranks, H query heads, K key/value heads, D head size. A row is cut
-into equal chunks, and each rank holds as many of them: a batch [B, T] becomes [B, T/cp] on each
-rank. All that is not attention works on its own tokens, and attention exchanges what it needs:
+into equal chunks, and each rank holds equally many of them: a batch [B, T] becomes [B, T/cp] on
+each rank. Attention exchanges what it needs; everything else works on the rank's own tokens.
 
     allgather   every rank gathers the keys and values of all tokens for its own queries
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both give what one process gives, under every mask that keeps documents apart. The mask goes to
-attention as a `ShardedMask`, which says of which tokens the rank's own ones are the part.
+Both give what one process gives, under every mask that keeps documents apart. The mask that goes
+to attention has a `ContextPart`, which says which tokens the rank holds.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.tools.host_copy import on_host, pinned, to_device
+from torchtitan.tools.host_copy import pinned, to_device
+from torchtitan.tools.lazy_names import load_on_access
 
-__all__ = [
-    "TokenShards",
-    "ShardedMask",
-    "apply_cp_to_attention_module",
-    "cp_shard",
-    "gathers_keys",
-    "positions_of_rank",
-    "prepare_context_parallel_input",
-    "shards_of",
-]
+# The reference has these here; they are about masks, too, which stand above this package.
+__getattr__ = load_on_access(
+    __name__,
+    {
+        "cp_shard": "torchtitan.batch.mask",
+        "prepare_context_parallel_input": "torchtitan.batch.mask",
+    },
+)
 
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
@@ -55,8 +55,8 @@ class TokenShards:
         attention layer reads them.
     """
 
-    # Plain fields all of them: compiled blocks cannot trace a cached_property, and FSDP makes
-    # copies with dataclasses.replace.
+    # Only plain fields: compiled blocks cannot trace a cached_property, and FSDP makes copies
+    # with dataclasses.replace.
     chunks: Tensor
     place_of_chunk: Tensor
     mesh: DeviceMesh
@@ -105,8 +105,11 @@ def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
     return x.index_select(dim, chunks[rank]).flatten(dim, dim + 1)
 
 
-def _deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
-    """Chunks [cp, n] of each rank. starts: see `_deal_by_work`; only "ptrr" looks at it."""
+def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
+    """Chunks [cp, n] of each rank.
+
+    starts: [1 or B, T] on the host, the first key that each query sees; only "ptrr" looks at it.
+    """
     multiple = sequence_multiple(load_balancer, cp)
     if seq_len % multiple:
         raise ValueError(
@@ -124,39 +127,30 @@ def _deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tenso
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
             "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    return _deal_by_work(starts, cp)
-
-
-def _deal_by_work(starts: Tensor, cp: int) -> Tensor:
-    """Chunks [cp, n], dealt out from the one that costs most, back and forth over the ranks.
-
-    starts: [1 or B, T] on the host, the first key that each query sees.
-    """
-    columns = torch.arange(starts.shape[1], device="cpu")
+    # Deal out from the chunk that costs most, back and forth over the ranks.
+    columns = torch.arange(seq_len, device="cpu")
     work = (columns - starts + 1).sum(dim=0).view(-1, PTRR_CHUNK).sum(dim=1)
     rounds = work.sort(descending=True, stable=True).indices.view(-1, cp)
     rounds[1::2] = rounds[1::2].flip(1)
     return rounds.T.sort(dim=1).values
 
 
-# ---- masks ----
+# ---- what attention exchanges ----
 
 
 @dataclass(frozen=True)
-class ShardedMask:
-    """A mask of whole rows for queries that are spread over ranks.
+class ContextPart:
+    """How attention works on rows of which this rank holds only some tokens.
 
-    mask: what one process would give to attention; None is plain causal.
     shards: how the rows' tokens are spread.
     rotate_method: "allgather" or "alltoall".
     keys: for "allgather", which keys this rank's queries need.
     gathering: keys and values on their way; see `start_gathering`.
     """
 
-    mask: Any
     shards: TokenShards
     rotate_method: str
-    keys: "_NeededKeys | None" = None
+    keys: "NeededKeys | None" = None
     gathering: tuple[Tensor, Tensor] | None = None
 
     # ---- alltoall ----
@@ -192,19 +186,17 @@ class ShardedMask:
 
     # ---- allgather ----
 
-    def start_gathering(self, k: Tensor, v: Tensor) -> "ShardedMask":
-        """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns the mask to attend with.
+    def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
+        """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns what to attend with.
 
-        Between this and attention there is time for work of its own, and in backward for that
-        work's gradients.
+        Other work can be done between this and attention while the keys travel, and in backward
+        that work's gradients while the keys' gradients do.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
         shards = self.shards
         gathered = _OPS.all_gather_into_tensor(packed.detach(), shards.cp, shards.group_name)
-        return ShardedMask(
-            self.mask, shards, self.rotate_method, self.keys, gathering=(packed, gathered)
-        )
+        return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
 
     def gathered_keys(self) -> Tensor:
         """Keys and values [keys, K, D + Dv], one after the other as `keys` wants them."""
@@ -214,14 +206,12 @@ class ShardedMask:
         return rows.index_select(0, self.keys.index)
 
 
-@dataclass(frozen=True)
-class _NeededKeys:
+class NeededKeys(NamedTuple):
     """Stretches of one document that a rank's packed queries [B * T/cp] fall into.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where each one's queries and keys begin; the last
         query of a stretch sees its last key. max_q, max_k: the longest.
     index: int64 [keys], place of each key among the packed tokens of all ranks, rank after rank.
-    window: how many keys back a query sees, itself included; None for any number.
     """
 
     cu_seq_q: Tensor
@@ -229,20 +219,33 @@ class _NeededKeys:
     max_q: int
     max_k: int
     index: Tensor
-    window: int | None
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "_NeededKeys":
-        """The same with other tensors."""
-        tensors = {name: getattr(self, name) for name in ("cu_seq_q", "cu_seq_k", "index")}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
 
-def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> _NeededKeys:
-    """On the host, where sizes that follow from values cost no wait.
+def needed_keys(
+    starts: Tensor, n_rows: int, chunks: Tensor, rank: int, window: int | None
+) -> NeededKeys:
+    """What a rank needs, on the host, where sizes that follow from values cost no wait.
 
-    starts: [B, T], the first key that each query sees but for the window. chunks: [cp, n]. Both
-    on the host.
+    starts: [1 or B, T], the first key that each query sees but for the window. chunks: [cp, n].
+    Both on the host.
     """
+    if starts.any():
+        return _needed_keys(starts.expand(n_rows, -1), chunks, rank, window)
+    layout = tuple(map(tuple, chunks.tolist()))
+    return _needed_keys_of_whole_rows(n_rows, starts.shape[1], layout, rank, window)
+
+
+# Bounded, and of plain numbers and tensors of the host: it keeps no process group alive.
+@functools.lru_cache(maxsize=8)
+def _needed_keys_of_whole_rows(
+    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
+) -> NeededKeys:
+    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
+    needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
+    return tree_map_only(Tensor, pinned, needed)
+
+
+def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:
     n_rows, seq_len = starts.shape
     columns = torch.arange(seq_len, device="cpu").expand(n_rows, -1)
     place = _take_chunks(columns, chunks, rank, dim=1).flatten()
@@ -260,210 +263,29 @@ def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) 
         first_key = torch.maximum(first_key, place[first] - window + 1)
     n_keys = place[end - 1] + 1 - first_key
 
-    # Number all keys through, and look up each one's column and row by its stretch.
+    # Number the keys of all stretches, and look up each one's column and row by its stretch.
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    where = _place_among_ranks(chunks, n_rows, seq_len)
-    index = where[row[first][stretch], first_key[stretch] + offset]
-    return _NeededKeys(
+    # By column: its rank's first token among all ranks' packed tokens, laid end to end, and how
+    # many tokens of its row stand before it there.
+    columns = torch.arange(seq_len, device="cpu")
+    by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
+    n_local = seq_len // len(chunks)
+    where = torch.empty_like(columns)
+    where[by_rank] = columns // n_local * (n_rows * n_local) + columns % n_local
+    index = where[first_key[stretch] + offset] + n_local * row[first][stretch]
+    return NeededKeys(
         _cumulative(n_queries).to(torch.int32),
         cu_seq_k.to(torch.int32),
         int(n_queries.max()),
         int(n_keys.max()),
         index,
-        window,
     )
 
 
 def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-
-
-# Bounded, and of plain numbers and tensors of the host: no process group lives on in here.
-@functools.lru_cache(maxsize=8)
-def _needed_keys_of_whole_rows(
-    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
-) -> _NeededKeys:
-    """`_needed_keys` of rows that are one document each."""
-    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
-    needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
-    return needed.each(pinned)
-
-
-def _place_among_ranks(chunks: Tensor, n_rows: int, seq_len: int) -> Tensor:
-    """int64 [B, T]: where each token stands when all ranks' packed tokens are laid end to end."""
-    columns = torch.arange(seq_len, device="cpu")
-    n_local = seq_len // len(chunks)
-    by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
-    # By column: its rank's first token, and how many tokens of its row stand before it there.
-    place = torch.empty_like(columns)
-    place[by_rank] = columns // n_local * (n_rows * n_local) + columns % n_local
-    return place + n_local * torch.arange(n_rows, device="cpu")[:, None]
-
-
-def _boundaries_of(mask: Any, seq_len: int) -> tuple[Tensor | None, int | None]:
-    """(what says where documents begin, window) of a mask.
-
-    The former is where each token's document begins [1 or B, T], or cumulative lengths
-    [documents + 1]; None if the mask does not say.
-    """
-    if mask is None:
-        return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu"), None
-    boundaries = getattr(mask, "document_starts", None)
-    if boundaries is None:
-        boundaries = getattr(getattr(mask, "varlen_metadata", mask), "cu_seq_q", None)
-    return boundaries, getattr(mask, "window", None)
-
-
-def _read_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same on the host; waits for the device once if any is there and no copy of the host's."""
-    tensors = [on_host(x) for x in tensors]
-    away = [x for x in tensors if x.device.type != "cpu"]
-    if not away:
-        return tensors
-    read = iter(torch.cat([x.flatten() for x in away]).cpu().split([x.numel() for x in away]))
-    return [x if x.device.type == "cpu" else next(read).view(x.shape) for x in tensors]
-
-
-def _starts_of(boundaries: Tensor, n_rows: int, seq_len: int) -> Tensor:
-    """[1 or B, T], the first key that each query sees but for the window; all on the host."""
-    if boundaries.dim() == 2:
-        return boundaries
-    first = boundaries[:-1].repeat_interleave(boundaries.diff(), output_size=n_rows * seq_len)
-    return first.view(n_rows, seq_len) % seq_len
-
-
-# ---- what a trainer calls ----
-
-
-def cp_shard(
-    cp_mesh: DeviceMesh,
-    inputs: tuple[Tensor, ...],
-    attention_masks: Any = None,
-    load_balancer_type: str | None = "headtail",
-    input_seq_dim: int = 1,
-    rotate_method: str | None = "allgather",
-) -> tuple[tuple[Tensor, ...], Any]:
-    """Return this rank's part of each input, and the mask (or dict of masks) for it.
-
-    inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
-    attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
-    load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
-        parts.
-    rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
-    No communication. Raises ValueError if T does not divide, or if `rotate_method` is
-    "allgather" and a mask does not say where its documents begin.
-    Waits for the device once if only the device knows where documents begin and "allgather" or
-    "ptrr" needs to: for masks that were not made from a batch of the host (see
-    `tools.host_copy`).
-    """
-    masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
-    n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
-    if any(isinstance(mask, Tensor) for mask in masks.values()):
-        raise ValueError(
-            "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
-            "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
-        )
-    found = {name: _boundaries_of(mask, seq_len) for name, mask in masks.items()}
-    silent = [name for name, (boundaries, _) in found.items() if boundaries is None]
-    if rotate_method is None:
-        rotate_method = "alltoall" if silent else "allgather"
-    if rotate_method == "allgather" and silent:
-        raise ValueError(
-            "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made by the "
-            "model's get_attention_masks, which says where documents begin, got a "
-            f"{type(masks[silent[0]]).__name__}; set it to 'alltoall'"
-        )
-    starts: dict[str, Tensor] = {}
-    if rotate_method == "allgather" or load_balancer_type == "ptrr":
-        known = {name: x for name, (x, _) in found.items() if x is not None}
-        for name, boundaries in zip(known, _read_all([*known.values()]), strict=True):
-            starts[name] = _starts_of(boundaries, n_rows, seq_len)
-    # With several masks, the one that is wider decides what is balanced.
-    widest = None
-    if attention_masks is not None and starts:
-        widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
-    chunks = _deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
-    shards = TokenShards.of(chunks, cp_mesh)
-
-    sharded = {}
-    for name, mask in masks.items():
-        keys = None
-        if rotate_method == "allgather":
-            first, rank, window = starts[name], cp_mesh.get_local_rank(), found[name][1]
-            if first.any():
-                keys = _needed_keys(first.expand(n_rows, -1), chunks, rank, window)
-            else:
-                layout = tuple(map(tuple, chunks.tolist()))
-                keys = _needed_keys_of_whole_rows(n_rows, seq_len, layout, rank, window)
-            keys = keys.each(lambda x: to_device(x, inputs[0].device))
-        sharded[name] = ShardedMask(mask, shards, rotate_method, keys)
-    parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
-    return parts, sharded if isinstance(attention_masks, dict) else sharded[""]
-
-
-def prepare_context_parallel_input(
-    inputs: Tensor,
-    labels: Tensor | None,
-    extra_kwargs: dict[str, Any],
-    cp_mesh: DeviceMesh,
-    device: torch.device,
-    load_balancer_type: str | None = "headtail",
-    rotate_method: str | None = None,
-) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Return this rank's tokens, labels and the keyword arguments of the model's forward.
-
-    inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
-    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
-    and gets those for the rank's own tokens. device: accepted for compatibility. rotate_method: as
-    in `cp_shard`.
-    Without positions none are added: the model has them from the mask (`positions_of_rank`), and
-    a caller with positions of its own passes them to the model as they are.
-    Changes and returns `extra_kwargs`. Raises like `cp_shard`.
-    """
-    whole = (inputs,) if labels is None else (inputs, labels)
-    parts, masks = cp_shard(
-        cp_mesh,
-        whole,
-        extra_kwargs.get("attention_masks"),
-        load_balancer_type,
-        rotate_method=rotate_method,
-    )
-    extra_kwargs["attention_masks"] = masks
-    if extra_kwargs.get("positions") is not None:
-        extra_kwargs["positions"] = positions_of_rank(
-            masks, extra_kwargs["positions"], parts[0].shape[1]
-        )
-    return parts[0], parts[1] if labels is not None else None, extra_kwargs
-
-
-def shards_of(attention_masks: Any) -> TokenShards | None:
-    """Return how the rows that a mask (or a dict of masks) is for are spread; None if they aren't."""
-    if isinstance(attention_masks, dict) and attention_masks:
-        attention_masks = next(iter(attention_masks.values()))
-    return attention_masks.shards if isinstance(attention_masks, ShardedMask) else None
-
-
-def gathers_keys(attention_masks: Any) -> bool:
-    """Whether attention under this mask gathers keys, so that `start_gathering` pays."""
-    return isinstance(attention_masks, ShardedMask) and attention_masks.rotate_method == "allgather"
-
-
-def positions_of_rank(
-    attention_masks: Any, positions: Tensor | None, num_tokens: int
-) -> Tensor | None:
-    """Return the positions of this rank's `num_tokens` tokens; as they are if rows are not spread.
-
-    positions: [1 or B, T] of whole rows or [1 or B, T/cp] of the rank's tokens; None is 0..T-1.
-    """
-    shards = shards_of(attention_masks)
-    if shards is None:
-        return positions
-    seq_len = shards.cp * num_tokens
-    if positions is None:
-        positions = torch.arange(seq_len, device=shards.mesh.device_type)[None]
-    return shards.shard(positions) if positions.shape[1] == seq_len else positions
 
 
 def apply_cp_to_attention_module(
@@ -488,8 +310,8 @@ def apply_cp_to_attention_module(
 class _GatheredRows(torch.autograd.Function):
     """[n, ...] of each rank -> [cp * n, ...] on all, which are on their way as `gathered`.
 
-    Gradients are summed where they belong. Nobody has waited for them: `_WaitForGradient` does,
-    which x has to come from.
+    Each rank gets the sum of its own rows' gradients. Backward does not wait for them:
+    `_WaitForGradient`, which x has to come from, does.
     """
 
     @staticmethod
@@ -504,7 +326,7 @@ class _GatheredRows(torch.autograd.Function):
 
 
 class _WaitForGradient(torch.autograd.Function):
-    """x itself, whose gradient is one that a collective is still working on."""
+    """x itself; its gradient is one that a collective is still working on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -6,24 +6,24 @@ query heads, K key/value heads, D head size, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.batch.mask import DocumentMask, map_masks
 from torchtitan.models.decoder import Decoder
 
-if TYPE_CHECKING:  # importing it loads the compiler
-    from torch.nn.attention.flex_attention import BlockMask
 
-
-class CachedAttention(FlexAttentionWrapper):
+class CachedAttention(nn.Module):
     """Stands in for a layer's attention kernel and looks at all tokens since it was made.
 
     max_length: how many tokens of a row there is room for.
     """
+
+    attn_type: ClassVar[str] = "cache"
 
     def __init__(self, max_length: int):
         super().__init__()
@@ -41,7 +41,7 @@ class CachedAttention(FlexAttentionWrapper):
         k: Tensor,
         v: Tensor,
         *,
-        block_mask: "BlockMask",
+        block_mask: Tensor,
         scale: float | None = None,
         return_lse: bool = False,
         enable_gqa: bool = False,
@@ -49,7 +49,7 @@ class CachedAttention(FlexAttentionWrapper):
         """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, H, T, Dv], and the log-sum-exp of the
         scores [B, H, T] if asked.
 
-        block_mask: its `allowed`, bool [1 or B, 1, T, S], says which slots each token may look at.
+        block_mask: bool [1 or B, 1, T, S], which slots each token may look at.
         """
         if self.keys is None or self.values is None:
             # Only now are batch size, heads, dtype and device known.
@@ -62,20 +62,16 @@ class CachedAttention(FlexAttentionWrapper):
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 stored.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
-        k, v, allowed = (
-            self.keys[:, :, : self.end],
-            self.values[:, :, : self.end],
-            block_mask.allowed,
-        )
+        k, v = (x[:, :, : self.end] for x in (self.keys, self.values))
         if not return_lse:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa
+                q, k, v, attn_mask=block_mask, scale=scale, enable_gqa=enable_gqa
             )
-        # Step by step in fp32: the kernel does not tell its log-sum-exp.
         group = q.shape[1] // k.shape[1]
+        # Step by step in fp32: the kernel does not tell its log-sum-exp.
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        scores = scores.masked_fill(~allowed, -torch.inf)
+        scores = scores.masked_fill(~block_mask, -torch.inf)
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -103,8 +99,8 @@ class CachedForward:
         self.kernels = [CachedAttention(max_length) for part in parts for _ in part.layers]
         self._run = run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
-        tokens = torch.zeros(1, max_length, dtype=torch.int64, device=self._device)
-        self._masks = parts[0].build_causal_masks(tokens)
+        row = DocumentMask.of_whole_rows(1, max_length, self._device)
+        self._masks = parts[0].layer_masks(row)
         self._output = parts[-1].output
 
     def __call__(
@@ -135,10 +131,12 @@ class CachedForward:
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
         # The mask is that of all places in a row, which no row's own tokens change; evaluate it
         # for these tokens only.
-        masks, keys = self._masks, torch.arange(end, device=self._device)
+        keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            mask.allowed = mask.mask_mod(zero, zero, slots[:, None, :, None], keys)
+        masks = map_masks(
+            lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
+            self._masks,
+        )
         for kernel in self.kernels:
             kernel.slots, kernel.end = slots, end
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -180,7 +178,7 @@ def kv_cache(
     """Yield a forward that remembers: new tokens [B, T] -> their logits [B, T, V].
 
     Each call takes only the tokens that follow those of the calls before. A row is one document,
-    and each layer looks as far back as the model's `build_causal_masks` has it, so every family and
+    and each layer looks as far back as the model's `layer_masks` have it, so every family and
     every attn_type works. Inside the context the model cannot be used in another way.
 
     model: or a rank's parts of one that is cut into pipeline stages.

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.batch.documents import PADDING, document_starts
+from torchtitan.batch.mask import shards_of
 from torchtitan.batch.packing import PackingPolicy
-from torchtitan.distributed.context_parallel import ShardedMask
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
 
@@ -193,11 +193,8 @@ class IsolationProbe:
         if rope is not None:  # under tensor parallelism ranks hold different tokens of it
             sequence = getattr(self.models[0], "sequence", WholeSequence())
             output = sequence.join(output, rope.shape[1])
-        if isinstance(masks, dict):
-            masks = next(iter(masks.values()))
-        if isinstance(masks, ShardedMask):
-            output = masks.shards.unshard(output)
-        return output.detach()
+        shards = shards_of(masks)
+        return (output if shards is None else shards.unshard(output)).detach()
 
     def _message(
         self,

@@ -5,9 +5,9 @@ Where a document has more keys than queries (its queries are spread over ranks, 
 packed keys, and the last query sees the last key.
 
 `document_attention` costs as much as the documents one by one: the sum of their squared lengths,
-or of length times window where a sliding window is shorter than they are. It is an operator of
-its own, so that torch.compile and activation checkpointing see one node whatever the documents
-are. `block_mask_attention` takes any mask and is general, not fast.
+or of length times window where a sliding window is shorter than they are. It is registered as an
+operator, so that torch.compile and activation checkpointing see one node whatever the documents
+are. `block_mask_attention` takes any mask, and is slower.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ _WINDOW_QUERIES = 64
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of queries whose document has one key, padding above all, and of these keys."""
+    """Indices of queries whose document has one key (mostly padding), and of these keys."""
     is_lone = cu_seq_k.diff() == 1
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
@@ -67,7 +67,7 @@ def _calls(
 ) -> Iterator[_Call]:
     """The calls for documents of two or more keys."""
     masks: dict[tuple[int, int], Tensor] = {}
-    bounds = zip(*(_ranges(cu_seqlens) for cu_seqlens in (cu_seq_q, cu_seq_k)), strict=True)
+    bounds = zip(*(pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first_key, end_key) in bounds:
         if end == start or end_key - first_key < 2:
             continue
@@ -87,10 +87,6 @@ def _calls(
         yield _Call(
             slice(start, end), slice(own_key, end_key), is_causal=True, adds=own_key > first_key
         )
-
-
-def _ranges(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise(cu_seqlens.tolist()))
 
 
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -124,10 +120,13 @@ def _forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """q: [N, H, D]; k, v: [M, K, D]; cu_seq_q, cu_seq_k: [S + 1] from 0 to N and to M.
+    """Causal attention within each document.
 
+    q: [N, H, D]; k, v: [M, K, D], all of one dtype. cu_seq_q, cu_seq_k: int [S + 1], from 0 to N
+    and to M. window: a query sees itself and the window - 1 tokens before it.
     Returns the output [N, H, D] and the log-sum-exp of each row's scores [N, H], which is fp32
-    (fp64 for fp64 inputs).
+    (fp64 for fp64 inputs). Raises ValueError if a document has fewer keys than queries, or the
+    ends are not N and M.
     """
     if cu_seq_q[-1] != len(q) or cu_seq_k[-1] != len(k):
         raise ValueError(
@@ -159,7 +158,7 @@ def _forward(
             scale=scale,
         )
         if adds:
-            # with what the call before gave, not with `outs`: in bf16 it would be rounded twice
+            # Add to what the call before returned, not to `outs`, which is rounded if bf16.
             total_lse = torch.logaddexp(part_lse, seen_lse)
             part = torch.lerp(seen, part, (part_lse - total_lse).exp().unsqueeze(-1))
             part_lse = total_lse
@@ -190,11 +189,13 @@ def _backward(
     """Gradients of q, k and v, shaped like them; see `_forward`.
 
     With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
-    where delta = grad_out . out; that of the log-sum-exp adds P * grad_lse. So an additional
-    number per head does it: 1 in the values, grad_lse in grad_out, and 0 in out. Where queries
-    had their keys in two calls, each one's probabilities follow from the log-sum-exp of both.
+    where delta = grad_out . out; that of the log-sum-exp adds P * grad_lse. One more number per
+    head makes the kernel add it: 1 in the values, grad_lse in grad_out, and 0 in out. Where
+    queries had their keys in two calls, each call's probabilities follow from the log-sum-exp of
+    both.
     """
-    # Under a window several calls see the same key, and its gradients add up: not in bf16.
+    # Under a window several calls see the same key, and bf16 is too coarse for the sum of its
+    # gradients.
     one_call_each = window is None and len(q) == len(k)
     dtype = q.dtype if one_call_each else lse.dtype
     grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
@@ -246,7 +247,7 @@ class _DocumentAttention(torch.autograd.Function):
             )
         ctx.save_for_backward(q, k, v, out, lse, cu_seq_q, cu_seq_k)
         ctx.scale, ctx.window = scale, window
-        # An unused log-sum-exp is told from a zero gradient: without one, backward is faster.
+        # Tell an unused log-sum-exp from a zero gradient: backward is faster without one.
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -275,36 +276,9 @@ _library.impl("document_attention_backward", _backward, "CPU")
 _library.impl("document_attention_backward", _backward_meta, "Meta")
 
 
-def document_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seq_q: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-    return_lse: bool = False,
-    cu_seq_k: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention within each document; returns [N, H, Dv].
-
-    q: [N, H, D], k: [M, K, D], v: [M, K, Dv], all of one dtype. cu_seq_q: int [S + 1], from 0 to
-    N. scale: None means 1 / sqrt(D). window: a query sees itself and the window - 1 tokens before
-    it. return_lse: also return the log-sum-exp of the scores [N, H], at least fp32, which
-    gradients go through. cu_seq_k: int [S + 1], from 0 to M, where documents have more keys than
-    queries; None for as many.
-
-    Raises ValueError if a document has fewer keys than queries, or the ends are not N and M.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    value_size = v.shape[-1]
-    # The kernel wants one head size. Zeros added to both operands of a dot product don't change
-    # it, and zeros added to the values come out as columns that are cut off again.
-    width = max(q.shape[-1], value_size)
-    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-    out, lse = torch.ops.torchtitan.document_attention(q, k, v, cu_seq_q, cu_seq_k, scale, window)
-    out = out[..., :value_size]
-    return (out, lse) if return_lse else out
+# (q, k, v, cu_seq_q, cu_seq_k, scale, window) -> (output, log-sum-exp), with gradients through
+# both; see `_forward`.
+document_attention = torch.ops.torchtitan.document_attention
 
 
 def block_mask_attention(
@@ -325,46 +299,53 @@ def block_mask_attention(
     group = q.shape[1] // k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    n_queries, n_keys = q.shape[2], k.shape[2]
-    slices = [(0, n_queries, 0, n_keys, None)]
+    slices = [(slice(0, q.shape[2]), slice(0, k.shape[2]), None)]
     if block_mask is not None:
-        slices = _mask_slices(block_mask, n_queries, n_keys)
+        slices = _mask_slices(block_mask, q.shape[2], k.shape[2])
 
     outs = []
-    for first_query, last_query, first_key, last_key, allowed in slices:
-        parts = (
-            q[:, :, first_query:last_query],
-            k[:, :, first_key:last_key],
-            v[:, :, first_key:last_key],
-        )
+    for queries, keys, allowed in slices:
+        q_part, k_part, v_part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
         if score_mod is None and not return_lse:
-            out = F.scaled_dot_product_attention(*parts, attn_mask=allowed, scale=scale)
+            out = F.scaled_dot_product_attention(
+                q_part, k_part, v_part, attn_mask=allowed, scale=scale
+            )
             outs.append((out,))
-        else:
-            mod = _at_offset(score_mod, first_query, first_key) if score_mod else None
-            outs.append(_plain_attention(*parts, allowed, mod, scale))
+            continue
+        # Step by step in fp32: the kernel takes no function of scores and keeps their sum.
+        scores = (q_part.float() @ k_part.float().transpose(-2, -1)) * scale
+        if score_mod is not None:
+            places = (torch.arange(n.start, n.stop) for n in (queries, keys))
+            rows_and_heads = (torch.arange(n) for n in scores.shape[:2])
+            scores = _over_indices(score_mod, n_leading=1)(scores, *rows_and_heads, *places)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        lse = scores.logsumexp(dim=-1)
+        # exp(-inf - -inf) would be nan where a query sees nothing
+        probabilities = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
+        outs.append(((probabilities @ v_part.float()).to(v.dtype), lse))
     columns = [torch.cat(column, dim=2) for column in zip(*outs, strict=True)]
     return (columns[0], columns[1]) if return_lse else columns[0]
 
 
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor | None,
-    score_mod: Callable[[Tensor], Tensor] | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, Dv] and log-sum-exp [B, H, T], step by step in fp32."""
-    scores = (q.float() @ k.float().transpose(-2, -1)) * scale
-    if score_mod is not None:
-        scores = score_mod(scores)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    lse = scores.logsumexp(dim=-1)
-    # exp(-inf - -inf) would be nan where a query sees nothing
-    probabilities = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
-    return (probabilities @ v.float()).to(v.dtype), lse
+def _mask_slices(
+    block_mask: "BlockMask", n_queries: int, n_keys: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries, keys, allowed bool [B or 1, H or 1, queries, keys]) per row of blocks.
+
+    Keys outside of the stretch are seen by none of the slice's queries.
+    """
+    query_block, key_block = block_mask.BLOCK_SIZE
+    is_listed = block_mask.to_dense() > 0  # [B or 1, H or 1, query blocks, key blocks]
+    evaluate = _over_indices(block_mask.mask_mod, n_leading=0)
+    rows_and_heads = [torch.arange(n) for n in is_listed.shape[:2]]
+    for i, first_query in enumerate(range(0, n_queries, query_block)):
+        queries = slice(first_query, min(first_query + query_block, n_queries))
+        seen = is_listed[:, :, i].flatten(0, 1).any(dim=0).nonzero().flatten().tolist() or [0]
+        keys = slice(seen[0] * key_block, min((seen[-1] + 1) * key_block, n_keys))
+        places = (torch.arange(n.start, n.stop) for n in (queries, keys))
+        in_block = is_listed[:, :, i].repeat_interleave(key_block, dim=-1)[..., None, keys]
+        yield queries, keys, evaluate(*rows_and_heads, *places) & in_block
 
 
 def _over_indices(mod: Callable[..., Tensor], n_leading: int) -> Callable[..., Tensor]:
@@ -377,60 +358,3 @@ def _over_indices(mod: Callable[..., Tensor], n_leading: int) -> Callable[..., T
         indices[axis] = 0
         mod = torch.vmap(mod, in_dims=(0,) * n_leading + tuple(indices))
     return mod
-
-
-def _at_offset(
-    score_mod: Callable[..., Tensor], first_query: int, first_key: int
-) -> Callable[[Tensor], Tensor]:
-    def modified(scores: Tensor) -> Tensor:
-        n_rows, n_heads, n_queries, n_keys = scores.shape
-        return _over_indices(score_mod, n_leading=1)(
-            scores,
-            torch.arange(n_rows),
-            torch.arange(n_heads),
-            torch.arange(first_query, first_query + n_queries),
-            torch.arange(first_key, first_key + n_keys),
-        )
-
-    return modified
-
-
-def _mask_slices(
-    block_mask: "BlockMask", n_queries: int, n_keys: int
-) -> list[tuple[int, int, int, int, Tensor]]:
-    """(first query, end, first key, end, allowed bool [B or 1, H or 1, queries, keys]) per slice.
-
-    Keys outside of the stretch are seen by none of the slice's queries.
-    """
-    query_block, key_block = block_mask.BLOCK_SIZE
-    n_blocks = -(-n_keys // key_block)
-    in_part = _as_table(block_mask.kv_num_blocks, block_mask.kv_indices, n_blocks)
-    in_full = torch.zeros_like(in_part)
-    if block_mask.full_kv_num_blocks is not None:
-        in_full = _as_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, n_blocks)
-    rows, heads = (torch.arange(n) for n in in_part.shape[:2])
-    evaluate = _over_indices(block_mask.mask_mod, n_leading=0)
-
-    slices = []
-    for i, first_query in enumerate(range(0, n_queries, query_block)):
-        end_query = min(first_query + query_block, n_queries)
-        seen = (in_part | in_full)[:, :, i].flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
-        first_block, end_block = (seen[0], seen[-1] + 1) if seen else (0, 1)
-        first_key, end_key = first_block * key_block, min(end_block * key_block, n_keys)
-
-        def per_key(table, i=i, a=first_block, b=end_block, n=end_key - first_key):
-            return table[:, :, i, a:b].repeat_interleave(key_block, dim=-1)[..., None, :n]
-
-        said = evaluate(
-            rows, heads, torch.arange(first_query, end_query), torch.arange(first_key, end_key)
-        )
-        allowed = (per_key(in_part) & said) | per_key(in_full)
-        slices.append((first_query, end_query, first_key, end_key, allowed))
-    return slices
-
-
-def _as_table(counts: Tensor, indices: Tensor, n_blocks: int) -> Tensor:
-    """bool [B, H, query blocks, key blocks] from each query block's list of key blocks."""
-    is_used = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
-    table = torch.zeros(*indices.shape[:-1], n_blocks, dtype=torch.int32)
-    return table.scatter_add_(-1, indices.long(), is_used.to(torch.int32)) > 0

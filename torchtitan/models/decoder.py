@@ -18,6 +18,7 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,23 +31,14 @@ from torchtitan.batch.documents import (
     document_ids_from_padding_mask,
     read_document_ids,
 )
-from torchtitan.distributed.context_parallel import gathers_keys, positions_of_rank, shards_of
+from torchtitan.batch.mask import DocumentMask, Masks, map_masks, positions_of_rank, shards_of
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.attention import (
-    AttentionMasksType,
-    PaddingMask,
-    attend,
-    build_inner_attention,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-    create_padding_mask,
-)
+from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
-from torchtitan.tools.host_copy import on_host, to_device
+from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.linear import Linear
 
 if TYPE_CHECKING:
@@ -116,24 +108,25 @@ class Attention(nn.Module):
         self.wo = Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
         self.inner_attention = build_inner_attention(attn_type)
 
-    def forward(
-        self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
         if self.mask_name is not None and isinstance(attention_masks, dict):
             attention_masks = attention_masks[self.mask_name]
-        if gathers_keys(attention_masks):  # keys and values travel while queries are made
+        mask = DocumentMask.of(attention_masks)
+        part = mask.part
+        if part is not None and part.rotate_method == "allgather":
+            # Keys and values travel while queries are made.
             k, v = self._heads(self.wk, x, self.k_norm), self._heads(self.wv, x)
             no_heads = k[:, :, :0]
             k = self._rotate(no_heads, k, rope)[1]
-            attention_masks = attention_masks.start_gathering(k.transpose(1, 2), v.transpose(1, 2))
+            mask = mask.with_part(part.start_gathering(k.transpose(1, 2), v.transpose(1, 2)))
             q = self._rotate(self._heads(self.wq, x, self.q_norm), no_heads, rope)[0]
         else:
             q, k = self._heads(self.wq, x, self.q_norm), self._heads(self.wk, x, self.k_norm)
             v = self._heads(self.wv, x)
             q, k = self._rotate(q, k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return self.wo(self.attend(q, k, v, attention_masks).flatten(-2))
+        return self.wo(self.attend(q, k, v, mask).flatten(-2))
 
     def _heads(self, linear: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """[B, T, M] -> [B, T, heads, D]."""
@@ -145,11 +138,9 @@ class Attention(nn.Module):
     def _rotate(self, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.apply_rope is None else self.apply_rope(q, k, rope)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_masks: AttentionMasksType | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
         """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, T, H, D]."""
-        return attend(self.inner_attention, q, k, v, attention_masks)
+        return attend(self.inner_attention, q, k, v, mask)
 
     def init_weights(self, init_std: float) -> None:
         for norm in (self.q_norm, self.k_norm):
@@ -193,9 +184,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
 
-    def forward(
-        self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
         sequence, seq_len = self.sequence, rope.shape[1]
         h = sequence.gather(self.attention_norm(x), seq_len)
@@ -232,8 +221,8 @@ class OutputProjection(Linear):
 class Decoder(ModelProtocol):
     """A decoder-only transformer. Subclasses define the three `build_*` methods.
 
-    A pipeline stage sets the parts it does not hold to None and drops the layers of others;
-    the first part that it does hold then takes hidden states instead of tokens.
+    A pipeline stage sets the parts it does not hold to None and drops the layers of other
+    stages; without the embedding it takes hidden states instead of tokens.
 
     Raises ValueError if the attention kernel and the mask type don't go together.
     """
@@ -295,38 +284,41 @@ class Decoder(ModelProtocol):
     def forward(
         self,
         tokens: Tensor,
-        attention_masks: AttentionMasksType | None = None,
+        attention_masks: AttentionMasksType | Masks | Tensor | None = None,
         positions: Tensor | None = None,
         head: Callable[..., Any] | None = None,
     ) -> Any:
         """Return logits [B, T, V] for token ids [B, T].
 
-        attention_masks: from `get_attention_masks`; None for sdpa. Or a padding mask [B, T], see
-            `get_padding_masks`.
+        attention_masks: from `get_attention_masks`, or a client's own, or a `DocumentMask`; None
+            for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
         positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
-            means 0..T-1. They are independent of the masks. With a mask for tokens that are
-            spread over context-parallel ranks, positions of whole rows are understood, too.
+            means 0..T-1. They are independent of the masks. If the mask is for tokens that are
+            spread over context-parallel ranks, they may also be those of whole rows.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
             projection, and its result is returned; `components.logprobs` has one. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
-        On a later pipeline stage `tokens` are hidden states [B, T, M], and before the last
-        stage the result is, too. Under tensor parallelism they are whole, and so is T, which may
-        be any number; logits are a DTensor split along V if the loss is computed that way.
+        On a later pipeline stage `tokens` are hidden states [B, T, M], and so is the result
+        before the last stage. Under tensor parallelism these are whole, for any T; logits are a
+        DTensor split along V if the loss is computed that way.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
-            attention_masks = self.get_padding_masks(attention_masks)
-        positions = positions_of_rank(attention_masks, positions, seq_len)
+            masks = self.get_padding_masks(attention_masks)
+        else:
+            attn_type = self.model_args.attn_type
+            masks = map_masks(lambda x: DocumentMask.of(x).lower(attn_type), attention_masks)
+        positions = positions_of_rank(masks, positions, seq_len)
         if self.tok_embeddings is not None:
             h = sequence.reduce(self.tok_embeddings(tokens))
         else:
             h = sequence.split(tokens)
-        # The same rows for every layer: look them up once.
-        shards = shards_of(attention_masks)
+        # All layers use the same rows of the table: look them up once.
+        shards = shards_of(masks)
         row_len = seq_len if shards is None else shards.cp * seq_len
         rope = select_positions(self._rope_table(positions, row_len), positions, seq_len)
         for layer in self.layers.values():
-            h = layer(h, rope, attention_masks)
+            h = layer(h, rope, masks)
         h = self.norm(h) if self.norm is not None else h
         if self.output is None:
             return sequence.join(h, seq_len)
@@ -334,11 +326,11 @@ class Decoder(ModelProtocol):
         return self.output(h) if head is None else self.output(h, head)
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
-        """The table, lengthened for good if documents reach beyond it.
+        """The table; it is replaced by a longer one if documents reach beyond it.
 
         row_len: T of whole rows, of which a context-parallel rank may hold a part.
-        Looking at positions may wait for an accelerator: there, only rows longer than the table
-        do.
+        Reading positions may wait for an accelerator, so there they are read only if rows are
+        longer than the table.
         """
         table = getattr(self, self.rope_buffer_name)
         n_rows = row_len
@@ -380,41 +372,42 @@ class Decoder(ModelProtocol):
                     "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
                     "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
                 )
-            return self.build_causal_masks(input_batch)
+            documents = DocumentMask.of_whole_rows(*input_batch.shape, input_batch.device)
+        else:
+            batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
+            eos_id = getattr(tokenizer, "eos_id", None)
+            document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
+            documents = DocumentMask.of_documents(document_ids, input_batch.device)
+        return map_masks(lambda mask: mask.lowered, self._lowered_masks(documents))
 
-        batch = {"input": input_batch, **(extra_inputs or {})}
-        eos_id = getattr(tokenizer, "eos_id", None)
-        document_ids = read_document_ids(boundaries_on_host(batch), args.attn_mask_type, eos_id)
-        return self.build_document_masks(to_device(document_ids, input_batch.device))
-
-    def get_padding_masks(self, padding_mask: Tensor) -> AttentionMasksType | PaddingMask:
+    def get_padding_masks(self, padding_mask: Tensor) -> Masks:
         """Return the layers' mask for rows [B, T] of one document each, whatever the mask type.
 
-        padding_mask: not zero at tokens, zero at padding, which sees itself alone and is seen by
-        nobody. Raises ValueError for padding between tokens.
+        padding_mask: not zero at tokens, zero at padding, which sees only itself and is seen by
+        no token. Raises ValueError for padding between tokens.
         """
         document_ids = document_ids_from_padding_mask(on_host(padding_mask))
-        document_ids = to_device(document_ids, padding_mask.device)
-        if self.model_args.attn_type == "sdpa":
-            return create_padding_mask(document_ids)
-        return self.build_document_masks(document_ids)
+        return self._lowered_masks(DocumentMask.of_documents(document_ids, padding_mask.device))
 
-    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
-        """Return the masks, for flex, of rows [B, T] that are one document each."""
-        return create_causal_block_mask(*input_batch.shape, device=input_batch.device)
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        """Return the mask of all layers; models whose layers differ return a dict, by `mask_name`."""
+        return documents
 
-    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
-        """Return the masks of documents [B, T]. Models whose layers differ return a dict."""
-        if self.model_args.attn_type == "varlen":
-            return create_document_varlen_metadata(document_ids)
-        return create_document_block_mask(document_ids)
+    def _lowered_masks(self, documents: DocumentMask) -> Masks:
+        attn_type = self.model_args.attn_type
+        if attn_type == "varlen":
+            # First, so that there is at most one wait for the device, whatever layers make of it.
+            documents = documents.lower(attn_type)
+        # Layers that share a mask share what the kernel takes, too.
+        lower = functools.cache(lambda mask: mask.lower(attn_type))
+        return map_masks(lower, self.layer_masks(documents))
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fill parameters and the RoPE table in place; see the module's top. Needs no_grad."""
         buffer = getattr(self, self.rope_buffer_name)
         with torch.device(buffer_device or buffer.device):
             setattr(self, self.rope_buffer_name, self.build_rope_table())
-        # Allocation gave each module a tensor of its own.
+        # Allocation has given each of the two modules its own tensor.
         self._tie_weights()
         if self.tok_embeddings is not None:
             nn.init.normal_(self.tok_embeddings.weight)

@@ -22,12 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtitan.batch.documents import read_document_ids
-from torchtitan.models.attention import (
-    attend,
-    build_inner_attention,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.models.attention import attend, build_inner_attention
 
 # The largest error. Gradients are of order 10, of which bf16 has 8 bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
@@ -43,12 +39,13 @@ Spans = list[list[tuple[int, int]]]
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    return attend(build_inner_attention("flex"), q, k, v, create_document_block_mask(document_ids))
+    mask = DocumentMask.of_documents(document_ids)
+    return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    metadata = create_document_varlen_metadata(document_ids)
-    return attend(build_inner_attention("varlen"), q, k, v, metadata)
+    mask = DocumentMask.of_documents(document_ids)
+    return attend(build_inner_attention("varlen"), q, k, v, mask)
 
 
 KERNELS: dict[str, AttentionFunction] = {"flex": attend_flex, "varlen": attend_varlen}

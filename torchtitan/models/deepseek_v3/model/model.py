@@ -7,7 +7,8 @@ with position, V size of a value head.
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
+from torchtitan.batch.mask import Masks
+from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe import build_moe
@@ -61,9 +62,7 @@ class Attention(nn.Module):
         self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         self.inner_attention = build_inner_attention(args.attn_type)
 
-    def forward(
-        self, x: Tensor, rope: Tensor, attention_masks: AttentionMasksType | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, R / 2]. Returns [B, T, M]."""
         q = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(self.q_norm(self.wq_a(x)))
         # -1: under tensor parallelism a rank holds only some of the heads.

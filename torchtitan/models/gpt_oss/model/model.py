@@ -10,16 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models import decoder
-from torchtitan.models.attention import (
-    AttentionMasksType,
-    attend,
-    create_causal_block_mask,
-    create_document_block_mask,
-    create_document_varlen_metadata,
-)
+from torchtitan.models.attention import attend
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
@@ -77,13 +72,9 @@ class Attention(decoder.Attention):
         self.window = model_args.sliding_window_size if use_sliding_attention else None
         self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_masks: AttentionMasksType | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
         """See `decoder.Attention.attend`."""
-        out, lse = attend(
-            self.inner_attention, q, k, v, attention_masks, window=self.window, return_lse=True
-        )
+        out, lse = attend(self.inner_attention, q, k, v, mask, window=self.window, return_lse=True)
         # What the sink leaves of the softmax: exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(lse - local_parameter(self.sinks).float())
         return (out * share.unsqueeze(-1)).to(out.dtype)
@@ -121,19 +112,6 @@ class GptOssModel(Decoder):
         yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
         return precompute_rope_cache(args.head_dim, args.max_seq_len, args.rope_theta, *yarn)
 
-    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
-        shape, device = input_batch.shape, input_batch.device
-        window = self.model_args.sliding_window_size
-        return {
-            "basic_mask": create_causal_block_mask(*shape, device),
-            "sliding_window_mask": create_causal_block_mask(*shape, device, window=window),
-        }
-
-    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
-        if self.model_args.attn_type == "varlen":  # its kernel takes the window from the layer
-            return create_document_varlen_metadata(document_ids)
-        window = self.model_args.sliding_window_size
-        return {
-            "basic_mask": create_document_block_mask(document_ids),
-            "sliding_window_mask": create_document_block_mask(document_ids, window=window),
-        }
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        window = documents.with_window(self.model_args.sliding_window_size)
+        return {"basic_mask": documents, "sliding_window_mask": window}

@@ -11,19 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.batch.documents import split_documents
-from torchtitan.distributed.context_parallel import ShardedMask
-from torchtitan.models.attention import (
-    AttentionMasksType,
-    PaddingMask,
-    create_document_block_mask,
-)
+from torchtitan.batch.mask import DocumentMask, Masks, shards_of
+from torchtitan.models.attention import AttentionMasksType
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.llama3.model.model import Transformer as Llama3
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
-from torchtitan.tools.host_copy import on_host, to_device
 
 __all__ = [
     "Attention",
@@ -54,15 +48,14 @@ class Transformer(Llama3):
     def forward(
         self,
         tokens: Tensor,
-        attention_masks: AttentionMasksType | None = None,
+        attention_masks: AttentionMasksType | Masks | Tensor | None = None,
         positions: Tensor | None = None,
         head: Callable[..., Any] | None = None,
     ) -> Any:
         """As the decoder's. Raises ValueError for rows beyond one chunk with sdpa."""
-        if attention_masks is None or isinstance(attention_masks, Tensor | PaddingMask):
-            self.model_args.check_chunks(tokens.shape[1])
-        elif isinstance(attention_masks, ShardedMask):  # of rows spread over ranks
-            self.model_args.check_chunks(tokens.shape[1] * attention_masks.shards.cp)
+        if not isinstance(attention_masks, dict):  # of masks that tell chunks apart
+            shards = shards_of(attention_masks)
+            self.model_args.check_chunks(tokens.shape[1] * (1 if shards is None else shards.cp))
         return super().forward(tokens, attention_masks, positions, head)
 
     def is_moe_layer(self, layer_id: int) -> bool:
@@ -96,19 +89,9 @@ class Transformer(Llama3):
         factors = torch.log1p(steps) * args.attn_scale + 1.0
         return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
 
-    def build_causal_masks(self, input_batch: Tensor) -> AttentionMasksType:
-        rows = torch.zeros(input_batch.shape, dtype=torch.int32, device="cpu")
-        chunks = split_documents(rows, self.model_args.fixed_attn_block_size)
-        return {
-            "rope": create_document_block_mask(to_device(chunks, input_batch.device)),
-            "nope": super().build_causal_masks(input_batch),
-        }
-
-    def build_document_masks(self, document_ids: Tensor) -> AttentionMasksType:
-        nope = super().build_document_masks(document_ids)  # from here on the host may know them
-        chunks = split_documents(on_host(document_ids), self.model_args.fixed_attn_block_size)
-        rope = super().build_document_masks(to_device(chunks, document_ids.device))
-        return {"rope": rope, "nope": nope}
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        chunks = documents.in_chunks(self.model_args.fixed_attn_block_size)
+        return {"rope": chunks, "nope": documents}
 
 
 def _rotate(

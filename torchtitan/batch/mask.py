@@ -1,0 +1,357 @@
+"""What the tokens of packed rows may look at: one value, which every attention kernel is given.
+
+B rows, T tokens per row, cp context-parallel ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from torchtitan.batch.documents import document_starts
+from torchtitan.distributed.context_parallel import (
+    ContextPart,
+    TokenShards,
+    deal_chunks,
+    needed_keys,
+)
+from torchtitan.tools.host_copy import fetch, on_host, to_device
+
+
+class VarlenMetadata(NamedTuple):
+    """Where the documents of B * T packed tokens begin and end.
+
+    cu_seq_q, cu_seq_k: int32 [documents + 1], from 0 to B * T. max_q, max_k: the longest document.
+    """
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int | float
+    max_k: int | float
+
+
+# Hashed by identity. As the mask function of a BlockMask it is how `of` finds back to the value.
+@dataclass(frozen=True, eq=False)
+class DocumentMask:
+    """A query sees the keys of its own document, from itself back.
+
+    starts: int32 [B, T], the column where each token's document begins; padding begins its own
+        and is seen by no other token. None for rows that are plain causal without a kernel's
+        mask, and for a client's mask, of which only `lowered` is known.
+    window: a query sees itself and the window - 1 tokens before it.
+    whole_rows: every row is one document.
+    lowered: what the kernel takes: a BlockMask (flex), VarlenMetadata (varlen and, as a
+        BlockMask's mask function, flex on the CPU), or bool [B, 1, T, T] (sdpa).
+    part: set where this rank holds only some tokens of the rows.
+    """
+
+    starts: Tensor | None = None
+    window: int | None = None
+    whole_rows: bool = False
+    lowered: Any = None
+    part: ContextPart | None = None
+
+    @classmethod
+    def of(cls, mask: Any) -> "DocumentMask":
+        """The value of what a client hands in: a BlockMask, VarlenMetadata, or None for causal."""
+        if isinstance(mask, cls):
+            return mask
+        mask_mod = getattr(mask, "mask_mod", None)
+        known = mask_mod if isinstance(mask_mod, cls) else cls()
+        return cls(known.starts, known.window, known.whole_rows, mask)
+
+    @classmethod
+    def of_documents(
+        cls, document_ids: Tensor, device: torch.device | None = None
+    ) -> "DocumentMask":
+        """document_ids: [B, T], on the host if that knows them. device: where they are used."""
+        starts = to_device(document_starts(on_host(document_ids)), device or document_ids.device)
+        return cls(starts)
+
+    @classmethod
+    def of_whole_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
+        starts = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
+        return cls(starts.expand(n_rows, -1), whole_rows=True)
+
+    def with_window(self, window: int | None) -> "DocumentMask":
+        """Raises ValueError if window < 1."""
+        check_window(window)
+        # Cumulative lengths say nothing of windows, so they stay.
+        kept = self.lowered if isinstance(self.lowered, VarlenMetadata) else None
+        return replace(self, window=window, lowered=kept)
+
+    def in_chunks(self, size: int) -> "DocumentMask":
+        """The mask in which a new document begins every `size` tokens of a document."""
+        assert self.starts is not None
+        if size >= self.starts.shape[1]:
+            return self
+        starts = torch.zeros(self.starts.shape, dtype=torch.int32, device="cpu")
+        if not self.whole_rows:
+            starts = on_host(self.starts)
+        columns = torch.arange(starts.shape[1], device=starts.device, dtype=torch.int32)
+        chunks = columns - (columns - starts) % size
+        chunks = to_device(chunks, self.starts.device)
+        return replace(self, starts=chunks, whole_rows=False, lowered=None)
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Whether a query may look at a key: the mask function of flex attention."""
+        seen = q_idx >= kv_idx
+        if self.starts is not None and not self.whole_rows:
+            seen = seen & (kv_idx >= self.starts[b, q_idx])
+        if self.window is not None:
+            seen = seen & (q_idx - kv_idx < self.window)
+        return seen
+
+    # ---- what kernels take ----
+
+    def lower(self, attn_type: str) -> "DocumentMask":
+        """The same with what the kernel takes, made once for all layers.
+
+        Waits for the device once for varlen, if only the device knows `starts`.
+        """
+        if self.lowered is not None or self.starts is None:
+            return self
+        lowered: Any
+        if attn_type == "varlen":
+            lowered = self._varlen_metadata()
+        elif attn_type == "flex":
+            # On the CPU the wrapper goes document by document, and not by blocks.
+            on_cpu = self.starts.device.type == "cpu"
+            mask_mod = replace(self, lowered=self._varlen_metadata()) if on_cpu else self
+            lowered = mask_mod.block_mask()
+        else:
+            n_rows, seq_len = self.starts.shape
+            row = torch.arange(n_rows, device=self.starts.device)[:, None, None, None]
+            column = torch.arange(seq_len, device=self.starts.device)
+            lowered = self(row, row, column[:, None], column)
+        return replace(self, lowered=lowered)
+
+    def _varlen_metadata(self) -> VarlenMetadata:
+        assert self.starts is not None
+        starts = fetch(self.starts)
+        columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
+        max_length = int((columns - starts).max()) + 1
+        first = (starts == columns).flatten().nonzero().flatten()
+        cu_seqlens = torch.cat((first, first.new_tensor([starts.numel()]))).to(torch.int32)
+        cu_seqlens = to_device(cu_seqlens, self.starts.device)
+        return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
+
+    def block_mask(self, block_size: int = 128) -> Any:
+        """The BlockMask of this mask, with one row for all batches if `whole_rows`.
+
+        Written down from the boundaries, without evaluating any pair of tokens and without
+        waiting for the device.
+        """
+        from torch.nn.attention.flex_attention import BlockMask  # takes most of a second
+
+        assert self.starts is not None
+        starts = self.starts[:1] if self.whole_rows else self.starts
+        seq_len = starts.shape[1]
+        if self.window is not None:
+            columns = torch.arange(seq_len, device=starts.device, dtype=starts.dtype)
+            starts = torch.maximum(starts, columns - (self.window - 1))
+        n_blocks = -(-seq_len // block_size)
+        block = torch.arange(n_blocks, device=starts.device, dtype=torch.int32)
+        first_query = block * block_size
+        last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
+
+        # Starts never decrease along a row: the first query of a block looks back furthest, the
+        # last one least far. So key blocks [first_key, first_full) are seen in part,
+        # [first_full, own) by every query in full, and the query block's own in part (causal).
+        first_key = starts[:, first_query] // block_size
+        first_full = (starts[:, last_query] + block_size - 1) // block_size
+        first_full = torch.minimum(first_full, block)
+        if seq_len % block_size:  # queries past the end see nothing, so no block is seen by all
+            first_full[:, -1] = n_blocks - 1
+        n_before_own = first_full - first_key
+
+        slot = block  # [n_blocks]: place in a query block's list of key blocks
+        partial_list = torch.where(
+            slot < n_before_own.unsqueeze(-1), first_key.unsqueeze(-1) + slot, block.unsqueeze(-1)
+        )
+        full_list = (first_full.unsqueeze(-1) + slot).clamp(max=n_blocks - 1)
+
+        def for_all_heads(x: Tensor) -> Tensor:
+            return x.unsqueeze(1).to(torch.int32).contiguous()
+
+        return BlockMask.from_kv_blocks(
+            for_all_heads(n_before_own + 1),
+            for_all_heads(partial_list),
+            for_all_heads(block - first_full),
+            for_all_heads(full_list),
+            BLOCK_SIZE=block_size,
+            mask_mod=self,
+            seq_lengths=(seq_len, seq_len),
+        )
+
+    # ---- context parallelism ----
+
+    def with_part(self, part: ContextPart | None) -> "DocumentMask":
+        return DocumentMask(self.starts, self.window, self.whole_rows, self.lowered, part)
+
+    def boundaries(self, seq_len: int) -> Tensor | None:
+        """`starts`, [1, T] where rows are whole, or cumulative lengths; None if it cannot say."""
+        if self.whole_rows or (self.starts is None and self.lowered is None):
+            return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
+        if isinstance(self.lowered, VarlenMetadata):
+            return self.lowered.cu_seq_q
+        return self.starts
+
+
+Masks = DocumentMask | dict[str, DocumentMask]
+"""One mask for all layers, or one for each kind of layer."""
+
+
+def check_window(window_size: int | None) -> None:
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"a sliding window holds at least the query itself, got {window_size=}")
+
+
+def map_masks(change: Callable[[Any], Any], masks: Any) -> Any:
+    """Change a mask, or each in a dict of masks."""
+    if isinstance(masks, dict):
+        return {name: change(mask) for name, mask in masks.items()}
+    return change(masks)
+
+
+def shards_of(attention_masks: Any) -> TokenShards | None:
+    """Return how the rows that a mask (or a dict of masks) is for are spread; None if they aren't."""
+    if isinstance(attention_masks, dict) and attention_masks:
+        attention_masks = next(iter(attention_masks.values()))
+    is_spread = isinstance(attention_masks, DocumentMask) and attention_masks.part is not None
+    return attention_masks.part.shards if is_spread else None
+
+
+def positions_of_rank(
+    attention_masks: Any, positions: Tensor | None, num_tokens: int
+) -> Tensor | None:
+    """Return the positions of this rank's `num_tokens` tokens; as they are if rows are not spread.
+
+    positions: [1 or B, T] of whole rows or [1 or B, T/cp] of the rank's tokens; None is 0..T-1.
+    """
+    shards = shards_of(attention_masks)
+    if shards is None:
+        return positions
+    seq_len = shards.cp * num_tokens
+    if positions is None:
+        positions = torch.arange(seq_len, device=shards.mesh.device_type)[None]
+    return shards.shard(positions) if positions.shape[1] == seq_len else positions
+
+
+def cp_shard(
+    cp_mesh: DeviceMesh,
+    inputs: tuple[Tensor, ...],
+    attention_masks: Any = None,
+    load_balancer_type: str | None = "headtail",
+    input_seq_dim: int = 1,
+    rotate_method: str | None = "allgather",
+) -> tuple[tuple[Tensor, ...], Masks]:
+    """Return this rank's part of each input, and the mask (or dict of masks) for it.
+
+    inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
+    attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
+    load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
+        parts.
+    rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
+    No communication. Raises ValueError if T does not divide, or if `rotate_method` is
+    "allgather" and a mask does not say where its documents begin.
+    Waits for the device once if only the device knows where documents begin and "allgather" or
+    "ptrr" needs to: for masks that were not made from a batch of the host (see
+    `tools.host_copy`).
+    """
+    n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
+    is_dict = isinstance(attention_masks, dict)
+    given = attention_masks if is_dict else {"": attention_masks}
+    if any(isinstance(mask, Tensor) for mask in given.values()):
+        raise ValueError(
+            "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
+            "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
+        )
+    masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
+    boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}
+    silent = [name for name, x in boundaries.items() if x is None]
+    if rotate_method is None:
+        rotate_method = "alltoall" if silent else "allgather"
+    if rotate_method == "allgather" and silent:
+        raise ValueError(
+            "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made by the "
+            "model's get_attention_masks, which says where documents begin, got a "
+            f"{type(given[silent[0]]).__name__}; set it to 'alltoall'"
+        )
+    starts: dict[str, Tensor] = {}
+    if rotate_method == "allgather" or load_balancer_type == "ptrr":
+        known = {name: x for name, x in boundaries.items() if x is not None}
+        starts = {
+            name: x if x.dim() == 2 else _starts_of_lengths(x, n_rows, seq_len)
+            for name, x in zip(known, _read_all([*known.values()]), strict=True)
+        }
+    # With several masks, the one that is wider decides what is balanced.
+    widest = None
+    if attention_masks is not None and starts:
+        widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
+    chunks = deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
+    shards = TokenShards.of(chunks, cp_mesh)
+    sharded = {}
+    for name, mask in masks.items():
+        keys = None
+        if rotate_method == "allgather":
+            rank = cp_mesh.get_local_rank()
+            keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
+            keys = tree_map_only(Tensor, lambda x: to_device(x, inputs[0].device), keys)
+        sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
+    parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
+    return parts, sharded if is_dict else sharded[""]
+
+
+def _read_all(tensors: list[Tensor]) -> list[Tensor]:
+    """The same on the host; waits for the device once if any is there and no copy of the host's."""
+    tensors = [on_host(x) for x in tensors]
+    away = [x for x in tensors if x.device.type != "cpu"]
+    if not away:
+        return tensors
+    read = iter(torch.cat([x.flatten() for x in away]).cpu().split([x.numel() for x in away]))
+    return [x if x.device.type == "cpu" else next(read).view(x.shape) for x in tensors]
+
+
+def _starts_of_lengths(cu_seqlens: Tensor, n_rows: int, seq_len: int) -> Tensor:
+    """[B, T], the column where each token's document begins; on the host."""
+    first = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=n_rows * seq_len)
+    return first.view(n_rows, seq_len) % seq_len
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor,
+    labels: Tensor | None,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    rotate_method: str | None = None,
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Return this rank's tokens, labels and the keyword arguments of the model's forward.
+
+    inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
+    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
+    and gets those for the rank's own tokens. device: accepted for compatibility. rotate_method: as
+    in `cp_shard`.
+    Without positions none are added: the model has them from the mask (`positions_of_rank`), and
+    a caller with positions of its own passes them to the model as they are.
+    Changes and returns `extra_kwargs`. Raises like `cp_shard`.
+    """
+    parts, masks = cp_shard(
+        cp_mesh,
+        (inputs,) if labels is None else (inputs, labels),
+        extra_kwargs.get("attention_masks"),
+        load_balancer_type,
+        rotate_method=rotate_method,
+    )
+    extra_kwargs["attention_masks"] = masks
+    if extra_kwargs.get("positions") is not None:
+        extra_kwargs["positions"] = positions_of_rank(
+            masks, extra_kwargs["positions"], parts[0].shape[1]
+        )
+    return parts[0], parts[1] if labels is not None else None, extra_kwargs
