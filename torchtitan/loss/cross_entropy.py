@@ -1,12 +1,13 @@
-"""Loss functions. They return sums; whoever trains divides by the global token count.
+"""Loss functions. They return sums; the engine divides by the global token count.
 
-Other means than that over tokens are sums too, with a weight for every token:
-`aggregation_weights` computes them over the whole optimizer step before its first forward. Then
-it no longer matters how sequences are dealt to ranks, microbatches, rows and pipelines.
+Means other than the one over tokens are sums too, with a weight for every token:
+`aggregation_weights` computes them over the whole optimizer step before its first forward. The
+loss is then the same for any split into ranks, microbatches, rows and pipeline stages.
 
 B sequences, T tokens, V vocabulary entries.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -25,9 +26,9 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of every label that is not IGNORE_INDEX, a scalar.
 
-    pred: [B, T, V] logits, which within torch's `loss_parallel()` may be a DTensor split along V;
-    labels: [B, T] int64, plain. Computed in fp32 (no copy if pred already is):
-    bf16 has too few digits for a sum over the vocabulary.
+    pred: [B, T, V] logits, within torch's `loss_parallel()` also a DTensor split along V;
+    labels: [B, T] int64, plain. Computed in fp32: bf16 has too few digits for a sum over the
+    vocabulary.
     """
     loss = F.cross_entropy(
         pred.flatten(0, 1).float(),
@@ -47,9 +48,9 @@ def mse_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of weights * values in fp32 or wider, a scalar; shapes are alike.
+    """Return the sum of weights * values (of one shape) in fp32 or wider, a scalar.
 
-    Where the weight is 0 the value counts nowhere, and gets no gradient, even if it is not finite.
+    Values with weight 0 may be infinite or NaN: they count nowhere and get no gradient.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     return (values.to(dtype).masked_fill(weights == 0, 0) * weights).sum()
@@ -85,10 +86,10 @@ def weighted_policy_loss(
 ) -> torch.Tensor:
     """Return minus the sum of weights * advantages * logprobs, a scalar; all [B, T].
 
-    Its gradient is the policy gradient (Williams 1992, REINFORCE). It has no ratio to an older
-    policy; losses with one multiply the advantages by it.
+    Its gradient is the policy gradient (Williams 1992, REINFORCE), without a ratio to an older
+    policy.
     """
-    # Not only the sum: 0 times what is not finite would reach the gradient of the factor.
+    # Here, too: 0 times an infinite advantage would put NaN into the gradient of logprobs.
     advantages = advantages.detach().masked_fill(weights == 0, 0)
     return -weighted_sum(logprobs * advantages, weights)
 
@@ -123,10 +124,10 @@ def aggregation_weights(
     normalize: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], float]:
-    """Return a weight for every token, with which the loss is the sum of weight * loss per token.
+    """Return a weight for every token; the loss is the sum of weight * loss per token.
 
-    With m[i, t] the mask, n_i its sum, N the sum of all n_i, S the number of sequences and G of
-    prompts that have a token in the loss, l the loss per token:
+    With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
+    numbers of sequences and prompts that have a token in the loss:
 
         token-mean               sum m l / N
         token-sum                sum m l
@@ -135,21 +136,34 @@ def aggregation_weights(
         seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
         prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
 
-    masks: one [T_i] per sequence of the whole optimizer step that this rank has, maybe none;
-        entries other than 0 are in the loss. The weights have the same shapes and devices.
-    norm: what stands for the length in seq-mean-token-sum-norm, the same in every step (the
-        largest response length, say). Other modes don't read it.
-    prompt_ids: for prompt-mean, one per sequence; the same on every rank. A tensor [S] will do.
+    masks: one [T_i] for each sequence that this rank has of the whole optimizer step, maybe none;
+        tokens whose entry is not 0 are in the loss. Weights have the same shapes and devices.
+    norm: for seq-mean-token-sum-norm, in place of the length; the same in every step (the largest
+        response length, say).
+    prompt_ids: for prompt-mean, one per sequence, the same on every rank; may be a tensor [S].
     group: ranks with other sequences of the step; counts are summed over it, which is collective.
     normalize: False if the step has more sequences than these. Then returns (weights without the
-        last denominator, this rank's share of that denominator); shares are summed over all calls
-        of a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their
-        sum over ranks. token-sum has none: 0. A prompt must be in one call as a whole.
+        last denominator, this rank's share of that denominator); the caller adds up the shares of
+        a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
+        over ranks. token-sum has none: 0. All sequences of a prompt must be in one call.
 
     Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
     """
-    _check_aggregation(mode, norm, masks, prompt_ids)
-    if prompt_ids is not None:  # tensors are equal by identity to a dict
+    if mode not in LOSS_AGGREGATIONS:
+        raise ValueError(
+            f"the loss aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, got {mode!r}"
+        )
+    if mode == "seq-mean-token-sum-norm" and not (norm is not None and norm > 0):
+        raise ValueError(
+            f"seq-mean-token-sum-norm divides by norm, which must be above 0, got {norm}; give a "
+            "constant of the run, such as the largest response length"
+        )
+    if mode == "prompt-mean" and (prompt_ids is None or len(prompt_ids) != len(masks)):
+        given = "none" if prompt_ids is None else len(prompt_ids)
+        raise ValueError(
+            f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
+        )
+    if prompt_ids is not None:  # a dict compares tensors by identity
         prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
     masks = [mask != 0 for mask in masks]
     counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
@@ -169,54 +183,30 @@ def aggregation_weights(
     divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
     weights = []
     for mask, n in zip(masks, counts, strict=True):
-        # Whole numbers up to one division: however the step is split, the bits are the same.
+        # Whole numbers up to one division, so that every split of the step gives the same bits.
         denominator = (n if divides_sequences else 1) * total
-        # 0 without tokens in the loss, and for token-sum.
+        # 0 if no token is in the loss, and for token-sum.
         weights.append(mask.to(dtype) / (denominator or 1))
     return weights if normalize else (weights, float(share))
 
 
-def _check_aggregation(
-    mode: str,
-    norm: float | None,
-    masks: Sequence[torch.Tensor],
-    prompt_ids: Sequence | torch.Tensor | None,
-) -> None:
-    if mode not in LOSS_AGGREGATIONS:
-        raise ValueError(
-            f"the loss aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, got {mode!r}"
-        )
-    if mode == "seq-mean-token-sum-norm" and not (norm is not None and norm > 0):
-        raise ValueError(
-            f"seq-mean-token-sum-norm divides by norm, which must be above 0, got {norm}; give a "
-            "constant of the run, such as the largest response length"
-        )
-    if mode == "prompt-mean" and (prompt_ids is None or len(prompt_ids) != len(masks)):
-        given = "none" if prompt_ids is None else len(prompt_ids)
-        raise ValueError(
-            f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
-        )
-
-
 def _count_prompts(
     prompt_ids: Sequence[Hashable], counts: Sequence[int], group: dist.ProcessGroup | None
-) -> tuple[dict[Hashable, int], int]:
-    """Return the tokens of every prompt of the step, and how many prompts this rank answers for.
+) -> tuple[Counter[Hashable], int]:
+    """Return the tokens of every prompt of the step, and how many prompts this rank counts.
 
-    A prompt whose sequences are on several ranks is answered for by the first of them.
+    The first rank that has sequences of a prompt counts it.
     """
-    own: dict[Hashable, int] = {}
+    own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
-        own[prompt] = own.get(prompt, 0) + n
-    of_ranks = _gather({prompt: n for prompt, n in own.items() if n}, group)
-    whole = dict.fromkeys(own, 0)
+        own[prompt] += n
+    whole: Counter[Hashable] = Counter()
     own_rank = 0 if group is None else dist.get_rank(group)
     share = 0
-    for rank, tokens_of_prompt in enumerate(of_ranks):
+    for rank, tokens_of_prompt in enumerate(_gather(+own, group)):  # without prompts of no token
         if rank == own_rank:
-            share = sum(not whole.get(prompt) for prompt in tokens_of_prompt)
-        for prompt, n in tokens_of_prompt.items():
-            whole[prompt] = whole.get(prompt, 0) + n
+            share = sum(prompt not in whole for prompt in tokens_of_prompt)
+        whole.update(tokens_of_prompt)
     return whole, share
 
 
