@@ -162,7 +162,7 @@ def _gradients(job_config: BaseJobConfig) -> Iterator[str]:
 
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
-    yield from problem_in(AdvantageEstimator.of, rl.advantage)
+    yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
     # One completion equals the mean of its group: nothing would ever be learned.
     if rl.advantage.name != "none" and rl.num_samples_per_prompt < 2:
         yield (
