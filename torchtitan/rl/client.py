@@ -221,8 +221,8 @@ class LocalTrainingClient:
             self._trainer.zero_grad()
             raise RuntimeError(
                 f"a forward_backward of this step failed ({failure}), so its gradients are not "
-                "whole; they were zeroed and the weights left alone: mend the call and make all "
-                "those of the step again"
+                "whole; they were zeroed and the weights not changed: correct the call and make "
+                "all calls of the step again"
             ) from failure
         update = self._trainer.optim_step(
             OptimParams(

@@ -114,9 +114,7 @@ class _DecoderGenerator(Generator):
         n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(
-                    f"prompt {i} has no token; begin every prompt with a token of its own"
-                )
+                raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
@@ -276,7 +274,7 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.generator.backend == "vllm":
-        from torchtitan.rl.vllm_generator import VLLMGenerator
+        from torchtitan.rl.vllm_generator import VLLMGenerator  # imports this module
 
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size

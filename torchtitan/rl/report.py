@@ -1,4 +1,4 @@
-"""Reporting: metrics of episodes, a line per step on the console, and the file of episodes."""
+"""Metrics of episodes, a line per step on the console, and the file of episodes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 
 class Reporter:
-    """Writes what a run measures, as `[metrics]` and `rl.log_samples` ask for."""
+    """Writes a run's metrics and episodes, as `[metrics]` and `rl.log_samples` say."""
 
     def __init__(self, job_config: JobConfig, engine: TrainingEngine):
         self._last_step = job_config.training.steps
@@ -31,7 +31,7 @@ class Reporter:
         )
 
     def step(self, step: int, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
-        """Write a training step."""
+        """Write the metrics and episodes of a training step."""
         self._episodes.write(step, episodes)
         processor, color = self._processor, self._processor.color
         if not processor.should_log(step):
@@ -39,14 +39,11 @@ class Reporter:
         memory = memory_metrics(processor.device_memory_monitor.get_peak_stats())
         processor.logger.log(metrics | memory, step)
         seconds = metrics["time/step(s)"]
-        shown = ("rl/reward", "rl/exact", "rl/completion_tokens")
-        fields = [
-            f"{color.red}step: {step:2}/{self._last_step}",
-            *(
-                f"{color.green}{name.removeprefix('rl/')}: {value:6.3f}"
-                for name, value in metrics.items()
-                if name in shown
-            ),
+        fields = [f"{color.red}step: {step:2}/{self._last_step}"]
+        for name in ("reward", "exact", "completion_tokens"):
+            if f"rl/{name}" in metrics:
+                fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
+        fields += [
             f"{color.orange}loss: {metrics['loss']:8.5f}",
             f"grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.blue}{seconds:.2f} s{color.reset}",
@@ -55,7 +52,7 @@ class Reporter:
         logger.info("  ".join(fields))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write what an evaluation after a step found."""
+        """Write the metrics of an evaluation after a step."""
         self._processor.logger.log(metrics, step)
         numbers = "  ".join(f"{name}: {value:.3f}" for name, value in metrics.items())
         logger.info("evaluation after step %d: %s", step, numbers, extra=event("validation", step))
@@ -77,7 +74,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of the reward and of everything else that the task measured."""
+    """Means of the reward and of the task's scores."""
     names = sorted({name for episode in episodes for name in episode.scores})
     means = {name: fmean(e.scores.get(name, 0.0) for e in episodes) for name in names}
     return {"reward": fmean(e.reward for e in episodes), **means}
@@ -86,10 +83,10 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 class EpisodeLog:
     """Appends episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode`. The file is opened at the first write; a
-    run that continues from a checkpoint appends to it, and steps done twice are in it twice.
+    A line holds the step and the entries of `Episode`. A run that continues from a checkpoint
+    appends to the file, so steps that it repeats are in it twice.
 
-    path: the file. limit: episodes per step; -1 is all, 0 none.
+    limit: episodes per step; -1 is all, 0 none.
     """
 
     def __init__(self, path: str, limit: int = -1) -> None:

@@ -6,7 +6,6 @@ layout.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -43,9 +42,8 @@ class Rollouts:
                 1, "rollouts", initializer=use_device, initargs=(device,)
             )
         self._next_step = 1
-        # (step, what returns or raises this rank's share of it), and whole steps
-        self._drawing: deque[tuple[int, Callable[[], list[Episode]]]] = deque()
-        self._gathered: deque[tuple[int, list[Episode]]] = deque()
+        # step -> its episodes, or what returns or raises this rank's share of them
+        self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
 
     # ---- training ----
 
@@ -61,25 +59,18 @@ class Rollouts:
             draw = partial(self._complete, prompts, self.config.num_samples_per_prompt, sampling)
             # Without a thread it is drawn when it is taken.
             share = draw if self._thread is None else self._thread.submit(draw).result
-            self._drawing.append((self._next_step, share))
+            self._ahead[self._next_step] = share
             self._next_step += 1
 
     def take(self, step: int) -> list[Episode]:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
-        if not self._gathered:
-            self._gather_oldest()
-        taken, episodes = self._gathered.popleft()
-        assert taken == step, f"step {step} was asked for and {taken} is next"
-        return episodes
+        episodes = self._ahead.pop(step)
+        return episodes if isinstance(episodes, list) else _gathered(episodes)
 
     def wait(self) -> None:
         """Return when the thread draws nothing; its errors are raised by `take`."""
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # after all that was submitted before
-
-    def _gather_oldest(self) -> None:
-        step, share = self._drawing.popleft()
-        self._gathered.append((step, _gathered(share)))
 
     # ---- evaluation ----
 
@@ -136,18 +127,18 @@ class Rollouts:
 
         The weights that drew these will be gone, so they cannot be drawn again.
         """
-        while self._drawing:
-            self._gather_oldest()
-        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in self._gathered]
+        self._ahead = {step: self.take(step) for step in list(self._ahead)}
+        pending = [
+            [step, [e.to_dict() for e in episodes]] for step, episodes in self._ahead.items()
+        ]
         return {"next_step": self._next_step, "pending": pending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._next_step = state_dict["next_step"]
-        self._drawing.clear()
-        self._gathered = deque(
-            (step, [Episode.from_dict(values) for values in episodes])
+        self._ahead = {
+            step: [Episode.from_dict(values) for values in episodes]
             for step, episodes in state_dict["pending"]
-        )
+        }
 
 
 def make_episodes(

@@ -7,9 +7,7 @@ call it with the same `TrainingBatch` and get the same result.
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from torchtitan.engine import Batch, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
-from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig
@@ -189,11 +186,20 @@ class PolicyTrainer:
         share = self._denominator
         if share is not None and self.engine.dp_rank != 0:
             share = 0.0
+        changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
+        before = [{name: group[name] for name in changes} for group in groups]
         self.engine.step += 1
-        with _settings_of_step(self.engine.optimizers, params):
+        try:
+            for group in groups:
+                group.update(changes)
             result = self.engine.optim_step(
                 lr=params.lr, max_norm=params.max_norm, denominator=share
             )
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
         self._begin_step()
         return OptimStepOutput(
             policy_version=self.policy_version,
@@ -274,19 +280,3 @@ class PolicyTrainer:
             dist.all_gather_object(parts, samples, group=self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]
-
-
-@contextlib.contextmanager
-def _settings_of_step(optimizers: OptimizersContainer, params: OptimParams) -> Iterator[None]:
-    """Set betas, eps and weight decay of the optimizers, and restore them at the end."""
-    changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    before = [{name: group[name] for name in changes} for group in groups]
-    for group in groups:
-        group.update(changes)
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            group.update(values)

@@ -169,8 +169,8 @@ class TrainingSample:
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
         if not n_prompt or not n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; begin "
-                f"every prompt with a token of its own, and leave out empty completions"
+                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; give "
+                f"every prompt a token to begin with, and leave out empty completions"
             )
         if len(token_logprobs) != n_new:
             raise ValueError(
