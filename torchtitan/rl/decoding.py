@@ -80,9 +80,9 @@ class LocalDecoder:
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """The model's forward; None on ranks that don't see logits.
 
-        `Runner.run` enters autocast and reshards FSDP's root unit for every microbatch. Here a
-        forward is one token: the weights would be cast and gathered for each, so `ready` does both
-        once for all of them.
+        Not `Runner.run`: it leaves autocast and reshards FSDP's root unit after every forward. Here
+        a forward is one token, and each would cast the weights and gather the root unit again;
+        `ready` does both once for all tokens.
         """
         schedule = self.runner.schedule
         if schedule is None:
