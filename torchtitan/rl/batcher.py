@@ -183,7 +183,7 @@ class Batcher:
                 number_in_row[place] = i
                 start += lengths[place]
 
-        # Of every token: its place in its sequence, the sequence's in the row, its slot of all.
+        # For every token: its place in its sequence, the sequence's in the row, its slot of all.
         repeats = torch.tensor(lengths, dtype=torch.int64)
 
         def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # One completion equals the mean of its group: nothing would ever be learned.
+    # A group of one has an advantage of 0.
     if rl.advantage.name != "none" and rl.num_samples_per_prompt < 2:
         yield (
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
@@ -199,7 +199,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
-    """The log-probs that the ratio divides by have to be of the distribution sampled from."""
+    """The ratio needs log-probs of the distribution that tokens were drawn from."""
     sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
     if not 0 < sampling.temperature < math.inf:
         yield (
@@ -220,10 +220,10 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """Weights can be shared by a generator in this process that stops while they change.
+def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
+    """Why the generator cannot use the trainer's own weights; empty if it can.
 
-    trainer_dtype: what the trainer's matrix products are in; None as long as there is no trainer.
+    trainer_dtype: of the trainer's matrix products; None as long as there is no trainer.
     """
     reasons = []
     if rl.generator.backend != "local":
@@ -234,15 +234,19 @@ def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
         )
     if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
         reasons.append(f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's")
-    for reason in reasons if rl.weight_sync.mode == "reference" else []:
-        yield (
-            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
-            "to 'auto' or 'broadcast'"
-        )
+    return reasons
+
+
+def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
+    if rl.weight_sync.mode == "reference":
+        for reason in reasons_not_to_share(rl, trainer_dtype):
+            yield (
+                f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; "
+                "set it to 'auto' or 'broadcast'"
+            )
 
 
 def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """trainer_dtype: as for `weight_sharing`."""
     if not rl.generator.rescore:
         return
     if rl.async_steps:

@@ -1,4 +1,4 @@
-"""Generators: what turns prompts into completions with the weights of the policy."""
+"""Generators, which complete prompts with the policy's weights, and the choice between them."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
-from torchtitan.rl.checks import rescoring, weight_sharing
+from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
@@ -31,7 +31,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
-    """Continues prompts with weights that it was given.
+    """Continues prompts with the weights of the last update.
 
     policy_version: of these weights; -1 before there are any.
     is_collective: whether all ranks have to call `generate` together, with the same arguments, and
@@ -265,9 +265,9 @@ def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
 
 
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
-    """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
+    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe.
 
-    Raises ConfigError where they don't go together, ImportError if vLLM is not installed.
+    Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
     rl = job_config.rl
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
@@ -278,7 +278,6 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
 
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size
-    is_trainers = rl.async_steps == 0 and rl.generator.dtype in (None, trainer_dtype)
-    if is_trainers and rl.weight_sync.mode != "broadcast":
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
         return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
     return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
-from typing import TextIO
 
 import torch.distributed as dist
 
@@ -22,24 +21,22 @@ class Reporter:
     """Writes a run's metrics and episodes, as `[metrics]` and `rl.log_samples` say."""
 
     def __init__(self, job_config: JobConfig, engine: TrainingEngine):
-        self._last_step = job_config.training.steps
+        self._config = job_config
         self._processor = build_metrics_processor(
             job_config, engine.parallel_dims, engine.model_args
-        )
-        self._episodes = EpisodeLog(
-            os.path.join(job_config.job.dump_folder, "episodes.jsonl"), job_config.rl.log_samples
         )
 
     def step(self, step: int, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
         """Write the metrics and episodes of a training step."""
-        self._episodes.write(step, episodes)
+        path = os.path.join(self._config.job.dump_folder, "episodes.jsonl")
+        append_episodes(path, step, episodes, self._config.rl.log_samples)
         processor, color = self._processor, self._processor.color
         if not processor.should_log(step):
             return
         memory = memory_metrics(processor.device_memory_monitor.get_peak_stats())
         processor.logger.log(metrics | memory, step)
-        seconds = metrics["time/step(s)"]
-        fields = [f"{color.red}step: {step:2}/{self._last_step}"]
+        seconds, last_step = metrics["time/step(s)"], self._config.training.steps
+        fields = [f"{color.red}step: {step:2}/{last_step}"]
         for name in ("reward", "exact", "completion_tokens"):
             if f"rl/{name}" in metrics:
                 fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
@@ -47,7 +44,7 @@ class Reporter:
             f"{color.orange}loss: {metrics['loss']:8.5f}",
             f"grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.blue}{seconds:.2f} s{color.reset}",
-            f"eta: {timedelta(seconds=round((self._last_step - step) * seconds))}",
+            f"eta: {timedelta(seconds=round((last_step - step) * seconds))}",
         ]
         logger.info("  ".join(fields))
 
@@ -59,7 +56,6 @@ class Reporter:
 
     def close(self) -> None:
         """Finish writing. Safe to call twice."""
-        self._episodes.close()
         self._processor.close()
 
 
@@ -80,33 +76,16 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
     return {"reward": fmean(e.reward for e in episodes), **means}
 
 
-class EpisodeLog:
-    """Appends episodes to a file, one JSON object per line, on rank 0 only.
+def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
+    """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
     A line holds the step and the entries of `Episode`. A run that continues from a checkpoint
-    appends to the file, so steps that it repeats are in it twice.
-
+    appends, too, so steps that it repeats are in the file twice.
     limit: episodes per step; -1 is all, 0 none.
     """
-
-    def __init__(self, path: str, limit: int = -1) -> None:
-        self.path, self.limit = path, limit
-        self._file: TextIO | None = None
-
-    def write(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Append the first episodes of a step."""
-        if self.limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
-            return
-        if self._file is None:
-            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8")
-        chosen = episodes if self.limit < 0 else episodes[: self.limit]
-        for episode in chosen:
-            self._file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice; a later write opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        for episode in episodes if limit < 0 else episodes[:limit]:
+            file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")

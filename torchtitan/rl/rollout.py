@@ -26,7 +26,7 @@ from torchtitan.tools.utils import use_device
 
 
 class Rollouts:
-    """The graded episodes of a task, step by step; under `rl.async_steps` drawn on a thread.
+    """Graded episodes of a task, step by step; with `rl.async_steps` a thread draws them.
 
     config: the section `[rl]`. device: what is drawn on.
     """
@@ -48,7 +48,7 @@ class Rollouts:
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Draw none before this step."""
+        """Begin with this step, or later."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
@@ -68,7 +68,7 @@ class Rollouts:
         return episodes if isinstance(episodes, list) else _gathered(episodes)
 
     def wait(self) -> None:
-        """Return when the thread draws nothing; its errors are raised by `take`."""
+        """Wait until the thread has drawn every step that was begun; `take` raises its errors."""
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # after all that was submitted before
 
