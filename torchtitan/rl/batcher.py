@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.loss.cross_entropy import IGNORE_INDEX, aggregation_weights
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.loss.cross_entropy import weighted_sum
+from torchtitan.loss.aggregation import weighted_sum
 
 Batch = Mapping[str, Tensor]
 Measured = dict[str, Tensor]
