@@ -30,7 +30,7 @@ from tests.unit.loss_splits import (
     largest_differences,
     largest_differences_on_ranks,
 )
-from torchtitan.loss.cross_entropy import LOSS_AGGREGATIONS
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.testing.gloo import run_ranks
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     n_prompt, n_new = args.prompt_tokens, args.new_tokens
     model = toy_model(args.dim, n_prompt + n_new)
-    decoder, sampling = LocalDecoder(model), SamplingConfig(max_tokens=n_new)
+    decoder, sampling = LocalDecoder.of_model(model), SamplingConfig(max_tokens=n_new)
     uniform = torch.rand(N_ROWS, n_new, dtype=torch.float64)
 
     def drawing(n_prompts: int, shorter: int = 0) -> Callable[[], object]:

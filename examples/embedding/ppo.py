@@ -4,7 +4,7 @@ import torch
 
 from torchtitan.config import job_config as config
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.cross_entropy import aggregation_weights
+from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.loss.logprobs import TokenLogProbs
 
 job = config.JobConfig(

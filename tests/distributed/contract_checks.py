@@ -1022,7 +1022,7 @@ def head_in_training(kit: ClientKit) -> None:
 @check()
 def aggregation_of_losses(kit: ClientKit) -> None:
     """Weights of every aggregation, dealt over ranks, are those of the whole step."""
-    from torchtitan.loss.cross_entropy import LOSS_AGGREGATIONS, aggregation_weights
+    from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
 
     masks = [torch.arange(9) < n for n in (3, 0, 7, 9, 1, 2)]
     prompts = [0, 0, 1, 1, 2, 2]

@@ -11,13 +11,13 @@ import torch
 
 from tests.distributed.layout_matrix import VOCAB, Layout, batch_flags, build_engine, whole
 from torchtitan.distributed.utils import dist_sum
-from torchtitan.loss.cross_entropy import (
-    IGNORE_INDEX,
+from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
     weighted_sum,
 )
+from torchtitan.loss.cross_entropy import IGNORE_INDEX
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.testing.gloo import run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.loss_splits import LOSSES, NUM_SPLITS, largest_differences_on_ranks
-from torchtitan.loss.cross_entropy import LOSS_AGGREGATIONS
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.testing.gloo import run_ranks
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

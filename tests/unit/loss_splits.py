@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtitan.loss.cross_entropy import (
-    IGNORE_INDEX,
+from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
     weighted_policy_loss,
     weighted_value_loss,
 )
+from torchtitan.loss.cross_entropy import IGNORE_INDEX
 
 N_FEATURES, N_CLASSES = 6, 11
 NORM = 16.0

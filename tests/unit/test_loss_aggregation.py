@@ -17,7 +17,7 @@ from tests.unit.loss_splits import (
     random_theta,
     weights_of_step,
 )
-from torchtitan.loss.cross_entropy import (
+from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, so that the next token costs one token's forward.
+"""A cache of keys and values, with which the next token costs one token's forward.
 
 B rows, T tokens in one call, S slots of the cache in use (slot = the token's place in its row), H
 query heads, K key/value heads, D head size, V vocabulary.
@@ -20,7 +20,7 @@ from torchtitan.models.decoder import Decoder
 class CachedAttention(nn.Module):
     """Stands in for a layer's attention kernel and looks at all tokens since it was made.
 
-    max_length: how many tokens of a row there is room for.
+    max_length: of a row, in tokens.
     """
 
     attn_type: ClassVar[str] = "cache"
@@ -75,7 +75,7 @@ class CachedAttention(nn.Module):
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with these rows of the cache, in this order; one may come several times."""
+        """Keep these rows of the cache, in this order; a row may be repeated."""
         if self.keys is None or self.values is None:
             return
         kept = []
@@ -108,12 +108,12 @@ class CachedForward:
     ) -> Any:
         """Logits [B, T, V] of new tokens [B, T], which follow those of the calls before.
 
-        n_tokens: how many of each row's T are new tokens; what follows them is padding, whose
-            logits mean nothing. None: all.
+        n_tokens: how many of each row's T are new tokens; the rest is padding, whose logits mean
+            nothing. None: all.
         last_only: only the logits of each row's last new token, [B, 1, V].
 
-        The same rows each time, unless `keep_rows` was called. What a pipeline's ranks get is
-        up to `run`.
+        The rows are those of the call before, unless `keep_rows` changed them. Returns what `run`
+        returns.
         Raises ValueError for more tokens than there is room for.
         """
         n_rows, width = tokens.shape
@@ -144,7 +144,7 @@ class CachedForward:
             return self._run(tokens, attention_masks=masks, positions=slots)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order; a row may come several times, or not at all."""
+        """Keep these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
         for kernel in self.kernels:
@@ -152,7 +152,7 @@ class CachedForward:
 
     @contextmanager
     def _only_last(self, counts: Sequence[int]) -> Iterator[None]:
-        """Have the output projection see one hidden state per row: logits of all are large."""
+        """Give the output projection one hidden state per row: logits of all tokens are large."""
         if self._output is None:
             yield
             return
@@ -175,16 +175,16 @@ def kv_cache(
     max_length: int,
     run: Callable[..., Tensor | None] | None = None,
 ) -> Iterator[CachedForward]:
-    """Yield a forward that remembers: new tokens [B, T] -> their logits [B, T, V].
+    """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
 
     Each call takes only the tokens that follow those of the calls before. A row is one document,
     and each layer looks as far back as the model's `layer_masks` have it, so every family and
     every attn_type works. Inside the context the model cannot be used in another way.
 
-    model: or a rank's parts of one that is cut into pipeline stages.
-    max_length: at most this many tokens a row.
-    run: what is called as the model would be, (tokens, attention_masks=..., positions=...), in
-        its place; needed for parts of a model.
+    model: a model, or a rank's parts of one that is split into pipeline stages.
+    max_length: of a row, in tokens.
+    run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
+        for parts of a model.
     Raises ValueError for a model whose layers don't have an attention kernel to replace, and for
     max_length beyond the RoPE table.
     """

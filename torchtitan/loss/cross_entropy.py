@@ -1,17 +1,12 @@
-"""Loss functions. They return sums; whoever trains divides by the global token count.
-
-Other means than that over tokens are sums too, with a weight for every token:
-`aggregation_weights` computes them over the whole optimizer step before its first forward. Then
-it no longer matters how sequences are dealt to ranks, microbatches, rows and pipelines.
+"""Loss functions that sum over tokens; the engine divides by the global token count.
 
 B sequences, T tokens, V vocabulary entries.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
@@ -25,9 +20,9 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of every label that is not IGNORE_INDEX, a scalar.
 
-    pred: [B, T, V] logits, which within torch's `loss_parallel()` may be a DTensor split along V;
-    labels: [B, T] int64, plain. Computed in fp32 (no copy if pred already is):
-    bf16 has too few digits for a sum over the vocabulary.
+    pred: [B, T, V] logits, within torch's `loss_parallel()` also a DTensor split along V;
+    labels: [B, T] int64, plain. Computed in fp32: bf16 has too few digits for a sum over the
+    vocabulary.
     """
     loss = F.cross_entropy(
         pred.flatten(0, 1).float(),
@@ -41,192 +36,6 @@ def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 def mse_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed squared error in fp32, a scalar. No gradient flows to the labels."""
     return F.mse_loss(pred.float(), labels.float().detach(), reduction="sum")
-
-
-# ---- sums with weights ----
-
-
-def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of weights * values in fp32 or wider, a scalar; shapes are alike.
-
-    Where the weight is 0 the value counts nowhere, and gets no gradient, even if it is not finite.
-    """
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return (values.to(dtype).masked_fill(weights == 0, 0) * weights).sum()
-
-
-def weighted_cross_entropy(pred: Any, labels: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the sum over tokens of `batch["loss_weights"]` [B, T] * cross entropy, a scalar.
-
-    A `loss_fn` for `TrainingEngine.forward_backward_step`, with or without a head.
-    pred: plain logits [B, T, V], or `TokenOutputs`. labels: [B, T], IGNORE_INDEX counts nowhere.
-    Raises ValueError if the batch has no weights.
-    """
-    weights = batch.get("loss_weights")
-    if weights is None:
-        raise ValueError(
-            f"weighted_cross_entropy needs 'loss_weights' [B, T] in the batch, got "
-            f"{sorted(batch)}; put those of aggregation_weights there"
-        )
-    if not isinstance(pred, torch.Tensor):
-        return -weighted_sum(pred.logprobs, weights)
-    dtype = torch.promote_types(pred.dtype, torch.float32)
-    losses = F.cross_entropy(
-        pred.flatten(0, 1).to(dtype),
-        labels.flatten(0, 1),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
-    return weighted_sum(losses.view(labels.shape), weights)
-
-
-def weighted_policy_loss(
-    logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return minus the sum of weights * advantages * logprobs, a scalar; all [B, T].
-
-    Its gradient is the policy gradient (Williams 1992, REINFORCE). It has no ratio to an older
-    policy; losses with one multiply the advantages by it.
-    """
-    # Not only the sum: 0 times what is not finite would reach the gradient of the factor.
-    advantages = advantages.detach().masked_fill(weights == 0, 0)
-    return -weighted_sum(logprobs * advantages, weights)
-
-
-def weighted_value_loss(
-    values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return half the sum of weights * (values - returns)^2, a scalar; all [B, T]."""
-    errors = (values - returns.detach()).masked_fill(weights == 0, 0)
-    return weighted_sum(errors**2, weights) / 2
-
-
-# ---- the weights ----
-
-LOSS_AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-)
-
-
-def aggregation_weights(
-    masks: Sequence[torch.Tensor],
-    mode: str,
-    *,
-    norm: float | None = None,
-    prompt_ids: Sequence[Hashable] | torch.Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    normalize: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> list[torch.Tensor] | tuple[list[torch.Tensor], float]:
-    """Return a weight for every token, with which the loss is the sum of weight * loss per token.
-
-    With m[i, t] the mask, n_i its sum, N the sum of all n_i, S the number of sequences and G of
-    prompts that have a token in the loss, l the loss per token:
-
-        token-mean               sum m l / N
-        token-sum                sum m l
-        seq-mean-token-sum       sum m l / S
-        seq-mean-token-mean      sum (m l / n_i) / S
-        seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
-        prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
-
-    masks: one [T_i] per sequence of the whole optimizer step that this rank has, maybe none;
-        entries other than 0 are in the loss. The weights have the same shapes and devices.
-    norm: what stands for the length in seq-mean-token-sum-norm, the same in every step (the
-        largest response length, say). Other modes don't read it.
-    prompt_ids: for prompt-mean, one per sequence; the same on every rank. A tensor [S] will do.
-    group: ranks with other sequences of the step; counts are summed over it, which is collective.
-    normalize: False if the step has more sequences than these. Then returns (weights without the
-        last denominator, this rank's share of that denominator); shares are summed over all calls
-        of a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their
-        sum over ranks. token-sum has none: 0. A prompt must be in one call as a whole.
-
-    Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
-    """
-    _check_aggregation(mode, norm, masks, prompt_ids)
-    if prompt_ids is not None:  # tensors are equal by identity to a dict
-        prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
-    masks = [mask != 0 for mask in masks]
-    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
-    if mode == "token-sum":
-        share = 0
-    elif mode == "token-mean":
-        share = sum(counts)
-    elif mode == "prompt-mean":
-        tokens_of_prompt, share = _count_prompts(prompt_ids, counts, group)
-        counts = [tokens_of_prompt[prompt] for prompt in prompt_ids]
-    else:
-        share = sum(n > 0 for n in counts)
-    if mode == "seq-mean-token-sum-norm":
-        share *= norm
-    total = sum(_gather(share, group)) if normalize else 1
-
-    divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
-    weights = []
-    for mask, n in zip(masks, counts, strict=True):
-        # Whole numbers up to one division: however the step is split, the bits are the same.
-        denominator = (n if divides_sequences else 1) * total
-        # 0 without tokens in the loss, and for token-sum.
-        weights.append(mask.to(dtype) / (denominator or 1))
-    return weights if normalize else (weights, float(share))
-
-
-def _check_aggregation(
-    mode: str,
-    norm: float | None,
-    masks: Sequence[torch.Tensor],
-    prompt_ids: Sequence | torch.Tensor | None,
-) -> None:
-    if mode not in LOSS_AGGREGATIONS:
-        raise ValueError(
-            f"the loss aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, got {mode!r}"
-        )
-    if mode == "seq-mean-token-sum-norm" and not (norm is not None and norm > 0):
-        raise ValueError(
-            f"seq-mean-token-sum-norm divides by norm, which must be above 0, got {norm}; give a "
-            "constant of the run, such as the largest response length"
-        )
-    if mode == "prompt-mean" and (prompt_ids is None or len(prompt_ids) != len(masks)):
-        given = "none" if prompt_ids is None else len(prompt_ids)
-        raise ValueError(
-            f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
-        )
-
-
-def _count_prompts(
-    prompt_ids: Sequence[Hashable], counts: Sequence[int], group: dist.ProcessGroup | None
-) -> tuple[dict[Hashable, int], int]:
-    """Return the tokens of every prompt of the step, and how many prompts this rank answers for.
-
-    A prompt whose sequences are on several ranks is answered for by the first of them.
-    """
-    own: dict[Hashable, int] = {}
-    for prompt, n in zip(prompt_ids, counts, strict=True):
-        own[prompt] = own.get(prompt, 0) + n
-    of_ranks = _gather({prompt: n for prompt, n in own.items() if n}, group)
-    whole = dict.fromkeys(own, 0)
-    own_rank = 0 if group is None else dist.get_rank(group)
-    share = 0
-    for rank, tokens_of_prompt in enumerate(of_ranks):
-        if rank == own_rank:
-            share = sum(not whole.get(prompt) for prompt in tokens_of_prompt)
-        for prompt, n in tokens_of_prompt.items():
-            whole[prompt] = whole.get(prompt, 0) + n
-    return whole, share
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of the group, in their order."""
-    if group is None:
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def build_cross_entropy_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

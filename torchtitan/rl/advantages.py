@@ -3,7 +3,6 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 BASELINES = ("group_mean", "rloo", "none")
 
@@ -43,11 +42,6 @@ class AdvantageEstimator:
                 "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
             )
 
-    @classmethod
-    def of(cls, config: Any) -> "AdvantageEstimator":
-        """The one that the section `[rl.advantage]` describes."""
-        return cls(config.name, config.std)
-
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
         """Return one advantage per reward; group_ids: equal for the completions of a prompt.
 
@@ -61,6 +55,8 @@ class AdvantageEstimator:
                     f"{LARGEST_REWARD:g} in size); correct the reward function"
                 )
             groups.setdefault(group, []).append(reward)
+        if self.name == "none":
+            return list(map(float, rewards))
         # What to subtract from a group's rewards, and what to multiply by then.
         shift_and_scale: dict[Hashable, tuple[float, float]] = {}
         for group, own in groups.items():
@@ -70,7 +66,7 @@ class AdvantageEstimator:
             if self.std:
                 std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in own) / n)
                 scale = scale / std if std > _SMALLEST_STD else 0.0
-            shift_and_scale[group] = (0.0, 1.0) if self.name == "none" else (mean, scale)
+            shift_and_scale[group] = mean, scale
         pairs = zip(rewards, (shift_and_scale[group] for group in group_ids), strict=True)
         return [(reward - shift) * scale for reward, (shift, scale) in pairs]
 
@@ -78,16 +74,16 @@ class AdvantageEstimator:
 def advantage_metrics(
     advantages: Sequence[float], group_ids: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Mean and standard deviation of all advantages, and the share of groups with none but 0, which
-    teach nothing. Zeros if there are no advantages.
+    """Mean and standard deviation of all advantages, and the share of groups in which all are 0.
+
+    Such groups teach nothing. Zeros if there are no advantages.
     """
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n
-    groups = {group: False for group in group_ids}
-    for advantage, group in zip(advantages, group_ids, strict=True):
-        groups[group] |= advantage != 0
+    groups = set(group_ids)
+    others = {group for a, group in zip(advantages, group_ids, strict=True) if a != 0}
     return {
         "advantage_mean": mean,
         "advantage_std": math.sqrt(math.fsum((a - mean) ** 2 for a in advantages) / n),
-        "zero_advantage_groups": sum(not any_ for any_ in groups.values()) / max(len(groups), 1),
+        "zero_advantage_groups": (len(groups) - len(others)) / max(len(groups), 1),
     }

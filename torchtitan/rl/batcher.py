@@ -1,7 +1,7 @@
 """From samples to the microbatches of all ranks, with the weights that make the loss a plain sum.
 
-The whole optimizer step is known here, so this is where tokens and sequences are counted: whatever
-the split into rows, microbatches and ranks, the gradients add up to the same.
+Tokens and sequences are counted here, where the whole optimizer step is known, so that every split
+into rows, microbatches and ranks has the same gradients.
 
 B rows, T slots per row.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.config import JobConfig
-from torchtitan.loss.cross_entropy import IGNORE_INDEX, aggregation_weights
-from torchtitan.rl.job_config import batch_rows, batch_seq_len
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.aggregation import aggregation_weights
+from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger
 
@@ -24,13 +24,13 @@ _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1}
 
 @dataclass(frozen=True)
 class Batcher:
-    """Lays samples into rows, and deals the rows to microbatches and data-parallel ranks.
+    """Puts samples into rows, and deals the rows to microbatches and data-parallel ranks.
 
     dp_size: ranks that read different microbatches. All get equally many, of the same shape
-        [B, T]; rows of padding fill up.
-    seq_len: slots of the longest row. A longer sample is left out, and counted.
-    rows: the largest B; with max_tokens, as many rows as hold that many tokens instead.
-    packing: lay several samples into a row; otherwise each has its own, padded on the right.
+        [B, T], filled up with rows of padding.
+    seq_len: slots of the longest row. Longer samples are left out and counted.
+    rows: the largest B. max_tokens: instead, B is as many rows as hold this many tokens.
+    packing: put several samples into a row; otherwise each has its own, padded on the right.
     pad_multiple: T is the longest row's length, rounded up to a multiple of this.
     agg_mode, norm: as in `aggregation_weights`.
     deferred: leave out the last denominator of the weights, for a caller that does not know the
@@ -51,10 +51,11 @@ class Batcher:
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
         """The batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
         batch, loss = job_config.rl.batch, job_config.rl.loss
+        rows = batch.local_batch_size
         return cls(
             dp_size=dp_size,
             seq_len=batch_seq_len(job_config),
-            rows=batch_rows(job_config),
+            rows=job_config.training.local_batch_size if rows is None else rows,
             max_tokens=batch.max_tokens_per_microbatch,
             packing=batch.packing,
             pad_multiple=batch.pad_multiple,
@@ -65,12 +66,12 @@ class Batcher:
     def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
-        A token whose generator or reference log-prob is not finite is taken out of the loss and
-        out of what it is divided by. Samples that bring weights keep them. Without samples every
-        rank gets one microbatch of padding.
+        A token whose generator or reference log-prob is not finite is left out of the loss and its
+        denominator. Samples with weights keep them. Without samples every rank gets one microbatch
+        of padding.
         Raises ValueError if only some of the samples have weights, or ref_logprobs.
         """
-        optional = []
+        has = {}
         for name in ("weights", "ref_logprobs"):
             count = sum(getattr(sample, name) is not None for sample in samples)
             if count not in (0, len(samples)):
@@ -78,7 +79,7 @@ class Batcher:
                     f"either all samples of a batch have {name} or none has, got {count} of "
                     f"{len(samples)}; fill in the others"
                 )
-            optional += [name] if count else []
+            has[name] = count > 0
         kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
         if len(kept) < len(samples):
             logger.warning(
@@ -92,25 +93,29 @@ class Batcher:
         lengths = [len(samples[i]) for i in kept]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            """All samples' entries, one after another; the empty one is there without samples."""
+            """All samples' entries, one after another; the last tensor is for a batch of none."""
             of_samples = [getattr(samples[i], name) for i in kept]
             return torch.cat([*of_samples, torch.zeros(0, dtype=dtype)])
 
         wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
         mask = wanted & logprobs.isfinite()
-        if "ref_logprobs" in optional:
+        if has["ref_logprobs"]:
             mask &= joined("ref_logprobs").isfinite()
         num_dropped = int(wanted.sum() - mask.sum())
         if num_dropped:
             logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
         masks = mask.split(lengths) if lengths else []
         denominator = None
-        if "weights" in optional:
+        if has["weights"]:
             weights = joined("weights") * mask
         else:
-            group_ids = [samples[i].group_id for i in kept]
-            options = {"norm": self.norm, "prompt_ids": group_ids, "normalize": not self.deferred}
-            per_sample = aggregation_weights(masks, self.agg_mode, **options)
+            per_sample = aggregation_weights(
+                masks,
+                self.agg_mode,
+                norm=self.norm,
+                prompt_ids=[samples[i].group_id for i in kept],
+                normalize=not self.deferred,
+            )
             if self.deferred:
                 per_sample, denominator = per_sample
             weights = torch.cat([*per_sample, torch.zeros(0)])
@@ -123,7 +128,7 @@ class Batcher:
             "generator_logprobs": logprobs.masked_fill(~mask, 0),
             "advantages": joined("advantages").masked_fill(~mask, 0),
         }
-        if "ref_logprobs" in optional:
+        if has["ref_logprobs"]:
             values["ref_logprobs"] = joined("ref_logprobs").masked_fill(~mask, 0)
         return TrainingBatch(
             microbatches=self._deal(lengths, kept, values),
@@ -137,7 +142,7 @@ class Batcher:
         )
 
     def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which samples, by their place in `lengths`, lie in each row."""
+        """The samples of each row, by their place in `lengths`."""
         if not self.packing:
             return [[place] for place in range(len(lengths))]
         # The longest first, each into the first row with room. `sorted` keeps equals in order.
@@ -156,10 +161,10 @@ class Batcher:
     def _deal(
         self, lengths: Sequence[int], indices: Sequence[int], values: dict[str, Tensor]
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
-        """Deal rows in turn to ranks and microbatches, so that all have equal work to one row.
+        """Deal rows to ranks and microbatches in turn, so that their work differs by one row at most.
 
-        indices: of the samples, in the order of `lengths` and `values` (those of all samples, one
-            after another).
+        indices: of the samples, in the order of `lengths`; values: of all their tokens, one sample
+            after another.
         """
         rows = self._rows_of(lengths)
         n_slots = max((sum(lengths[place] for place in row) for row in rows), default=1)
@@ -179,7 +184,7 @@ class Batcher:
                 number_in_row[place] = i
                 start += lengths[place]
 
-        # Of every token: its place in its sequence, the sequence's in the row, its slot of all.
+        # For every token: its place in its sequence, the sequence's in the row, its slot of all.
         repeats = torch.tensor(lengths, dtype=torch.int64)
 
         def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:
@@ -191,9 +196,8 @@ class Batcher:
         cells: dict[str, Tensor] = {}
         for name, of_all in values.items():
             dtype = torch.int64 if of_all.dtype == torch.int64 else torch.float32
-            whole = torch.full((n_cells, n_rows, n_slots), _PADDING.get(name, 0), dtype=dtype)
-            whole.view(-1)[slot_of_token] = of_all.to(dtype)
-            cells[name] = whole
+            cells[name] = torch.full((n_cells, n_rows, n_slots), _PADDING.get(name, 0), dtype=dtype)
+            cells[name].view(-1)[slot_of_token] = of_all.to(dtype)
         microbatches = [
             TrainingMicrobatch(
                 **{name: of_all[cell] for name, of_all in cells.items()}, slots=tuple(slots[cell])

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterator
-from itertools import chain
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
@@ -11,7 +10,8 @@ from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
-from torchtitan.rl.tasks import find_reward_fn, task_names
+from torchtitan.rl.tasks import find_reward_fn, task_builder
+from torchtitan.tools.errors import ConfigError
 
 
 def check_rl_config(job_config: JobConfig) -> None:
@@ -36,12 +36,22 @@ def check_trainer_config(job_config: JobConfig) -> None:
 
 
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:
-    """A batch's weights are shares of the whole optimizer step."""
-    refuse(_gradients(job_config))
+    """A batch's weights are shares of the whole optimizer step, so gradients have to be sums."""
+    reduction = job_config.training.gradient_reduction
+    if reduction != "sum":
+        raise ConfigError(
+            f"in RL gradients of all ranks have to be added up, as tokens are weighted over all of "
+            f"them, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+        )
+    if job_config.optimizer.early_step_in_backward:
+        raise ConfigError(
+            "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
+            "which updates weights in every backward pass; set it to false"
+        )
 
 
 _LARGEST_COUNT = 10**9
-_SMALLEST_COUNTS: dict[str, int] = {
+_SMALLEST_COUNTS = {
     "num_prompts_per_step": 1,
     "num_samples_per_prompt": 1,
     "async_steps": 0,
@@ -68,21 +78,19 @@ _NOT_NEGATIVE = (
 
 
 def _numbers(job_config: JobConfig) -> Iterator[str]:
-    for key in chain(_SMALLEST_COUNTS, _NOT_NEGATIVE):
+    for key in (*_SMALLEST_COUNTS, *_NOT_NEGATIVE):
         value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key)
-        wanted = None
         if value is None:
-            pass
-        elif smallest is None:
-            # Written so that nan, which compares false with everything, fails too.
-            if not 0 <= value < math.inf:
-                wanted = "a finite number of at least 0"
+            continue
+        if smallest is None:
+            # NaN, which is never between two numbers, fails, too.
+            is_kept, rule = 0 <= value < math.inf, "a finite number of at least 0"
         elif value < smallest:
-            wanted = f"at least {smallest}"
-        elif key != "seed" and value > _LARGEST_COUNT:
-            wanted = f"at most {_LARGEST_COUNT}"
-        if wanted:
-            yield f"rl.{key} must be {wanted}, got {value}; the default is {value_of(RL(), key)}"
+            is_kept, rule = False, f"at least {smallest}"
+        else:
+            is_kept, rule = key == "seed" or value <= _LARGEST_COUNT, f"at most {_LARGEST_COUNT}"
+        if not is_kept:
+            yield f"rl.{key} must be {rule}, got {value}; the default is {value_of(RL(), key)}"
 
 
 def _loss(job_config: JobConfig) -> Iterator[str]:
@@ -96,7 +104,7 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
         )
     if loss.norm and not needs_norm:
         yield (
-            f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' alone, got "
+            f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' only, got "
             f"{loss.agg_mode!r}; take one of them out"
         )
     if loss.max_log_ratio == 0:
@@ -146,24 +154,10 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-def _gradients(job_config: BaseJobConfig) -> Iterator[str]:
-    reduction = job_config.training.gradient_reduction
-    if reduction != "sum":
-        yield (
-            f"in RL gradients of all ranks have to be added up, as tokens are weighted over all of "
-            f"them, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
-        )
-    if job_config.optimizer.early_step_in_backward:
-        yield (
-            "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
-            "which updates weights in every backward pass; set it to false"
-        )
-
-
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
-    yield from problem_in(AdvantageEstimator.of, rl.advantage)
-    # One completion equals the mean of its group: nothing would ever be learned.
+    yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
+    # A group of one has an advantage of 0.
     if rl.advantage.name != "none" and rl.num_samples_per_prompt < 2:
         yield (
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
@@ -180,11 +174,7 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
 
 def _task(job_config: JobConfig) -> Iterator[str]:
     task = job_config.rl.task
-    if task.name not in task_names():
-        yield (
-            f"rl.task.name must be one of {', '.join(task_names())}, got {task.name!r}; correct "
-            f"it, or register it in the module that experimental.custom_import names"
-        )
+    yield from problem_in(task_builder, task.name)
     # key -> (its largest value, why)
     limits = {
         "sum_digits": {"num_min": (task.num_max, "rl.task.num_max"), "value_max": None},
@@ -209,7 +199,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
-    """The log-probs that the ratio divides by have to be of the distribution sampled from."""
+    """The ratio needs log-probs of the distribution that tokens were drawn from."""
     sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
     if not 0 < sampling.temperature < math.inf:
         yield (
@@ -230,10 +220,10 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """Weights can be shared by a generator in this process that stops while they change.
+def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
+    """Why the generator cannot use the trainer's own weights; empty if it can.
 
-    trainer_dtype: what the trainer's matrix products are in; None as long as there is no trainer.
+    trainer_dtype: of the trainer's matrix products; None as long as there is no trainer.
     """
     reasons = []
     if rl.generator.backend != "local":
@@ -244,15 +234,19 @@ def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
         )
     if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
         reasons.append(f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's")
-    for reason in reasons if rl.weight_sync.mode == "reference" else []:
-        yield (
-            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it "
-            "to 'auto' or 'broadcast'"
-        )
+    return reasons
+
+
+def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
+    if rl.weight_sync.mode == "reference":
+        for reason in reasons_not_to_share(rl, trainer_dtype):
+            yield (
+                f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; "
+                "set it to 'auto' or 'broadcast'"
+            )
 
 
 def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """trainer_dtype: as for `weight_sharing`."""
     if not rl.generator.rescore:
         return
     if rl.async_steps:

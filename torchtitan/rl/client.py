@@ -6,9 +6,9 @@
     sampler = client.save_weights_and_get_sampling_client().result()
     sampler.sample(ModelInput.from_ints(prompt), 8, SamplingParams(max_tokens=16)).result()
 
-Calls return futures and are carried out in the order they were made, on one thread. Losses are
-sums over tokens: how they are averaged is up to the weights or advantages that the caller gives.
-Under torchrun every rank runs the same program with the same data.
+Calls return futures and run in order on one thread. Losses are sums over tokens; the caller's
+weights or advantages decide how they are averaged. Under torchrun every rank runs the same program
+with the same data.
 """
 
 import functools
@@ -31,7 +31,7 @@ from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingBatch, Trai
 from torchtitan.step.runner import on_error
 from torchtitan.tools.utils import use_device
 
-# ---- what goes in and out ----
+# ---- arguments and results ----
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class ModelInput:
 class Datum:
     """One sequence to learn from: n input tokens, and what the loss needs for each of them.
 
-    loss_fn_inputs: 1-D tensors or lists of n entries. `target_tokens`, what each input token
-        should predict, always; `logprobs` and `advantages` for policy losses; `weights` if targets
-        do not count alike, and `mask` if some do not count at all.
+    loss_fn_inputs: 1-D tensors or lists of n entries: `target_tokens`, what each input token should
+        predict; `logprobs` and `advantages` for policy losses; optional `weights` of the targets,
+        and `mask`, 0 for targets that do not count.
     """
 
     model_input: ModelInput
@@ -147,7 +147,7 @@ _T = TypeVar("_T")
 
 
 def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
-    """The same method in turn with all others on the client's thread; calls return futures."""
+    """Run the method on the client's thread, after all earlier calls; calls return futures."""
 
     @functools.wraps(method)
     def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
@@ -159,9 +159,9 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
 class LocalTrainingClient:
     """A policy in this process.
 
-    Raises ConfigError for a config that cannot run; a call's own errors come out of its future.
-    Where a forward_backward failed, `optim_step` does too: it never takes the gradients of a part
-    of the step for those of all. The next step starts from zero gradients.
+    Raises ConfigError for a config that cannot run; a call's own errors are raised by its future.
+    After a forward_backward that failed, `optim_step` fails too: it never updates with the
+    gradients of part of a step. The next step starts from zero gradients.
     """
 
     def __init__(self, job_config: JobConfig):
@@ -170,10 +170,10 @@ class LocalTrainingClient:
         with on_error(engine.close):
             self._batcher = Batcher.from_config(job_config, engine.dp_size)
             self._generator = build_generator(job_config, engine)
-        # Where unseeded sampling continues.
+        # Unseeded sampling continues from its state.
         engine.checkpointer.states["rl_generator"] = self._generator
         self._folder = os.path.join(job_config.job.dump_folder, "states")
-        self._weights = object()  # another one whenever the weights have changed
+        self._weights = object()  # replaced whenever the weights change
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = ThreadPoolExecutor(
             1, "training client", initializer=use_device, initargs=(engine.device,)
@@ -182,10 +182,11 @@ class LocalTrainingClient:
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> Future[ForwardBackwardOutput]:
-        """Log-probs of the targets, without gradients. loss_fn: one of those of forward_backward,
-        which makes no difference.
+        """Log-probs of the targets, without gradients.
+
+        loss_fn: as for forward_backward; it makes no difference.
         """
-        _check_loss_name(loss_fn)
+        _loss(loss_fn, {})
         data = list(data)
         return self._thread.submit(lambda: _output(self._logprobs(data), {}))
 
@@ -214,16 +215,16 @@ class LocalTrainingClient:
 
     @_on_thread
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
-        """Update the weights with the gradients that were added up, and zero them."""
+        """Update the weights with the gradients of this step, and zero them."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self._trainer.zero_grad()
             raise RuntimeError(
                 f"a forward_backward of this step failed ({failure}), so its gradients are not "
-                "whole; they were zeroed and the weights left alone: mend the call and make all "
-                "those of the step again"
+                "whole; they were zeroed and the weights not changed: correct the call and make "
+                "all calls of the step again"
             ) from failure
-        done = self._trainer.optim_step(
+        update = self._trainer.optim_step(
             OptimParams(
                 lr=adam_params.learning_rate,
                 betas=(adam_params.beta1, adam_params.beta2),
@@ -233,7 +234,7 @@ class LocalTrainingClient:
             )
         )
         self._weights = object()
-        return OptimStepResponse({"grad_norm": done.grad_norm, "lr": done.lr})
+        return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
     @_on_thread
     def save_state(self, name: str) -> SaveWeightsResponse:
@@ -245,26 +246,24 @@ class LocalTrainingClient:
     @_on_thread
     def load_state(self, path: str) -> None:
         """Load the weights of a saved state; the optimizer starts from nothing."""
-        self._weights, self._failure = object(), None
-        self._trainer.load_checkpoint(path, model_only=True)
+        self._load(path, model_only=True)
 
     @_on_thread
     def load_state_with_optimizer(self, path: str) -> None:
-        """Load what `save_state` saved, to go on as if nothing had happened."""
-        self._weights, self._failure = object(), None
-        self._trainer.load_checkpoint(path)
+        """Load what `save_state` saved, to continue exactly from there."""
+        self._load(path, model_only=False)
 
     @_on_thread
     def save_weights_and_get_sampling_client(self, name: str = "") -> "LocalSamplingClient":
-        """A client that samples from the weights as they are now; good until the next update.
+        """A client that samples from the weights as they are now; valid until the next update.
 
-        name: nothing is written, so it has no meaning here.
+        name: ignored, since nothing is written.
         """
         self._trainer.push_model_state_dict(self._generator)
         return LocalSamplingClient(self)
 
     def close(self) -> None:
-        """Finish what was asked for. Safe to call twice."""
+        """Finish all calls. Safe to call twice."""
         self._thread.shutdown()
         self._trainer.close()
 
@@ -296,8 +295,8 @@ class LocalTrainingClient:
                         "target"
                     )
         batch = self._batch([_sample(datum) for datum in data])
-        found = self._trainer.forward_backward(batch, loss, return_logprobs=True)
-        return _output(found.logprobs, {"loss:sum": found.loss, **found.metrics})
+        output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
+        return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
@@ -328,12 +327,16 @@ class LocalTrainingClient:
             )
         return batch
 
+    def _load(self, path: str, model_only: bool) -> None:
+        self._weights, self._failure = object(), None
+        self._trainer.load_checkpoint(path, model_only=model_only)
+
 
 class LocalSamplingClient:
     """Samples from the weights that the policy had when this client was made.
 
-    Weights are shared with the training client, so it is of use until the next `optim_step` or
-    `load_state`; then its calls raise ValueError.
+    It shares them with the training client: after the next `optim_step` or `load_state` its calls
+    raise ValueError.
     """
 
     def __init__(self, client: LocalTrainingClient):
@@ -344,7 +347,7 @@ class LocalSamplingClient:
     def sample(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
     ) -> SampleResponse:
-        """Continue a prompt; log-probs are of the distribution that was really sampled from."""
+        """Continue a prompt; log-probs are of the distribution that tokens were drawn from."""
         self._check_weights()
         completions = self._client._generator.generate(
             [prompt.to_ints()], sampling_params.to_config(), num_samples
@@ -375,6 +378,7 @@ class LocalSamplingClient:
 
 # ---- to the trainer's types, and back ----
 
+# Tinker's name -> ours
 _LOSSES = {
     "cross_entropy": "cross_entropy",
     "importance_sampling": "importance_sampling",
@@ -382,18 +386,15 @@ _LOSSES = {
     "cispo": "cispo",
     "gspo": "gspo",
 }
+_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
-def _check_loss_name(name: str) -> None:
+def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     if name not in _LOSSES:
         raise ValueError(
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; any other function of "
             "log-probs goes through forward_backward_custom"
         )
-
-
-def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
-    _check_loss_name(name)
     unknown = sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"})
     if unknown:
         raise ValueError(
@@ -407,11 +408,8 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     return build_loss(_LOSSES[name], **bounds)
 
 
-_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
-
-
 def _targets_of(datum: Datum, **others: Tensor) -> Datum:
-    """The datum with nothing but its targets, and other inputs in place of its own."""
+    """The datum with its targets, and `others` in place of its other inputs."""
     targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
     return Datum(datum.model_input, targets | others)
 
@@ -429,15 +427,15 @@ def _sample(datum: Datum) -> TrainingSample:
             f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; they are the "
             "input tokens moved by one"
         )
-    ones = torch.ones(datum.model_input.length)
-    mask = inputs.get("mask", ones).float()
+    n = datum.model_input.length
+    mask = inputs.get("mask", torch.ones(n)).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
         labels=inputs["target_tokens"].long(),
         loss_mask=(mask != 0).float(),
-        logprobs=inputs.get("logprobs", torch.zeros_like(ones)).float(),
-        advantages=inputs.get("advantages", torch.zeros_like(ones)).float(),
-        weights=inputs.get("weights", ones).float() * mask,
+        logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
+        advantages=inputs.get("advantages", torch.zeros(n)).float(),
+        weights=inputs.get("weights", torch.ones(n)).float() * mask,
     )
 
 

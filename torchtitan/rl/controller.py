@@ -1,7 +1,7 @@
-"""The loop of RL: sample, grade, learn, hand the new weights to the generator, again.
+"""The loop of RL: sample, grade, learn, give the new weights to the generator.
 
-One process runs it by itself. Under torchrun every rank runs the same loop with the same episodes,
-so every rank takes the same decisions; only `PolicyTrainer` and the weight update know the layout.
+Under torchrun every rank runs this loop with the same episodes, so all ranks take the same
+decisions; only `PolicyTrainer` and the weight update know the layout.
 """
 
 import json
@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -55,14 +54,15 @@ class Controller:
             except ImportError as error:
                 raise ConfigError(str(error)) from error
             self.rollouts = Rollouts(task, self.generator, self.config, engine.device)
-            self.advantages = AdvantageEstimator.of(self.config.advantage)
+            self.advantages = AdvantageEstimator(**vars(self.config.advantage))
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
             self.reporter = Reporter(job_config, engine)
-            engine.checkpointer.states["rl"] = self
+            self.checkpointer = engine.checkpointer
+            self.checkpointer.states["rl"] = self
             self.reference = None
             if self.config.loss.kl_coef > 0:
                 self.reference = ReferencePolicy(self.trainer)
-                engine.checkpointer.states["rl_reference"] = self.reference
+                self.checkpointer.states["rl_reference"] = self.reference
         debug = job_config.debug
         for key, is_set in {
             "training.global_batch_size": job_config.training.global_batch_size > 0,
@@ -73,12 +73,8 @@ class Controller:
                 logger.warning("%s has no meaning in RL and is ignored; take it out", key)
 
     @property
-    def checkpointer(self) -> CheckpointManager:
-        return self.trainer.engine.checkpointer
-
-    @property
     def step(self) -> int:
-        """Steps done, those before a resume included."""
+        """Steps done, including those before a resume."""
         return self.trainer.engine.step
 
     # ---- the loop ----
@@ -120,13 +116,16 @@ class Controller:
                 while self.step < last_step:
                     gc_handler.run(self.step + 1)
                     self.train_step()
-                    if self.step < last_step and (reason := stop.answer()):
+                    step, is_last = self.step, self.step == last_step
+                    if not is_last and (reason := stop.answer()):
                         save_and_stop(self.trainer.engine, reason)
                         return
                     self._evaluate_if_due()
-                    if self._is_to_save():
+                    # Without a dataloader the checkpointer takes every step as due.
+                    is_first = step == 1 and config.checkpoint.enable_first_step_checkpoint
+                    if is_first or is_last or step % config.checkpoint.interval == 0:
                         started = time.monotonic()
-                        self.checkpointer.save(self.step, last_step=self.step == last_step)
+                        self.checkpointer.save(step, last_step=is_last)
                         stop.saved(time.monotonic() - started)
                     for tool in (profiler, snapshot):
                         if tool is not None:
@@ -136,14 +135,22 @@ class Controller:
         logger.info("training completed")
 
     def train_step(self) -> dict[str, float]:
-        """Run one step and return what was logged."""
+        """Run one step and return what was logged.
+
+        Raises RuntimeError for episodes that are older than `rl.async_steps` allows.
+        """
         started = time.perf_counter()
-        step = self.step + 1
+        step, async_steps = self.step + 1, self.config.async_steps
         # As far ahead as the generator's weights may lag behind.
-        last_step = self.job_config.training.steps
-        self.rollouts.start_until(min(step + self.config.async_steps, last_step))
+        self.rollouts.start_until(min(step + async_steps, self.job_config.training.steps))
         episodes = with_advantages(self.rollouts.take(step), self.advantages)
-        measured: dict[str, float] = {"rl/lag": self._lag(episodes)}
+        lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
+        if not 0 <= lag <= async_steps:
+            raise RuntimeError(
+                f"step {step} got episodes that are {lag} weight updates old, and "
+                f"rl.async_steps = {async_steps} allows no more than that"
+            )
+        measured: dict[str, float] = {"rl/lag": lag}
         generated = time.perf_counter()
 
         if self.reference is not None:
@@ -151,18 +158,18 @@ class Controller:
         batch = self._batch(episodes)
         if self.config.generator.rescore:
             batch, measured["rl/rescore_diff_max"] = self.trainer.rescore(batch)
-        found = self.trainer.forward_backward(batch)
-        done = self.trainer.optim_step()
+        output = self.trainer.forward_backward(batch)
+        update = self.trainer.optim_step()
         trained = time.perf_counter()
 
-        self.rollouts.wait()  # whatever is being drawn now is drawn with the weights it began with
+        self.rollouts.wait()  # the thread has to finish with the weights that it began with
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {
-            "loss": found.loss,
-            **{f"loss/{name}": value for name, value in found.metrics.items()},
-            "grad_norm": done.grad_norm,
-            "lr": done.lr,
+            "loss": output.loss,
+            **{f"loss/{name}": value for name, value in output.metrics.items()},
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
             **{f"rl/{name}": value for name, value in describe(episodes).items()},
             "rl/policy_version": self.trainer.policy_version,
             **measured,
@@ -180,47 +187,24 @@ class Controller:
         self.reporter.close()
         self.trainer.close()
 
-    def _lag(self, episodes: list[Episode]) -> int:
-        """How many updates older than today's the weights are that drew the oldest episode.
-
-        Raises RuntimeError if that is more than the config allows.
-        """
-        lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
-        if not 0 <= lag <= self.config.async_steps:
-            raise RuntimeError(
-                f"step {self.step + 1} got episodes that are {lag} weight updates old, and "
-                f"rl.async_steps = {self.config.async_steps} allows no more than that"
-            )
-        return lag
-
     def _batch(self, episodes: list[Episode]) -> TrainingBatch:
         return self.batcher.batch([TrainingSample.of_episode(episode) for episode in episodes])
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with log-probs under the policy that training began with."""
-        scored = self.reference.logprobs(self._batch(episodes))
-        return [
-            replace(
-                episode,
-                # Without values it does not fit a row, and is left out of the loss.
-                ref_logprobs=episode.token_log_probs
-                if values is None
-                else tuple(values[-len(episode.token_ids) :].tolist()),
-            )
-            for episode, values in zip(episodes, scored, strict=True)
-        ]
-
-    def _is_to_save(self) -> bool:
-        """Whether a checkpoint is due; without a dataloader the manager leaves that to us."""
-        config, step = self.job_config.checkpoint, self.step
-        is_wanted_first = step == 1 and config.enable_first_step_checkpoint
-        is_last = step == self.job_config.training.steps
-        return is_wanted_first or is_last or step % config.interval == 0
+        with_logprobs = []
+        scores = self.reference.logprobs(self._batch(episodes))
+        for episode, values in zip(episodes, scores, strict=True):
+            logprobs = episode.token_log_probs  # of one that fits no row, and is left out anyway
+            if values is not None:
+                logprobs = tuple(values[-len(episode.token_ids) :].tolist())
+            with_logprobs.append(replace(episode, ref_logprobs=logprobs))
+        return with_logprobs
 
     # ---- evaluation ----
 
     def evaluate(self, *, greedy: bool = True) -> dict[str, float]:
-        """Mean reward and scores on `rl.eval_samples` held-out prompts, always the same ones.
+        """Mean reward and scores on the same `rl.eval_samples` held-out prompts each time.
 
         greedy: take the likeliest token; False samples as in training.
         """

@@ -4,9 +4,10 @@ P prompts, N rows to be continued (one for each completion wanted), B of them st
 L new tokens at most, V vocabulary.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,78 +20,77 @@ from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
+from torchtitan.step.runner import Runner
 
 N_FIELDS = len(Drawn._fields)
 
 
+@dataclass(frozen=True)
 class LocalDecoder:
-    """A whole model on this process. autocast: a context for the forward."""
+    """What continues prompts: a model, or this rank's parts of one.
 
-    def __init__(self, model: Decoder, autocast: AbstractContextManager | None = None):
-        self.parts: list[Decoder] = [model]
-        self.group: dist.ProcessGroup | None = None  # ranks that share out the rows of a call
-        self.schedule: Any = None  # of a model that is cut into pipeline stages
-        self.autocast = nullcontext() if autocast is None else autocast
+    runner: holds the model. group: ranks that share out the rows of a call.
+    runs_uncompiled: run compiled modules as they were written.
+    """
+
+    runner: Runner
+    group: dist.ProcessGroup | None = None
+    runs_uncompiled: bool = False
+
+    @classmethod
+    def of_model(
+        cls, model: Decoder, autocast: contextlib.AbstractContextManager | None = None
+    ) -> "LocalDecoder":
+        """A whole model on this process. autocast: a context for the forward."""
+        device = getattr(model, model.rope_buffer_name).device
+        nothing = contextlib.nullcontext
+        # There are no batches to process.
+        return cls(Runner([model], device, None, nothing, autocast or nothing()))
+
+    @classmethod
+    def of_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
+        """An engine's own modules, in any layout; nothing is copied.
+
+        Every rank of the engine has to make the same calls. Ranks that would train on different
+        data generate different rows, those of one model (tensor, pipeline parallelism) the same.
+        """
+        mesh = engine.parallel_dims.get_optional_mesh("loss")
+        return cls(engine.runner, None if mesh is None else mesh.get_group(), True)
 
     @property
     def rope_table(self) -> Tensor:
-        """Its length is the longest row; its device is the model's."""
-        return getattr(self.parts[0], self.parts[0].rope_buffer_name)
+        """Its length is the longest row."""
+        model: Any = self.runner.model_parts[0]
+        return getattr(model, model.rope_buffer_name)
 
-    @contextmanager
+    @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Put the model into evaluation, without gradients; its modes are restored afterwards."""
-        was_training = [m for part in self.parts for m in part.modules() if m.training]
-        for part in self.parts:
-            part.eval()
-        try:
-            with torch.no_grad(), self.autocast:
-                yield
-        finally:
-            for module in was_training:
-                module.training = True
-
-    def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
-        """The model's forward; None on ranks that don't see logits."""
-        if self.schedule is None:
-            return whole_tensor(self.parts[0](tokens, **kwargs))
-        outputs = self.schedule.eval(
-            arg_mbs=[(tokens,)], kwarg_mbs=[kwargs], input_shapes=[tuple(tokens.shape)]
-        )
-        return whole_tensor(outputs[0]) if outputs else None
-
-
-class EngineDecoder(LocalDecoder):
-    """An engine's own modules, however they are spread over ranks; nothing is copied.
-
-    Every rank of the engine has to make the same calls. Ranks that would train on different
-    data generate different rows, those of one model (tensor, pipeline parallelism) the same.
-    """
-
-    def __init__(self, engine: TrainingEngine):
-        self.parts = engine.model_parts  # type: ignore[assignment]
-        mesh = engine.parallel_dims.get_optional_mesh("loss")
-        self.group = None if mesh is None else mesh.get_group()
-        self.schedule = engine.pp_schedule
-        self.autocast = engine.maybe_enable_amp
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """See `LocalDecoder.ready`; FSDP's parameters are shards again afterwards."""
-        as_written: AbstractContextManager = nullcontext()
-        if "torch._dynamo" in sys.modules:
-            # Compiled modules would be compiled for each new shape of the cache. This holds for
-            # all threads, so a model that no trainer compiles does without it.
+        """Put the model into evaluation, without gradients; all of it is restored afterwards."""
+        as_written: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.runs_uncompiled and "torch._dynamo" in sys.modules:
+            # Modules would be compiled again for each new shape of the cache. This holds for all
+            # threads, so a model that no trainer compiles does without it.
             as_written = torch.compiler.set_stance("force_eager")
-        with super().ready(), as_written:
+        with self.runner.mode(training=False), torch.no_grad(), self.runner.amp, as_written:
             try:
                 yield
             finally:
-                if "torch.distributed.fsdp" in sys.modules:
-                    from torchtitan.distributed.fsdp import reshard_model
+                self.runner.reshard()
 
-                    for part in self.parts:
-                        reshard_model(part)
+    def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
+        """The model's forward; None on ranks that don't see logits.
+
+        Not `Runner.run`: it leaves autocast and reshards FSDP's root unit after every forward. Here
+        a forward is one token, and each would cast the weights and gather the root unit again;
+        `ready` does both once for all tokens.
+        """
+        schedule = self.runner.schedule
+        if schedule is None:
+            return whole_tensor(self.runner.model_parts[0](tokens, **kwargs))
+        outputs = schedule.eval(
+            arg_mbs=[(tokens,)], kwarg_mbs=[kwargs], input_shapes=[tuple(tokens.shape)]
+        )
+        return whole_tensor(outputs[0]) if outputs else None
 
 
 def continue_prompts(
@@ -101,7 +101,7 @@ def continue_prompts(
     sampling: SamplingConfig,
     max_rows: int,
 ) -> tuple[Tensor, list[int]]:
-    """Return what was drawn, fp64 [N, L, N_FIELDS], and how many tokens each row has of it.
+    """Return what was drawn, fp64 [N, L, N_FIELDS], and how many tokens of it each row has.
 
     Collective over the decoder's group; each rank gets the rows of all.
 
@@ -112,7 +112,7 @@ def continue_prompts(
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
     per_rank = -(-n_rows // n_ranks)
-    # Ranks have to make equally many forwards: where one has fewer rows, it repeats the first.
+    # All ranks have to make the same number of forwards: one with fewer rows repeats the first.
     own = range(rank * per_rank, (rank + 1) * per_rank)
     rows, is_real = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
     results = []
@@ -125,7 +125,7 @@ def continue_prompts(
                     decoder,
                     prompts,
                     [prompt_of_row[row] for row in chunk],
-                    uniform[chunk].to(decoder.rope_table.device),
+                    uniform[chunk].to(decoder.runner.device),
                     is_real[first : first + size],
                     sampling,
                 )
@@ -154,6 +154,7 @@ def _continue_rows(
     """
     device = uniform.device
     n_rows, n_new = uniform.shape
+    schedule = decoder.runner.schedule
     drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
     n_drawn = [n_new] * n_rows
     in_cache = list(range(n_rows))  # the row that each row of the cache belongs to
@@ -162,7 +163,8 @@ def _continue_rows(
     read = sorted(set(prompt_of_row))
     lengths = [len(prompts[index]) for index in read]
     padded = [[*prompts[index], *[0] * (max(lengths) - len(prompts[index]))] for index in read]
-    with kv_cache(decoder.parts, max(lengths) + n_new - 1, decoder.run) as forward:
+    parts = decoder.runner.model_parts
+    with kv_cache(parts, max(lengths) + n_new - 1, decoder.run) as forward:
         logits = forward(torch.tensor(padded, device=device), lengths, last_only=True)
         place = [read.index(index) for index in prompt_of_row]
         if place != list(range(len(read))):
@@ -179,8 +181,8 @@ def _continue_rows(
                     top_p=sampling.top_p,
                 )
                 latest = torch.stack([values.double() for values in found], dim=-1)
-            if decoder.schedule is not None:
-                latest = decoder.schedule.broadcast_from_last_stage(latest)
+            if schedule is not None:
+                latest = schedule.broadcast_from_last_stage(latest)
             drawn[in_cache, step] = latest
             if step == n_new - 1:
                 break
@@ -198,8 +200,8 @@ def _continue_rows(
                     n_open = int(of_ranks)
                 if n_open == 0:
                     break
-                # Rows that are done cost as much as others. Dropping them copies the cache: do it
-                # when half are, and keep one, as other ranks may be waiting for this one.
+                # Finished rows cost as much as others, but dropping them copies the cache: do it
+                # when half are finished, and keep one, as other ranks may wait for this one.
                 if sum(is_open) <= len(is_open) // 2 and len(is_open) > 1:
                     kept = [i for i, wanted in enumerate(is_open) if wanted] or [0]
                     forward.keep_rows(kept)

@@ -1,4 +1,4 @@
-"""Generators: what turns prompts into completions with the weights of the policy."""
+"""Generators, which complete prompts with the policy's weights, and the choice between them."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
-from torchtitan.rl.checks import rescoring, weight_sharing
-from torchtitan.rl.decoding import EngineDecoder, LocalDecoder, continue_prompts
+from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
+from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
@@ -31,12 +31,12 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
-    """Continues prompts with weights that it was given.
+    """Continues prompts with the weights of the last update.
 
-    policy_version: of these weights; -1 before there were any.
-    is_collective: whether all ranks have to call `generate` together, with the same arguments;
-        all of them get all completions then. Otherwise each rank calls it for itself.
-    weight_names: what names weights have to come with; "shared" if none have to come.
+    policy_version: of these weights; -1 before there are any.
+    is_collective: whether all ranks have to call `generate` together, with the same arguments, and
+        all get all completions; otherwise each rank calls it by itself.
+    weight_names: the naming of the weights it wants; "shared" if it has the trainer's own.
     weight_dtype: what parameters have to be cast to; None for no cast.
     """
 
@@ -55,26 +55,21 @@ class Generator(ABC):
     ) -> list[Completion]:
         """Return `num_samples` completions of each prompt (token ids), those of a prompt together.
 
-        first_row: which of all completions the first one is, where ranks share them out: draws
-            with `sampling.seed` belong to a completion's number, not to a rank.
+        first_row: number of the first completion among those of all ranks, where ranks share them
+            out; draws with `sampling.seed` belong to a completion's number, not to a rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
         for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        self._check(prompts, sampling)
         self.check_weights()
         return self._draw(prompts, sampling, num_samples, first_row)
-
-    @abstractmethod
-    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
-        """Raise ValueError for what cannot be continued."""
 
     @abstractmethod
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
     ) -> list[Completion]:
-        """As `generate`, whose checks are done."""
+        """As `generate`, with weights of a known version."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
@@ -102,7 +97,7 @@ class Generator(ABC):
 
 
 class _DecoderGenerator(Generator):
-    """Samples by a `LocalDecoder`; keys and values are freed after each call.
+    """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
     max_rows: how many completions a rank continues at once, which bounds its cache; 0 for all.
     """
@@ -113,13 +108,13 @@ class _DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         self._rng = torch.Generator().manual_seed(seed)
 
-    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
         n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(
-                    f"prompt {i} has no token; begin every prompt with a token of its own"
-                )
+                raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
@@ -134,16 +129,12 @@ class _DecoderGenerator(Generator):
                     "table's length"
                 )
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
-    ) -> list[Completion]:
         version = self.policy_version
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
         # The same numbers on every rank, one for each token that a completion may get: neither the
-        # layout of ranks nor when others end changes them.
-        rng = self._rng
-        if sampling.seed is not None:
-            rng = torch.Generator().manual_seed(sampling.seed)
+        # layout of ranks nor the end of other rows changes them.
+        seed = sampling.seed
+        rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = first_row + len(prompt_of_row)
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
@@ -178,7 +169,7 @@ class _DecoderGenerator(Generator):
 class LocalGenerator(_DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
 
-    It has to be told of every change of the weights, so that their version is never a guess.
+    Every change of the weights must be followed by `update_weights`, or it refuses to sample.
     All ranks call it together. Those that train on different data continue different prompts;
     each makes as many forwards as the one with the longest completion.
     """
@@ -187,14 +178,15 @@ class LocalGenerator(_DecoderGenerator):
     weight_names = "shared"
 
     def __init__(self, engine: TrainingEngine, *, seed: int = 0, max_rows: int = 0):
-        super().__init__(EngineDecoder(engine), engine.model_args.vocab_size, seed, max_rows)
+        decoder = LocalDecoder.of_engine(engine)
+        super().__init__(decoder, engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
         self.policy_version = engine.weights_version
 
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
     ) -> None:
-        """Take note of the engine's weights as they are now; there is nothing to hand over."""
+        """Note the version of the engine's weights; nothing is copied."""
         self.policy_version = self.engine.weights_version
 
     def check_weights(self) -> None:
@@ -207,9 +199,9 @@ class LocalGenerator(_DecoderGenerator):
 
 
 class CopyGenerator(_DecoderGenerator):
-    """Samples from a whole model of its own on this process, which is fed by `update_weights`.
+    """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
-    model: a decoder; its parameters have the dtype that weights are to be sent in.
+    model: a decoder, with parameters in the dtype that weights are sent in.
     autocast: a context for the model's forward.
 
     `generate` does not communicate, so a thread may call it while another trains.
@@ -225,7 +217,7 @@ class CopyGenerator(_DecoderGenerator):
         max_rows: int = 0,
         autocast: AbstractContextManager | None = None,
     ):
-        super().__init__(LocalDecoder(model, autocast), model.vocab_size, seed, max_rows)
+        super().__init__(LocalDecoder.of_model(model, autocast), model.vocab_size, seed, max_rows)
         self.model = model
         self.weight_dtype = model.tok_embeddings.weight.dtype
 
@@ -239,7 +231,7 @@ class CopyGenerator(_DecoderGenerator):
         seed: int = 0,
         max_rows: int = 0,
     ) -> "CopyGenerator":
-        """A generator whose model is like the engine's, whole on every rank; without weights yet.
+        """A generator with a copy of the engine's model on every rank; it has no weights yet.
 
         dtype: of its parameters except routers, which keep the engine's; None for what the
             trainer computes in.
@@ -273,20 +265,19 @@ def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
 
 
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
-    """The generator that `[rl.generator]` and `[rl.weight_sync]` ask for.
+    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe.
 
-    Raises ConfigError where they don't go together, ImportError if vLLM is not installed.
+    Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
     rl = job_config.rl
     dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
     trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.generator.backend == "vllm":
-        from torchtitan.rl.vllm_generator import VLLMGenerator
+        from torchtitan.rl.vllm_generator import VLLMGenerator  # imports this module
 
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size
-    is_trainers = rl.async_steps == 0 and rl.generator.dtype in (None, trainer_dtype)
-    if is_trainers and rl.weight_sync.mode != "broadcast":
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
         return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
     return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)

@@ -155,9 +155,3 @@ def batch_seq_len(job_config: JobConfig) -> int:
     """Longest row of a batch, in tokens."""
     own = job_config.rl.batch.seq_len
     return job_config.training.seq_len if own is None else own
-
-
-def batch_rows(job_config: JobConfig) -> int:
-    """Rows per data-parallel rank in one forward pass."""
-    own = job_config.rl.batch.local_batch_size
-    return job_config.training.local_batch_size if own is None else own

@@ -1,7 +1,7 @@
 """Losses of the RL trainer: pure functions of per-token tensors, summed with the batch's weights.
 
-With r = exp(logprob - generator_logprob) the ratio of the learning policy to the one that
-sampled, and A the advantage, the loss of a token is:
+With r = exp(logprob - generator_logprob), the ratio of the trained policy to the one that sampled,
+and A the advantage, the loss of a token is:
 
     grpo                 -min(r A, clip(r, 1 - eps, 1 + eps) A)
     dapo                 the same with a lower and an upper eps
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.loss.cross_entropy import weighted_sum
+from torchtitan.loss.aggregation import weighted_sum
 
 Batch = Mapping[str, Tensor]
 Measured = dict[str, Tensor]
@@ -30,8 +30,8 @@ Measured = dict[str, Tensor]
 class LossOutput(NamedTuple):
     """loss: a scalar to call backward on. metrics: scalars without gradient.
 
-    Metrics of several microbatches and ranks are summed; of names that end in `_max` the maximum
-    is taken. `finalize_metrics` then makes means of the sums.
+    Over microbatches and ranks, metrics are summed, but those whose name ends in `_max` maximized.
+    `finalize_metrics` then makes means of the sums.
     """
 
     loss: Tensor
@@ -47,12 +47,12 @@ class PolicyLoss(ABC):
     kl_coef, kl_type: divergence from `ref_logprobs` in the batch; see `kl_divergence`.
     """
 
+    # Whether the loss of a token depends on others of its sequence.
     needs_whole_sequences: ClassVar[bool] = False
-    """Whether the loss of a token depends on others of its sequence"""
+    # Whether it reads the generator's log-probs.
     has_generator: ClassVar[bool] = True
-    """Whether it reads the generator's log-probs"""
+    # Names of what `per_token` measures.
     token_metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of what `per_token` measures"""
 
     max_log_ratio: float = 10.0
     kl_coef: float = 0.0
@@ -61,20 +61,20 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
-        """Return the policy loss of each token, and what to report of each, all [B, T] and finite.
+        """Return the policy loss of each token, and metrics by name, all [B, T] and finite.
 
-        logprobs: [B, T] of the labels under the policy that learns. batch: the entries of
+        logprobs: [B, T] of the labels under the trained policy. batch: the entries of
             `TrainingMicrobatch.engine_batch()`.
         """
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether it has to be given the entropy of each token's distribution."""
+        """Whether it reads the entropy of each token's distribution."""
         return self.entropy_coef > 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Keys of the metrics in every output, in order; for ranks that have no output."""
+        """Keys of the metrics in every output, in order; pipeline ranks without an output need them."""
         names = ["policy_loss"]
         if self.has_generator:
             names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
@@ -86,7 +86,7 @@ class PolicyLoss(ABC):
         return tuple(names)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
-        """Return the loss of one microbatch and its metrics; arguments are those of `per_token`.
+        """Return the loss of one microbatch and its metrics; logprobs, batch: as for `per_token`.
 
         entropy: [B, T]; may be None unless `needs_entropy`.
         Raises ValueError if the batch lacks what the loss needs.
@@ -135,7 +135,7 @@ class PolicyLoss(ABC):
 def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
 
-    Maxima (`_max`) and parts of the loss (`_loss`), which have their weights, stay as they are.
+    Maxima (`_max`) and parts of the loss (`_loss`), which are weighted already, stay as they are.
     num_tokens: tokens in the loss, over the same microbatches and ranks; 0 gives zeros.
     """
     return {
@@ -178,10 +178,9 @@ class _ClippedRatioLoss(PolicyLoss):
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
 
-    @property
+    @abstractmethod
     def clip_range(self) -> tuple[float, float]:
         """How far below and above 1 a ratio may go."""
-        raise NotImplementedError
 
     def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """The ratio of each token, [B, T]."""
@@ -189,7 +188,7 @@ class _ClippedRatioLoss(PolicyLoss):
 
     def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
-        low, high = self.clip_range
+        low, high = self.clip_range()
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
         measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped_gain < gain}
         return -torch.minimum(gain, clipped_gain), measured
@@ -197,15 +196,14 @@ class _ClippedRatioLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class GRPOLoss(_ClippedRatioLoss):
-    """The clipped ratio, as far below 1 as above.
+    """The clipped ratio with one bound below and above 1.
 
-    Shao et al. 2024 (arXiv:2402.03300), eq. 3, whose KL term is `kl_coef`, and whose division by
+    Shao et al. 2024 (arXiv:2402.03300), eq. 3. Its KL term is `kl_coef` here, and its division by
     the lengths is the batch's aggregation "seq-mean-token-mean".
     """
 
     clip_eps: float = 0.2
 
-    @property
     def clip_range(self) -> tuple[float, float]:
         return self.clip_eps, self.clip_eps
 
@@ -221,19 +219,18 @@ class DAPOLoss(_ClippedRatioLoss):
     ratio_clip_low: float = 0.2
     ratio_clip_high: float = 0.28
 
-    @property
     def clip_range(self) -> tuple[float, float]:
         return self.ratio_clip_low, self.ratio_clip_high
 
 
 @dataclass(frozen=True)
 class GSPOLoss(DAPOLoss):
-    """One clipped ratio for each sequence, the geometric mean of its tokens'.
+    """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
-    Zheng et al. 2025 (arXiv:2507.18071) in the form per token: the value is that of the
-    sequence's ratio, the gradient each token's own, which is the same where a sequence has one
-    advantage and one weight. The paper's objective has the aggregation "seq-mean-token-mean".
-    A sequence must not be split between ranks.
+    Zheng et al. 2025 (arXiv:2507.18071), in the form per token: the value is the sequence's ratio,
+    the gradient the token's own. Both forms agree where a sequence has one advantage and one
+    weight. The paper's objective has the aggregation "seq-mean-token-mean". A sequence must not be
+    split between ranks.
     """
 
     needs_whole_sequences: ClassVar[bool] = True
@@ -243,8 +240,8 @@ class GSPOLoss(DAPOLoss):
 
     def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
         log_ratio = self.log_ratio(logprobs.detach(), batch)
-        # The mean over each sequence's tokens in the loss; 0 if it has none. Padding, whose id is
-        # -1, gets that of sequence 0 and counts nowhere.
+        # The mean over each sequence's tokens in the loss; 0 if it has none. Padding (id -1) gets
+        # the mean of sequence 0 and counts nowhere.
         index = batch["sequence_ids"].clamp(min=0)
         in_loss = (batch["loss_mask"] != 0) & (batch["sequence_ids"] >= 0)
         in_loss = in_loss.to(log_ratio.dtype)
@@ -257,7 +254,7 @@ class GSPOLoss(DAPOLoss):
 
 @dataclass(frozen=True)
 class CISPOLoss(DAPOLoss):
-    """Clips the weight of a token instead of its gradient, so that every token is learned from.
+    """Clips a token's weight and not its gradient, so that every token has a gradient.
 
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5, where nothing is clipped from below.
     """
@@ -327,7 +324,7 @@ def loss_class(name: str) -> type[PolicyLoss]:
 
 
 def build_loss(name: str, **settings: Any) -> PolicyLoss:
-    """The loss of that name; settings it has no field for raise ValueError, None is left out."""
+    """The loss of that name; None is its default. Raises ValueError for settings it doesn't have."""
     loss_cls = loss_class(name)
     known = {field.name for field in fields(loss_cls)}
     given = {key: value for key, value in settings.items() if value is not None}

@@ -12,10 +12,10 @@ from torchtitan.rl.types import TrainingBatch
 
 
 class ReferencePolicy:
-    """A copy of the policy's weights, each rank its own part of them, and their log-probs.
+    """A copy of this rank's part of the policy's weights, and their log-probs.
 
-    There is no second model: for a forward, the copy takes the place of the weights, and of the
-    biases that balance experts.
+    There is no second model: for a forward, the copy is exchanged with the weights (and with the
+    biases that balance experts).
     is_loaded: whether the copy came from a checkpoint.
     """
 
@@ -58,7 +58,7 @@ class ReferencePolicy:
         return dict(self._weights)
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """The tensors were read in place already; replaced ones are copied."""
+        """The loader usually fills our tensors in place; other tensors are copied."""
         self.is_loaded = True
         with torch.no_grad():
             for name, tensor in state_dict.items():

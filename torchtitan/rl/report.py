@@ -1,11 +1,10 @@
-"""Reporting: metrics of episodes, a line per step on the console, and the file of episodes."""
+"""Metrics of episodes, a line per step on the console, and the file of episodes."""
 
 import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
-from typing import TextIO
 
 import torch.distributed as dist
 
@@ -19,50 +18,44 @@ from torchtitan.tools.logging import logger
 
 
 class Reporter:
-    """Writes what a run measures, as `[metrics]` and `rl.log_samples` ask for."""
+    """Writes a run's metrics and episodes, as `[metrics]` and `rl.log_samples` say."""
 
     def __init__(self, job_config: JobConfig, engine: TrainingEngine):
-        self._last_step = job_config.training.steps
+        self._config = job_config
         self._processor = build_metrics_processor(
             job_config, engine.parallel_dims, engine.model_args
         )
-        self._episodes = EpisodeLog(
-            os.path.join(job_config.job.dump_folder, "episodes.jsonl"), job_config.rl.log_samples
-        )
 
     def step(self, step: int, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
-        """Write a training step."""
-        self._episodes.write(step, episodes)
+        """Write the metrics and episodes of a training step."""
+        path = os.path.join(self._config.job.dump_folder, "episodes.jsonl")
+        append_episodes(path, step, episodes, self._config.rl.log_samples)
         processor, color = self._processor, self._processor.color
         if not processor.should_log(step):
             return
         memory = memory_metrics(processor.device_memory_monitor.get_peak_stats())
         processor.logger.log(metrics | memory, step)
-        seconds = metrics["time/step(s)"]
-        shown = ("rl/reward", "rl/exact", "rl/completion_tokens")
-        fields = [
-            f"{color.red}step: {step:2}/{self._last_step}",
-            *(
-                f"{color.green}{name.removeprefix('rl/')}: {value:6.3f}"
-                for name, value in metrics.items()
-                if name in shown
-            ),
+        seconds, last_step = metrics["time/step(s)"], self._config.training.steps
+        fields = [f"{color.red}step: {step:2}/{last_step}"]
+        for name in ("reward", "exact", "completion_tokens"):
+            if f"rl/{name}" in metrics:
+                fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
+        fields += [
             f"{color.orange}loss: {metrics['loss']:8.5f}",
             f"grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.blue}{seconds:.2f} s{color.reset}",
-            f"eta: {timedelta(seconds=round((self._last_step - step) * seconds))}",
+            f"eta: {timedelta(seconds=round((last_step - step) * seconds))}",
         ]
         logger.info("  ".join(fields))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write what an evaluation after a step found."""
+        """Write the metrics of an evaluation after a step."""
         self._processor.logger.log(metrics, step)
         numbers = "  ".join(f"{name}: {value:.3f}" for name, value in metrics.items())
         logger.info("evaluation after step %d: %s", step, numbers, extra=event("validation", step))
 
     def close(self) -> None:
         """Finish writing. Safe to call twice."""
-        self._episodes.close()
         self._processor.close()
 
 
@@ -77,39 +70,22 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of the reward and of everything else that the task measured."""
+    """Means of the reward and of the task's scores."""
     names = sorted({name for episode in episodes for name in episode.scores})
     means = {name: fmean(e.scores.get(name, 0.0) for e in episodes) for name in names}
     return {"reward": fmean(e.reward for e in episodes), **means}
 
 
-class EpisodeLog:
-    """Appends episodes to a file, one JSON object per line, on rank 0 only.
+def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
+    """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode`. The file is opened at the first write; a
-    run that continues from a checkpoint appends to it, and steps done twice are in it twice.
-
-    path: the file. limit: episodes per step; -1 is all, 0 none.
+    A line holds the step and the entries of `Episode`. A run that continues from a checkpoint
+    appends, too, so steps that it repeats are in the file twice.
+    limit: episodes per step; -1 is all, 0 none.
     """
-
-    def __init__(self, path: str, limit: int = -1) -> None:
-        self.path, self.limit = path, limit
-        self._file: TextIO | None = None
-
-    def write(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Append the first episodes of a step."""
-        if self.limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
-            return
-        if self._file is None:
-            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8")
-        chosen = episodes if self.limit < 0 else episodes[: self.limit]
-        for episode in chosen:
-            self._file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice; a later write opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        for episode in episodes if limit < 0 else episodes[:limit]:
+            file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")

@@ -1,12 +1,11 @@
 """Collecting rollouts: prompts are completed, completions are graded, and all ranks get them all.
 
-Completions are dealt over the ranks and each rank grades its own. What is drawn depends on
-`rl.seed`, the step and the place in it, not on which rank draws it or when: a resumed run draws the
-same, and so does another layout.
+Each rank draws and grades a share of the completions. What is drawn depends on `rl.seed`, the step
+and the place in it, not on the rank or the time: a resumed run draws the same, and so does another
+layout.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
@@ -26,7 +26,7 @@ from torchtitan.tools.utils import use_device
 
 
 class Rollouts:
-    """The graded episodes of a task, step by step; under `rl.async_steps` drawn on a thread.
+    """Graded episodes of a task, step by step; with `rl.async_steps` a thread draws them.
 
     config: the section `[rl]`. device: what is drawn on.
     """
@@ -34,60 +34,43 @@ class Rollouts:
     def __init__(self, task: Task, generator: Generator, config: RL, device: torch.device):
         self.task, self.generator, self.config = task, generator, config
         eos_id = task.tokenizer.eos_id
-        self.sampling = SamplingConfig(
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            top_k=config.sampling.top_k,
-            max_tokens=config.sampling.max_tokens,
-            stop_token_ids=() if eos_id is None else (eos_id,),
-        )
+        stops = () if eos_id is None else (eos_id,)
+        self.sampling = SamplingConfig(**vars(config.sampling), stop_token_ids=stops)
         self._thread = None
         if config.async_steps:
             self._thread = ThreadPoolExecutor(
                 1, "rollouts", initializer=use_device, initargs=(device,)
             )
         self._next_step = 1
-        # (step, what returns or raises this rank's share of it), and whole steps
-        self._drawing: deque[tuple[int, Callable[[], list[Episode]]]] = deque()
-        self._gathered: deque[tuple[int, list[Episode]]] = deque()
+        # step -> its episodes, or what returns or raises this rank's share of them
+        self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
 
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Draw none before this step."""
+        """Begin with this step, or later."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
         """Begin to draw all steps up to this one that were not begun before."""
         while self._next_step <= last_step:
             prompts = self.task.sample(self.config.num_prompts_per_step)
-            draw = partial(
-                self._complete,
-                prompts,
-                self.config.num_samples_per_prompt,
-                replace(self.sampling, seed=self._seed(self._next_step)),
-            )
+            sampling = replace(self.sampling, seed=self._seed(self._next_step))
+            draw = partial(self._complete, prompts, self.config.num_samples_per_prompt, sampling)
             # Without a thread it is drawn when it is taken.
             share = draw if self._thread is None else self._thread.submit(draw).result
-            self._drawing.append((self._next_step, share))
+            self._ahead[self._next_step] = share
             self._next_step += 1
 
     def take(self, step: int) -> list[Episode]:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
-        if not self._gathered:
-            self._gather_oldest()
-        taken, episodes = self._gathered.popleft()
-        assert taken == step, f"step {step} was asked for and {taken} is next"
-        return episodes
+        episodes = self._ahead.pop(step)
+        return episodes if isinstance(episodes, list) else _gathered(episodes)
 
     def wait(self) -> None:
-        """Return when the thread draws nothing; its errors are raised by `take`."""
+        """Wait until the thread has drawn every step that was begun; `take` raises its errors."""
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # after all that was submitted before
-
-    def _gather_oldest(self) -> None:
-        step, share = self._drawing.popleft()
-        self._gathered.append((step, _gathered(share)))
 
     # ---- evaluation ----
 
@@ -106,14 +89,14 @@ class Rollouts:
     def _complete(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig
     ) -> list[Episode]:
-        """Have prompts completed, and grade this rank's share.
+        """Complete prompts, and grade this rank's share.
 
-        Graded where they are, as a reward function may be slow, or may not say the same twice.
+        Only the rank that drew a completion grades it: a reward function may be slow or random.
         """
         # Each rank has a run of consecutive prompts; those of all ranks in order are all of them.
-        rank, world_size = _rank_and_world_size()
-        n = len(prompts)
-        own = range(n * rank // world_size, n * (rank + 1) // world_size)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        n, n_ranks = len(prompts), _num_ranks()
+        own = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
         asked = range(n) if self.generator.is_collective else own
         completions = self.generator.generate(
             [prompts[i].token_ids for i in asked],
@@ -142,20 +125,20 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, and the episodes that were drawn ahead. Collective.
 
-        They belong to it, since the weights that drew them are gone by then.
+        The weights that drew these will be gone, so they cannot be drawn again.
         """
-        while self._drawing:
-            self._gather_oldest()
-        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in self._gathered]
+        self._ahead = {step: self.take(step) for step in list(self._ahead)}
+        pending = [
+            [step, [e.to_dict() for e in episodes]] for step, episodes in self._ahead.items()
+        ]
         return {"next_step": self._next_step, "pending": pending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._next_step = state_dict["next_step"]
-        self._drawing.clear()
-        self._gathered = deque(
-            (step, [Episode.from_dict(values) for values in episodes])
+        self._ahead = {
+            step: [Episode.from_dict(values) for values in episodes]
             for step, episodes in state_dict["pending"]
-        )
+        }
 
 
 def make_episodes(
@@ -168,7 +151,7 @@ def make_episodes(
 
     completions: all of the first prompt, then all of the second, and so on.
     first_group: the group id of the first prompt; the others count on from it.
-    Raises ValueError if the completions cannot be dealt to the prompts.
+    Raises ValueError if the completions cannot be divided equally, or grading fails.
     """
     per_prompt = len(completions) // max(len(prompts), 1)
     if per_prompt * len(prompts) != len(completions):
@@ -176,35 +159,33 @@ def make_episodes(
             f"every prompt must have equally many completions, got {len(completions)} for "
             f"{len(prompts)} prompts"
         )
-    return [
-        _graded(task, prompts[i // per_prompt], completion, first_group + i // per_prompt)
-        for i, completion in enumerate(completions)
-    ]
-
-
-def _graded(task: Task, prompt: Prompt, completion: Completion, group_id: int) -> Episode:
-    # The stop token ends the answer and is no part of it.
-    n_text = len(completion.token_ids) - (completion.finish_reason == "stop")
-    text = task.tokenizer.decode(list(completion.token_ids[:n_text]))
-    try:
-        grade = task.grade(prompt, text)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise failed_grading(error, prompt, text) from error
-    return Episode(
-        group_id=group_id,
-        prompt=prompt.text,
-        prompt_token_ids=tuple(prompt.token_ids),
-        expected_answer=prompt.answer,
-        text=text,
-        token_ids=tuple(completion.token_ids),
-        token_log_probs=tuple(completion.token_logprobs),
-        policy_version=completion.policy_version,
-        finish_reason=completion.finish_reason,
-        reward=grade.reward,
-        scores=grade.scores,
-    )
+    episodes = []
+    for i, completion in enumerate(completions):
+        prompt = prompts[i // per_prompt]
+        # The stop token ends the answer and is no part of it.
+        n_text = len(completion.token_ids) - (completion.finish_reason == "stop")
+        text = task.tokenizer.decode(list(completion.token_ids[:n_text]))
+        try:
+            grade = task.grade(prompt, text)
+        except ValueError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise failed_grading(error, prompt, text) from error
+        episode = Episode(
+            group_id=first_group + i // per_prompt,
+            prompt=prompt.text,
+            prompt_token_ids=tuple(prompt.token_ids),
+            expected_answer=prompt.answer,
+            text=text,
+            token_ids=tuple(completion.token_ids),
+            token_log_probs=tuple(completion.token_logprobs),
+            policy_version=completion.policy_version,
+            finish_reason=completion.finish_reason,
+            reward=grade.reward,
+            scores=grade.scores,
+        )
+        episodes.append(episode)
+    return episodes
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:
@@ -214,29 +195,27 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
-def _rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _gathered(draw: Callable[[], list[Episode]]) -> list[Episode]:
     """What `draw` returns on all ranks, in rank order.
 
-    Raises on every rank if it raises on one, whose reward function may be to blame.
+    If it raises on one rank, such as in a reward function, every rank raises.
     """
-    _, world_size = _rank_and_world_size()
-    if world_size == 1:
+    if _num_ranks() == 1:
         return draw()
     own: list[Episode] = []
     failure: Exception | None = None
     try:
         own = draw()
-    except Exception as error:  # raised below, once the other ranks know
+    except Exception as error:  # raised below, after the other ranks know
         failure = error
-    parts: list[Any] = [None] * world_size
-    dist.all_gather_object(parts, (own, None if failure is None else repr(failure)))
+    shares = all_ranks((own, None if failure is None else repr(failure)))
     if failure is not None:
         raise failure
-    for other, (_, text) in enumerate(parts):
+    for rank, (_, text) in enumerate(shares):
         if text is not None:
-            raise RunError(f"rank {other} could not draw or grade its episodes: {text}")
-    return [episode for part, _ in parts for episode in part]
+            raise RunError(f"rank {rank} could not draw or grade its episodes: {text}")
+    return [episode for share, _ in shares for episode in share]

@@ -1,6 +1,6 @@
-"""What the policy has to learn: prompts, and what a completion of each is worth.
+"""What the policy has to learn: prompts, and rewards of their completions.
 
-Prompt number i depends only on the task's seed and on i, so where a run stands is one number.
+Prompt number i depends only on the task's seed and on i, so one number is the state of a run.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: what the policy is given, and the answer that is expected."""
+    """One problem: the policy's prompt, and the expected answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -30,14 +30,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion earned, and what else was measured of it, by name."""
+    """A completion's reward, and other measurements by name."""
 
     reward: float
     scores: dict[str, float] = field(default_factory=dict)
 
 
 def failed_grading(error: BaseException, prompt: Prompt, text: str) -> ValueError:
-    """What to raise for an error, or an exit, of code that grades completions."""
+    """What to raise when code that grades completions fails or exits."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return ValueError(
         f"grading failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
@@ -58,7 +58,7 @@ class CharTokenizer(BaseTokenizer):
         self._ids = {character: i for i, character in enumerate(characters, start=1)}
 
     def encode(self, text: str, *, add_eos: bool = False, **_: Any) -> list[int]:
-        """Raises ValueError for characters that it does not have."""
+        """Raises ValueError for unknown characters."""
         unknown = sorted(set(text) - set(self._ids))
         if unknown:
             raise ValueError(
@@ -69,26 +69,23 @@ class CharTokenizer(BaseTokenizer):
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """Ids beyond the vocabulary, which a larger model may draw, become U+FFFD."""
         known = len(self.characters)
-        texts = [self.characters[i - 1] if i <= known else "\ufffd" for i in token_ids if i > 0]
-        return "".join(texts)
+        return "".join(
+            self.characters[i - 1] if i <= known else "\ufffd" for i in token_ids if i > 0
+        )
 
     def get_vocab_size(self) -> int:
         return len(self.characters) + 1
 
 
 class Task(ABC):
-    """A source of prompts with a judge.
+    """A source of prompts that grades their completions.
 
     tokenizer: of prompts and completions; its eos_id ends a completion.
     """
 
-    tokenizer: BaseTokenizer
-
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.tokenizer = tokenizer
         self._num_drawn = 0
-
-    # ---- what tasks differ in ----
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
@@ -100,9 +97,7 @@ class Task(ABC):
 
     @abstractmethod
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        """Judge a completion's text, which holds no end-of-text token."""
-
-    # ---- common to all ----
+        """Grade a completion's text, which holds no end-of-text token."""
 
     def sample(self, n: int) -> list[Prompt]:
         """The next n training prompts."""
@@ -125,8 +120,8 @@ class Task(ABC):
 class CharTask(Task):
     """A task whose problems are drawn at random and spelled in a few characters.
 
-    Held-out prompts are drawn apart from those of training; where there are few problems, both
-    draw the same ones.
+    Held-out prompts are drawn apart from those of training, but may repeat them where there are
+    few problems.
     """
 
     def __init__(self, characters: str, seed: int) -> None:
@@ -166,7 +161,7 @@ class SumDigitsTask(CharTask):
 
 
 class CopyTask(CharTask):
-    """Say it again: "cab=" expects "cab". The reward is the share of positions that are right.
+    """Repeat letters: "cab=" expects "cab". The reward is the share of correct positions.
 
     length: letters in a prompt. num_letters: how many different ones there are, from a on.
     """
@@ -199,15 +194,15 @@ class SortTask(CopyTask):
 
 
 class JsonlTask(Task):
-    """Prompts from a file with one JSON object per line, judged by the user's function.
+    """Prompts from a file with one JSON object per line, graded by the user's function.
 
-    Each pass over the file is in another order.
+    Each pass over the file has another order.
 
-    path, eval_path: files for training and evaluation; without eval_path the first lines of
-        `path` serve for evaluation too.
-    reward_fn: (completion text, expected answer) -> reward. Exact answers are counted besides.
+    path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
+        lines of `path`.
+    reward_fn: (completion text, expected answer) -> reward. Exact answers are counted, too.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
-    Raises ValueError for lines that are no such objects, and if no prompt is left.
+    Raises ValueError for other lines, and if no prompt is left.
     """
 
     def __init__(
@@ -223,33 +218,47 @@ class JsonlTask(Task):
         seed: int = 0,
     ) -> None:
         super().__init__(tokenizer)
-        self.reward_fn = reward_fn
-        self.seed = seed
-
-        def read(path: str) -> list[Prompt]:
-            lines = _read_lines(path, prompt_key, answer_key)
-            prompts = [self.make_prompt(text, answer) for text, answer in lines]
-            longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
-            kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
-            if len(kept) < len(prompts):
-                logger.warning(
-                    "%d of %d prompts in %s have more than %d tokens and are left out; raise "
-                    "rl.batch.seq_len, or lower rl.sampling.max_tokens",
-                    len(prompts) - len(kept),
-                    len(prompts),
-                    path,
-                    longest,
-                )
-            if not kept:
-                raise ValueError(
-                    f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
-                    f"{len(prompts)} in {path!r}"
-                )
-            return kept
-
-        self._prompts = read(path)
-        self._held_out = read(eval_path) if eval_path else self._prompts
+        self.reward_fn, self.seed = reward_fn, seed
+        self._prompt_key, self._answer_key = prompt_key, answer_key
+        self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
+        self._prompts = self._read(path)
+        self._held_out = self._read(eval_path) if eval_path else self._prompts
         self._order: tuple[int, list[int]] = (-1, [])  # of a pass over the file
+
+    def _read(self, path: str) -> list[Prompt]:
+        prompts = []
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line)
+                    json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
+                text = values.get(self._prompt_key) if isinstance(values, dict) else None
+                if not isinstance(text, str) or not text:
+                    raise ValueError(
+                        f"{path}, line {number}: rl.task.prompt_key = {self._prompt_key!r} must "
+                        f"name a text in every line, got {text!r}; correct the line or the key"
+                    )
+                prompts.append(self.make_prompt(text, str(values.get(self._answer_key, ""))))
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
+        if len(kept) < len(prompts):
+            logger.warning(
+                "%d of %d prompts in %s have more than %d tokens and are left out; raise "
+                "rl.batch.seq_len, or lower rl.sampling.max_tokens",
+                len(prompts) - len(kept),
+                len(prompts),
+                path,
+                self._longest,
+            )
+        if not kept:
+            raise ValueError(
+                f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
+                f"{len(prompts)} in {path!r}"
+            )
+        return kept
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._prompts))
@@ -278,27 +287,6 @@ class JsonlTask(Task):
                 f"answer {prompt.answer!r}; correct it"
             )
         return Grade(reward, {"exact": float(text == prompt.answer)})
-
-
-def _read_lines(path: str, prompt_key: str, answer_key: str) -> list[tuple[str, str]]:
-    found = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-                json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
-            prompt = values.get(prompt_key) if isinstance(values, dict) else None
-            if not isinstance(prompt, str) or not prompt:
-                raise ValueError(
-                    f"{path}, line {number}: rl.task.prompt_key = {prompt_key!r} must name a text "
-                    f"in every line, got {prompt!r}; correct the line or the key"
-                )
-            found.append((prompt, str(values.get(answer_key, ""))))
-    return found
 
 
 def find_reward_fn(name: str) -> Callable[[str, str], float]:
@@ -365,9 +353,14 @@ def register_task(name: str, build: TaskBuilder) -> None:
         raise ValueError(f"the task {name!r} is registered already; choose another name")
 
 
-def task_names() -> list[str]:
-    """All registered names."""
-    return list(_TASKS)
+def task_builder(name: str) -> TaskBuilder:
+    """The builder registered for a name; raises ValueError if there is none."""
+    if name not in _TASKS:
+        raise ValueError(
+            f"rl.task.name must be one of {', '.join(_TASKS)}, got {name!r}; correct it, or "
+            "register it in the module that experimental.custom_import names"
+        )
+    return _TASKS[name]
 
 
 def build_task(
@@ -379,6 +372,4 @@ def build_task(
     max_prompt_tokens: leave out longer prompts of a file.
     Raises ValueError for an unknown name, and what the task's constructor raises.
     """
-    if rl.task.name not in _TASKS:
-        raise ValueError(f"rl.task.name must be one of {', '.join(_TASKS)}, got {rl.task.name!r}")
-    return _TASKS[rl.task.name](rl, tokenizer, max_prompt_tokens)
+    return task_builder(rl.task.name)(rl, tokenizer, max_prompt_tokens)

@@ -1,15 +1,13 @@
 """The trainer's half of RL: gradients of a policy loss and optimizer steps, on a `TrainingEngine`.
 
-The engine brings the layouts (FSDP, TP, PP, CP and products), the checkpoints and the schedule;
-added here are losses on log-probs, numbers reduced over all ranks, and a policy version. Every
-method is collective: all ranks call it with the same `TrainingBatch` and get the same back.
+The engine has the layouts (FSDP, TP, PP, CP and products), the checkpoints and the schedule; this
+adds losses on log-probs, and numbers reduced over all ranks. Every method is collective: all ranks
+call it with the same `TrainingBatch` and get the same result.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from torchtitan.batch.batch import Batch
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
-from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig
@@ -35,16 +32,16 @@ from torchtitan.tools.logging import init_logger, logger
 
 
 class PolicyTrainer:
-    """Learns from batches of samples; whoever calls decides what a step is.
+    """Learns from batches of samples, in steps that the caller decides on.
 
-    `forward_backward` adds to the gradients and nothing else, `optim_step` uses them up.
+    `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
     engine: one that exists already; None builds it from the config.
     Raises ConfigError for a config that cannot run.
     """
 
     def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
         if not logger.handlers:
-            init_logger()  # in a process that an actor library started
+            init_logger()  # the process of an actor library has none
         self.job_config = job_config
         self.loss = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
@@ -55,9 +52,7 @@ class PolicyTrainer:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps that made these weights, and loads of only weights; a resumed run counts
-        on.
-        """
+        """Number of optimizer steps and of loads of only weights; a resumed run counts on."""
         return self.engine.weights_version
 
     # ---- one step ----
@@ -72,10 +67,10 @@ class PolicyTrainer:
         """Add the gradients of the batch's loss to those that are there.
 
         loss_fn: None takes the config's, `rl.loss`.
-        return_logprobs: also return the log-probs of the labels, which have to be gathered.
+        return_logprobs: also gather and return the log-probs of the labels.
 
-        If it raises, a part of the batch may have counted: then the gradients of the whole step
-        are zeroed, and the step begins again.
+        If it raises, part of the batch may be in the gradients: those of the whole step are
+        zeroed, and the step begins again.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
@@ -102,7 +97,7 @@ class PolicyTrainer:
     def _forward_backward(
         self, batch: TrainingBatch, loss_fn: PolicyLoss, return_logprobs: bool
     ) -> ForwardBackwardOutput:
-        # Ranks that share rows see parts of them below; `forward` joins those.
+        # Under context parallelism the loss sees parts of rows, which only `forward` joins.
         is_split = return_logprobs and self.engine.parallel_dims.cp_enabled
         whole = self.forward(batch) if is_split else None
         # Metrics of all microbatches on this rank: maxima (of absolute values) or sums.
@@ -130,7 +125,7 @@ class PolicyTrainer:
             loss_fn=loss_of,
             head=self._head(loss_fn.needs_entropy),
         )
-        # Over all ranks; under pipeline parallelism only those of the last stage know the metrics.
+        # Over all ranks; under pipeline parallelism only those of the last stage have the metrics.
         loss_and_sums = torch.cat([loss.reshape(1).float(), sums])
         mesh = self.engine.parallel_dims.get_optional_mesh("loss")
         if mesh is not None:
@@ -157,20 +152,18 @@ class PolicyTrainer:
         return self._per_sample(batch, self._score(batch) or [])
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-        """The batch with log-probs by today's weights, and how far the generator's were off.
+        """The batch with log-probs by today's weights, and the largest change over all ranks.
 
         The forward sees the same microbatches that are trained on: until the weights change, a
-        training forward gives the same bits, and every ratio is exactly 1. Cached decoding adds up
-        in another order and comes out 1e-6 off in fp32.
+        training forward gives the same bits, and every ratio is exactly 1. Cached decoding sums in
+        another order and differs by 1e-6 in fp32.
 
         Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
-        last stage, where the loss is computed. The difference is the largest of all ranks, 0 where
-        there is nothing to compare.
+        last stage, where the loss is computed.
         """
         dp_rank, largest = self.engine.dp_rank, torch.zeros(())
         rows = [list(row) for row in batch.microbatches]
-        scored = self._score(batch)
-        for row, logprobs in zip(rows, scored, strict=True) if scored is not None else ():
+        for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
             old, is_in_loss = row[dp_rank].generator_logprobs, row[dp_rank].loss_mask > 0
             new = torch.where(is_in_loss, logprobs.detach().to(old.device, old.dtype), 0.0)
             row[dp_rank] = dataclasses.replace(row[dp_rank], generator_logprobs=new)
@@ -190,11 +183,24 @@ class PolicyTrainer:
         if not self._num_accumulated:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
         params = OptimParams() if params is None else params
+        # The batch counts tokens of all ranks, and the engine sums shares over ranks.
+        share = self._denominator
+        if share is not None and self.engine.dp_rank != 0:
+            share = 0.0
+        changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
+        before = [{name: group[name] for name in changes} for group in groups]
         self.engine.step += 1
-        with _settings_of_step(self.engine.optimizers, params):
+        try:
+            for group in groups:
+                group.update(changes)
             result = self.engine.optim_step(
-                lr=params.lr, max_norm=params.max_norm, denominator=self._own_denominator()
+                lr=params.lr, max_norm=params.max_norm, denominator=share
             )
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
         self._begin_step()
         return OptimStepOutput(
             policy_version=self.policy_version,
@@ -204,7 +210,7 @@ class PolicyTrainer:
         )
 
     def zero_grad(self) -> None:
-        """Forget what was added up since the last step."""
+        """Drop the gradients since the last step."""
         self.engine.optimizers.zero_grad()
         self._begin_step()
 
@@ -215,7 +221,7 @@ class PolicyTrainer:
     # ---- state ----
 
     def save_checkpoint(self, path: str | None = None) -> None:
-        """Save everything that a run continues from.
+        """Save everything that a run needs to continue.
 
         path: the folder to write; None is a step folder below `checkpoint.folder`.
         """
@@ -236,10 +242,7 @@ class PolicyTrainer:
         return True
 
     def push_model_state_dict(self, generator: Generator) -> int:
-        """Hand the weights to a generator in its dtype; returns their version.
-
-        Raises as `WeightSync.update` does if the generator does not hold them afterwards.
-        """
+        """Give a generator the weights; returns their version. Raises as `WeightSync.update`."""
         check_digest = self.job_config.rl.weight_sync.digest
         return WeightSync(self.engine, generator, check_digest=check_digest).update()
 
@@ -250,14 +253,8 @@ class PolicyTrainer:
     # ---- helpers ----
 
     def _head(self, entropy: bool) -> TokenLogProbs:
-        # The behaviour policy was divided by this temperature, so the trained one is too.
+        # Logits were divided by this temperature when tokens were drawn.
         return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
-
-    def _own_denominator(self) -> float | None:
-        """This rank's share; the engine sums over data-parallel ranks, and batches are global."""
-        if self._denominator is None:
-            return None
-        return self._denominator if self.engine.dp_rank == 0 else 0.0
 
     def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
         """Log-probs [B, T] of this rank's microbatches; None without the last stage."""
@@ -268,7 +265,7 @@ class PolicyTrainer:
         )
 
     def _per_sample(self, batch: TrainingBatch, logprobs: list[Tensor]) -> list[Tensor | None]:
-        """Cut [B, T] log-probs into samples and bring those of all ranks together."""
+        """Cut [B, T] log-probs into samples, and gather those of all ranks."""
         schedule = self.engine.pp_schedule
         samples: dict[int, Tensor] = {}
         for i, microbatch in enumerate(batch.of_rank(self.engine.dp_rank)):
@@ -284,19 +281,3 @@ class PolicyTrainer:
             dist.all_gather_object(parts, samples, group=self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]
-
-
-@contextlib.contextmanager
-def _settings_of_step(optimizers: OptimizersContainer, params: OptimParams) -> Iterator[None]:
-    """Give the optimizers other betas, eps and weight decay, and then their own back."""
-    changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    before = [{name: group[name] for name in changes} for group in groups]
-    for group in groups:
-        group.update(changes)
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            group.update(values)

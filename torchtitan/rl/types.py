@@ -1,4 +1,4 @@
-"""What the parts of the RL trainer hand to one another.
+"""The values that the parts of the RL trainer exchange.
 
 Per-token tensors of the training side are pre-shifted: index t of labels, masks, log-probs,
 advantages and weights belongs to the prediction made at input token t. A sequence of n tokens
@@ -27,8 +27,8 @@ class SamplingConfig:
     top_p: draw from the most probable tokens whose mass reaches it; 1 keeps all.
     top_k: draw from this many of the most probable tokens; 0 keeps all.
     max_tokens: the longest completion.
-    stop_token_ids: any of these ends a completion, and is part of it.
-    seed: the draws depend on nothing else; None continues the generator's own stream.
+    stop_token_ids: each of these ends a completion, and is part of it.
+    seed: decides the draws; None continues the generator's own stream.
     """
 
     temperature: float = 1.0
@@ -57,11 +57,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a generator made of one prompt.
+    """What a generator drew after one prompt.
 
     token_ids: the new tokens, a stop token included.
-    token_logprobs: of each under the distribution it was really drawn from, with temperature
-        and, if tokens were left out, renormalised over those that were kept.
+    token_logprobs: under the distribution that each was drawn from: with temperature and, if top_p
+        or top_k left tokens out, renormalised over the others.
     finish_reason: "stop" after a stop token, "length" after max_tokens.
     policy_version: the weights that drew them.
     token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
@@ -76,7 +76,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Episode:
-    """One completion of a task's prompt, and what it earned.
+    """One graded completion of a task's prompt.
 
     group_id: equal for the completions of one prompt.
     scores: what else the task measured, such as {"exact": 1.0}.
@@ -98,7 +98,7 @@ class Episode:
     ref_logprobs: tuple[float, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON and for `from_dict`."""
+        """Plain values for JSON and `from_dict`."""
         return asdict(self)
 
     @classmethod
@@ -111,14 +111,14 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see the module's top.
+    """One sequence to learn from; 1-D tensors of n slots, see the module's docstring.
 
     labels: the token that each slot should predict.
-    loss_mask: 1 where the loss counts, that is where the label was sampled; else 0.
-    logprobs: of the labels, from the generator; anything where the mask is 0.
-    ref_logprobs: of the labels, from a reference model; None if no loss asks for them.
-    weights: factors of the per-token losses, used as they are; None lets the batcher compute
-        them from the aggregation mode.
+    loss_mask: 1 where the label was sampled and the loss counts; else 0.
+    logprobs: of the labels, from the generator; any number where the mask is 0.
+    ref_logprobs: of the labels, from a reference model; None if the loss has no KL term.
+    weights: factors of the per-token losses; None lets the batcher compute them from the
+        aggregation mode.
     group_id: equal for samples of one prompt. policy_version: the weights that sampled it.
     """
 
@@ -162,15 +162,15 @@ class TrainingSample:
         group_id: int = 0,
         policy_version: int = 0,
     ) -> "TrainingSample":
-        """A prompt and the tokens sampled after it, of which the latter count.
+        """A prompt and the tokens sampled after it; only these count in the loss.
 
         Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
         if not n_prompt or not n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; begin "
-                f"every prompt with a token of its own, and leave out empty completions"
+                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; give "
+                f"every prompt a token to begin with, and leave out empty completions"
             )
         if len(token_logprobs) != n_new:
             raise ValueError(
@@ -178,17 +178,17 @@ class TrainingSample:
                 f"{n_new}; leave out those of the prompt"
             )
 
-        def behind_prompt(values: Sequence[float]) -> Tensor:
+        def after_prompt(values: Sequence[float]) -> Tensor:
             return torch.tensor([0.0] * (n_prompt - 1) + list(values))
 
         tokens = torch.tensor([*prompt_token_ids, *token_ids])
         return cls(
             token_ids=tokens[:-1],
             labels=tokens[1:],
-            loss_mask=behind_prompt([1.0] * n_new),
-            logprobs=behind_prompt(token_logprobs),
-            advantages=behind_prompt([advantage] * n_new),
-            ref_logprobs=None if ref_logprobs is None else behind_prompt(ref_logprobs),
+            loss_mask=after_prompt([1.0] * n_new),
+            logprobs=after_prompt(token_logprobs),
+            advantages=after_prompt([advantage] * n_new),
+            ref_logprobs=None if ref_logprobs is None else after_prompt(ref_logprobs),
             group_id=group_id,
             policy_version=policy_version,
         )
@@ -213,7 +213,7 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """Where a sample lies in a microbatch: `row`, columns `start` to `start + length`.
+    """A sample's place in a microbatch: `row`, columns `start` to `start + length`.
 
     sample: its index in the list that was batched.
     """
@@ -231,10 +231,10 @@ class TrainingMicrobatch:
     token_ids: 0 in padding. labels: IGNORE_INDEX in padding and where a sample's loss_mask is 0.
     positions: from 0 in each sequence, -1 in padding.
     loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
-        elsewhere; the loss is always the sum of weight * loss.
+        elsewhere; the loss is the sum of weight * loss.
     generator_logprobs, advantages, ref_logprobs (optional): 0 where the loss does not count.
-    sequence_ids: number of the sequence within the row from 0, -1 in padding.
-    slots: where the samples lie; none in a microbatch that only keeps ranks in step.
+    sequence_ids: number of the sequence within the row, from 0; -1 in padding.
+    slots: the places of the samples; empty if the microbatch is all padding.
     """
 
     token_ids: Tensor
@@ -250,12 +250,11 @@ class TrainingMicrobatch:
 
     def engine_batch(self) -> dict[str, Tensor]:
         """The batch for `TrainingEngine`: `input`, `positions`, and the rest for the loss."""
-        values = {"input": self.token_ids, **vars(self)}
-        del values["token_ids"]
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
+        return {"input" if name == "token_ids" else name: value for name, value in entries}
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
-        """Cut [B, T] values into those of each sample, 1-D, by the sample's index."""
+        """[B, T] values of each sample, 1-D, by the sample's index."""
         return {s.sample: values[s.row, s.start : s.start + s.length] for s in self.slots}
 
 
@@ -264,12 +263,12 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; all ranks have equally many.
-    num_global_valid_tokens, num_global_sequences: what the loss counts, over all of them.
+    num_global_valid_tokens, num_global_sequences: that are in the loss.
     denominator: these samples' share of what the optimizer step divides gradients by, see
-        `aggregation_weights`; None where the weights are final.
+        `aggregation_weights`; None if the weights are final.
     min_policy_version: of the samples; None if there are none.
-    num_samples: how many were given, of which `oversize` (their indices) did not fit a row.
-    num_dropped_tokens: taken out of the loss because a log-prob of theirs was not finite.
+    num_samples: how many were given. oversize: indices of those that did not fit a row.
+    num_dropped_tokens: left out of the loss because of a log-prob that is not finite.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
@@ -299,11 +298,11 @@ class OptimParams:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackwardOutput:
-    """What a forward-backward pass found, over all ranks.
+    """Results of a forward-backward pass, over all ranks.
 
     loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
-    logprobs: of the labels, one 1-D tensor per sample in the order given; None where a sample
-        did not fit a row. The whole list is None where log-probs were not asked for.
+    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample that
+        did not fit a row. The list is None if log-probs were not asked for.
     """
 
     loss: float

@@ -12,17 +12,17 @@ from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
 
 
 class VLLMGenerator(Generator):
-    """A generator on a vLLM engine inside this process; each rank has one for itself.
+    """A generator on a vLLM engine inside this process; each rank has one.
 
-    hf_assets_path: folder with the model's config.json and tokenizer; weights there are not
-        read, they come by `update_weights`.
+    hf_assets_path: folder with the model's config.json and tokenizer; weights come from
+        `update_weights`, not from there.
     dtype: of vLLM's weights; None for what config.json says, and for what is sent then.
     memory_share: of the device's memory, for weights and cache; the trainer needs the rest.
     options: further arguments of `vllm.LLM`.
 
-    Log-probs are those after temperature. Truncation (top_p, top_k) is refused: vLLM does not tell
-    the mass of the tokens that it kept. An update is checked by its version and by its names; vLLM
-    lays weights out in its own way, so there is no digest of them.
+    Log-probs are those after temperature. Truncation (top_p, top_k) is refused: vLLM does not
+    report the mass of the tokens that it kept. Only the version and the names of an update are
+    checked: vLLM changes the layout of weights, so they have no common digest.
 
     Raises ImportError if vLLM is not installed.
     """
@@ -38,7 +38,7 @@ class VLLMGenerator(Generator):
         memory_share: float = 0.4,
         **options: Any,
     ):
-        # The engine in this very process: it is handed tensors, which are then not copied twice.
+        # Runs the engine in this process: it takes tensors, which another process would copy again.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             import vllm
@@ -56,22 +56,20 @@ class VLLMGenerator(Generator):
             load_format="dummy",
             gpu_memory_utilization=memory_share,
             logprobs_mode="processed_logprobs",
-            # Blocks of earlier weights would answer for the new ones.
+            # Cached blocks would still hold keys and values of earlier weights.
             enable_prefix_caching=False,
             **options,
         )
 
-    def _check(self, prompts: Prompts, sampling: SamplingConfig) -> None:
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
                 f"rl.generator.backend = 'vllm' gives no log-probs of a truncated distribution, "
                 f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
                 "or the backend to 'local'"
             )
-
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
-    ) -> list[Completion]:
         seed = sampling.seed
         if seed is None:
             self._n_calls += 1
@@ -93,24 +91,21 @@ class VLLMGenerator(Generator):
             ],
             use_tqdm=False,
         )
-        return [self._completion(output.outputs[0], sampling) for output in outputs]
-
-    def _completion(self, output: Any, sampling: SamplingConfig) -> Completion:
-        token_ids = tuple(output.token_ids)
-        pairs = zip(output.logprobs, token_ids, strict=True)
-        logprobs = tuple(of_place[token].logprob for of_place, token in pairs)
-        kept_mass = None
-        if sampling.temperature == 0:
-            # Nothing else could be drawn; vLLM tells the chance at temperature 1.
-            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
-            logprobs = (0.0,) * len(logprobs)
-        return Completion(
-            token_ids=token_ids,
-            token_logprobs=logprobs,
-            finish_reason="stop" if token_ids[-1] in sampling.stop_token_ids else "length",
-            policy_version=self.policy_version,
-            token_kept_mass=kept_mass,
-        )
+        completions = []
+        for output in (request.outputs[0] for request in outputs):
+            token_ids = tuple(output.token_ids)
+            pairs = zip(output.logprobs, token_ids, strict=True)
+            logprobs = tuple(of_place[token].logprob for of_place, token in pairs)
+            kept_mass = None
+            if sampling.temperature == 0:
+                # Nothing else could be drawn; vLLM gives the log-probs at temperature 1.
+                kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
+                logprobs = (0.0,) * len(logprobs)
+            reason = "stop" if token_ids[-1] in sampling.stop_token_ids else "length"
+            completions.append(
+                Completion(token_ids, logprobs, reason, self.policy_version, kept_mass)
+            )
+        return completions
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         self.policy_version = -1  # a mixture until all have come

@@ -1,24 +1,21 @@
-"""Handing the policy's weights to generators, so that stale ones or garbage cannot go unnoticed.
+"""Giving the policy's weights to generators, and finding stale or damaged ones.
 
-Every update carries a version, and a digest of what was sent that the receiver's own memory has
-to match. Weights for our models go under our names, since files of other origin have no place for
-some buffers.
+Every update carries a version, and a digest that the receiver's memory has to match. Weights for
+our models are sent under our names, since some buffers have no Hugging Face name.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-
-if TYPE_CHECKING:  # it imports this module
-    from torchtitan.rl.generator import Generator
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -36,9 +33,9 @@ class WeightMismatchError(RuntimeError):
 
 
 class PolicyWeights(Protocol):
-    """All weights, one by one: (name, tensor). A tensor may be memory that changes later: copy it.
+    """Iterates over (name, tensor) of all weights. Copy the tensors: their memory may change later.
 
-    version: how many optimizer steps made them. digest: known when all have come.
+    version: how many optimizer steps made them. digest: known after the last one.
     """
 
     version: int
@@ -48,15 +45,14 @@ class PolicyWeights(Protocol):
 
 
 class OurNames(BaseStateDictAdapter):
-    """Leaves every name and tensor as it is; needs to know nothing of the model."""
+    """Leaves every name and tensor as it is, for any model."""
 
     def __init__(self) -> None: ...
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
 
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return hf_state_dict
+    from_hf = to_hf
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         return [[name] for name in names]
@@ -69,7 +65,7 @@ class OurNames(BaseStateDictAdapter):
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
     """Overwrite the model's parameters and saved buffers with weights under our names.
 
-    check_digest: whether what the model then holds is compared with what was sent, bit for bit.
+    check_digest: compare what the model then holds with what was sent, bit for bit.
     Raises WeightMismatchError if it differs, or names are missing or unknown.
     """
     targets = model.state_dict()
@@ -110,11 +106,11 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
 class WeightSync:
     """Gives a generator the engine's weights.
 
-    check_digest: see `copy_weights`; it reads all weights once more.
+    generator: a `rl.generator.Generator`. check_digest: see `copy_weights`; reads all weights twice.
     """
 
     engine: TrainingEngine
-    generator: "Generator"
+    generator: Any  # its module imports this one
     check_digest: bool = True
 
     def update(self) -> int:
@@ -135,20 +131,15 @@ class WeightSync:
                 engine.device,
                 dtype=dtype,
                 current_version=lambda: engine.weights_version,
-                stage_indices=[stage.stage_index for stage in schedule.stages]
-                if schedule
-                else None,
-                pp_group=schedule.group if schedule else None,
+                stage_indices=schedule and [stage.stage_index for stage in schedule.stages],
+                pp_group=schedule and schedule.group,
             )
-        failures: list[str | None] = [None]
+        failure = None
         try:
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
-            failures = [str(error)]
-        if dist.is_initialized():
-            (failure,), failures = failures, [None] * dist.get_world_size()
-            dist.all_gather_object(failures, failure)
-        for rank, text in enumerate(failures):
+            failure = str(error)
+        for rank, text in enumerate(all_ranks(failure)):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
         version = engine.weights_version
@@ -164,7 +155,7 @@ class WeightSync:
 
 
 def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source: int) -> None:
-    """Broadcast weights to the ranks of a group that iterate over `ReceivedWeights`.
+    """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
 
     source: this rank's global rank.
     """
@@ -178,7 +169,7 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
         bucket.clear()
 
     for name, tensor in weights:
-        # What comes is lent until the next one.
+        # The stream may reuse the memory for the next tensor.
         bucket.append((name, tensor.detach().clone()))
         if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
             send_bucket()
@@ -188,9 +179,9 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
 
 
 class ReceivedWeights:
-    """The weights that another rank sends by `send_weights`; fits `PolicyWeights`.
+    """The weights that another rank sends with `send_weights`, as `PolicyWeights`.
 
-    version: -1 until all have come.
+    version: -1 until the last one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, source: int, device: torch.device):

@@ -13,7 +13,8 @@ from tests.unit.rl.samples import (
     tokens_of,
 )
 from torchtitan.batch.documents import document_ids_from_positions
-from torchtitan.loss.cross_entropy import IGNORE_INDEX, LOSS_AGGREGATIONS
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
+from torchtitan.loss.cross_entropy import IGNORE_INDEX
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, GRPOLoss, GSPOLoss

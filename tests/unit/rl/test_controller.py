@@ -76,9 +76,10 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
     lags = [controller.train_step()["rl/lag"] for _ in range(5)]
     assert lags == [0, 1, 2, 2, 2]
 
-    old = Episode(0, "", (1,), "", "", (1,), (0.0,), policy_version=2)
+    old = Episode(0, "", (1,), "", "", (1,), (0.0,), policy_version=2, reward=0.0)
+    controller.rollouts.take = lambda step: [old]
     with pytest.raises(RuntimeError, match="3 weight updates old"):
-        controller._lag([old])
+        controller.train_step()
     controller.close()
 
 

@@ -25,7 +25,7 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
     drawn, lengths = continue_prompts(
-        LocalDecoder(model), prompts, rows, uniform, sampling, max_rows
+        LocalDecoder.of_model(model), prompts, rows, uniform, sampling, max_rows
     )
     columns = [row[:n].unbind(-1) for row, n in zip(drawn, lengths, strict=True)]
     return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]

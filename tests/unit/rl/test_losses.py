@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from torchtitan.loss.cross_entropy import LOSS_AGGREGATIONS
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import (
     CISPOLoss,

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.report import EpisodeLog
+from torchtitan.rl.report import append_episodes
 from torchtitan.rl.rollout import make_episodes, with_advantages
 from torchtitan.rl.tasks import SumDigitsTask
 from torchtitan.rl.types import Completion, Episode, TrainingSample
@@ -53,10 +53,7 @@ def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):
     path = tmp_path / "logs" / "episodes.jsonl"
     episodes = graded_episodes()
     for step in (1, 2):
-        log = EpisodeLog(str(path), limit=2)
-        log.write(step, episodes)
-        log.close()
-        log.close()
+        append_episodes(str(path), step, episodes, limit=2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.pop("step") for line in lines] == [1, 1, 2, 2]
     assert [Episode.from_dict(line) for line in lines] == episodes[:2] * 2
@@ -65,7 +62,5 @@ def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):
 def test_log_without_a_limit_holds_all_and_with_zero_makes_no_file(tmp_path):
     for limit, expected in ((-1, 4), (0, None)):
         path = tmp_path / f"{limit}.jsonl"
-        log = EpisodeLog(str(path), limit)
-        log.write(1, graded_episodes())
-        log.close()
+        append_episodes(str(path), 1, graded_episodes(), limit)
         assert (len(path.read_text().splitlines()) if path.exists() else None) == expected

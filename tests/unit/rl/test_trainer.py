@@ -59,7 +59,7 @@ def test_deferred_normalisation_equals_weights_that_knew_the_whole_step(trainer)
     deferred = batcher(agg_mode="token-mean", deferred=True)
     for part in (samples[:3], samples[3:]):
         trainer.forward_backward(deferred.batch(part))
-    total = trainer._own_denominator()
+    total = trainer._denominator
     found = {name: gradient / total for name, gradient in gradients(trainer).items()}
     torch.testing.assert_close(found, expected, **CLOSE)
     with pytest.raises(ValueError, match="all have final weights or all leave"):
@@ -174,7 +174,7 @@ def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer
     with pytest.raises(ValueError, match="found no gradients"):
         trainer.optim_step()
     trainer.forward_backward(batch)
-    assert trainer._own_denominator() == batch.denominator
+    assert trainer._denominator == batch.denominator
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 `from torchtitan.experiments.rl import types` is the module `torchtitan.rl.types`.
 """
 
-from torchtitan.rl import (
+from torchtitan.rl import (  # noqa: F401
     batcher,
     controller,
     generator,
@@ -16,17 +16,3 @@ from torchtitan.rl import (
     types,
     weight_sync,
 )
-
-__all__ = [
-    "batcher",
-    "controller",
-    "generator",
-    "job_config",
-    "losses",
-    "rollout",
-    "tasks",
-    "train",
-    "trainer",
-    "types",
-    "weight_sync",
-]

@@ -5,25 +5,21 @@ checkpoint that RL starts from; `torchtitan.rl.train` also trains it from random
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.experiments.rl_toy.examples import SolvedExamples
+from torchtitan.models.llama3 import TransformerModelArgs
+from torchtitan.models.llama3 import get_train_spec as get_llama3_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
-if TYPE_CHECKING:
-    from torchtitan.protocols.train_spec import TrainSpec
-
-toy_args: dict[str, TransformerModelArgs] = {
+toy_args = {
     "debugmodel": TransformerModelArgs(
         dim=128, n_layers=2, n_heads=4, vocab_size=32, multiple_of=32, rope_scaling_args=None
     ),
 }
 
 
-def get_train_spec() -> "TrainSpec":
-    """Return a fresh spec: Llama 3's with these flavors, no tokenizer, and data made on the spot."""
-    from torchtitan.experiments.rl_toy.examples import SolvedExamples
-    from torchtitan.models.llama3 import get_train_spec as get_llama3_spec
-
+def get_train_spec() -> TrainSpec:
+    """Return a new spec: Llama 3's with these flavors, no tokenizer, and generated data."""
     return replace(
         get_llama3_spec(),
         model_args=toy_args,

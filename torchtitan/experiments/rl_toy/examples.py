@@ -1,4 +1,4 @@
-"""Prompts of an RL task with their right answers, to learn from before RL."""
+"""Prompts of an RL task with their correct answers, for training before RL."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +15,8 @@ from torchtitan.rl.tasks import build_task
 class SolvedExamples(BaseDataLoader):
     """Batches of one example per row; only the answer and the end after it count in the loss.
 
-    Ranks take turns at the rows, so every number of ranks sees the same examples in a step of as
-    many rows. Raises ConfigError if the job's config has no `[rl]` sections.
+    Ranks take turns at the examples: a step with the same total of rows has the same examples on
+    any number of ranks. Raises ConfigError if the job's config has no `[rl]` sections.
     """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):

@@ -1,0 +1,190 @@
+"""Means over tokens, sequences or prompts as weighted sums over tokens.
+
+`aggregation_weights` computes a weight for every token over the whole optimizer step, before its
+first forward. The loss is then the same for any split into ranks, microbatches, rows and pipeline
+stages.
+
+B sequences, T tokens, V vocabulary entries.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from torchtitan.batch.documents import IGNORE_INDEX
+
+
+def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum of weights * values (of one shape) in fp32 or wider, a scalar.
+
+    Values with weight 0 may be infinite or NaN: they count nowhere and get no gradient.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return (values.to(dtype).masked_fill(weights == 0, 0) * weights).sum()
+
+
+def weighted_cross_entropy(pred: Any, labels: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the sum over tokens of `batch["loss_weights"]` [B, T] * cross entropy, a scalar.
+
+    A `loss_fn` for `TrainingEngine.forward_backward_step`, with or without a head.
+    pred: plain logits [B, T, V], or `TokenOutputs`. labels: [B, T], IGNORE_INDEX counts nowhere.
+    Raises ValueError if the batch has no weights.
+    """
+    weights = batch.get("loss_weights")
+    if weights is None:
+        raise ValueError(
+            f"weighted_cross_entropy needs 'loss_weights' [B, T] in the batch, got "
+            f"{sorted(batch)}; put those of aggregation_weights there"
+        )
+    if not isinstance(pred, torch.Tensor):
+        return -weighted_sum(pred.logprobs, weights)
+    dtype = torch.promote_types(pred.dtype, torch.float32)
+    losses = F.cross_entropy(
+        pred.flatten(0, 1).to(dtype),
+        labels.flatten(0, 1),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
+    return weighted_sum(losses.view(labels.shape), weights)
+
+
+def weighted_policy_loss(
+    logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return minus the sum of weights * advantages * logprobs, a scalar; all [B, T].
+
+    Its gradient is the policy gradient (Williams 1992, REINFORCE), without a ratio to an older
+    policy.
+    """
+    # Here, too: 0 times an infinite advantage would put NaN into the gradient of logprobs.
+    advantages = advantages.detach().masked_fill(weights == 0, 0)
+    return -weighted_sum(logprobs * advantages, weights)
+
+
+def weighted_value_loss(
+    values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return half the sum of weights * (values - returns)^2, a scalar; all [B, T]."""
+    errors = (values - returns.detach()).masked_fill(weights == 0, 0)
+    return weighted_sum(errors**2, weights) / 2
+
+
+# ---- the weights ----
+
+LOSS_AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+)
+
+
+def aggregation_weights(
+    masks: Sequence[torch.Tensor],
+    mode: str,
+    *,
+    norm: float | None = None,
+    prompt_ids: Sequence[Hashable] | torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    normalize: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor] | tuple[list[torch.Tensor], float]:
+    """Return a weight for every token; the loss is the sum of weight * loss per token.
+
+    With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
+    numbers of sequences and prompts that have a token in the loss:
+
+        token-mean               sum m l / N
+        token-sum                sum m l
+        seq-mean-token-sum       sum m l / S
+        seq-mean-token-mean      sum (m l / n_i) / S
+        seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
+        prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
+
+    masks: one [T_i] for each sequence that this rank has of the whole optimizer step, maybe none;
+        tokens whose entry is not 0 are in the loss. Weights have the same shapes and devices.
+    norm: for seq-mean-token-sum-norm, in place of the length; the same in every step (the largest
+        response length, say).
+    prompt_ids: for prompt-mean, one per sequence, the same on every rank; may be a tensor [S].
+    group: ranks with other sequences of the step; counts are summed over it, which is collective.
+    normalize: False if the step has more sequences than these. Then returns (weights without the
+        last denominator, this rank's share of that denominator); the caller adds up the shares of
+        a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
+        over ranks. token-sum has none: 0. All sequences of a prompt must be in one call.
+
+    Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
+    """
+    if mode not in LOSS_AGGREGATIONS:
+        raise ValueError(
+            f"the loss aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, got {mode!r}"
+        )
+    if mode == "seq-mean-token-sum-norm" and not (norm is not None and norm > 0):
+        raise ValueError(
+            f"seq-mean-token-sum-norm divides by norm, which must be above 0, got {norm}; give a "
+            "constant of the run, such as the largest response length"
+        )
+    if mode == "prompt-mean" and (prompt_ids is None or len(prompt_ids) != len(masks)):
+        given = "none" if prompt_ids is None else len(prompt_ids)
+        raise ValueError(
+            f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
+        )
+    if prompt_ids is not None:  # a dict compares tensors by identity
+        prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
+    masks = [mask != 0 for mask in masks]
+    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
+    if mode == "token-sum":
+        share = 0
+    elif mode == "token-mean":
+        share = sum(counts)
+    elif mode == "prompt-mean":
+        tokens_of_prompt, share = _count_prompts(prompt_ids, counts, group)
+        counts = [tokens_of_prompt[prompt] for prompt in prompt_ids]
+    else:
+        share = sum(n > 0 for n in counts)
+    if mode == "seq-mean-token-sum-norm":
+        share *= norm
+    total = sum(_gather(share, group)) if normalize else 1
+
+    divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
+    weights = []
+    for mask, n in zip(masks, counts, strict=True):
+        # Whole numbers up to one division, so that every split of the step gives the same bits.
+        denominator = (n if divides_sequences else 1) * total
+        # 0 if no token is in the loss, and for token-sum.
+        weights.append(mask.to(dtype) / (denominator or 1))
+    return weights if normalize else (weights, float(share))
+
+
+def _count_prompts(
+    prompt_ids: Sequence[Hashable], counts: Sequence[int], group: dist.ProcessGroup | None
+) -> tuple[Counter[Hashable], int]:
+    """Return the tokens of every prompt of the step, and how many prompts this rank counts.
+
+    The first rank that has sequences of a prompt counts it.
+    """
+    own: Counter[Hashable] = Counter()
+    for prompt, n in zip(prompt_ids, counts, strict=True):
+        own[prompt] += n
+    whole: Counter[Hashable] = Counter()
+    own_rank = 0 if group is None else dist.get_rank(group)
+    share = 0
+    for rank, tokens_of_prompt in enumerate(_gather(+own, group)):  # without prompts of no token
+        if rank == own_rank:
+            share = sum(prompt not in whole for prompt in tokens_of_prompt)
+        whole.update(tokens_of_prompt)
+    return whole, share
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks of the group, in their order."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
