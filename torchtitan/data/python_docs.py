@@ -86,7 +86,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 def _topics() -> dict[str, Callable[[], str]]:
     try:
-        from pydoc_data.topics import topics
+        from pydoc_data.topics import topics  # 0.7 MB of text
     except ImportError:  # some distributions package it apart
         return {}
     return {f"topic {name}": partial(str, text) for name, text in topics.items()}

@@ -1,7 +1,8 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
 `pipeline_llm` is what a train spec names as `pipelining_fn`; the schedule that it returns is
-described in `pipeline_schedule`.
+described in `pipeline_schedule`. What loads DTensor is imported where it is used, since every train
+spec names this module.
 """
 
 import copy

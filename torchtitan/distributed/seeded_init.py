@@ -192,6 +192,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     """Index in the flattened whole parameter of every local element, in order. [n] int64 each."""
     offsets: tuple[int, ...] = (0,) * local.ndim
     if is_dtensor(tensor):
+        # Loaded by now, and slow to load for those without one.
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offsets = compute_local_shape_and_global_offset(

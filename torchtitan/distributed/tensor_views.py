@@ -3,6 +3,7 @@
 Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
 The functions here make views of the local memory of a DTensor: what a reader writes into a view is
 in the parameter, and no rank handles more than it holds. The letters: E experts, R rows, C columns.
+DTensor is imported where there is one: it is slow to load, and a train spec names this module.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,6 +7,7 @@ means: a `BlockMask` (flex) or a `VarlenMetadata` (varlen).
 
 torch trains flex and varlen on accelerators only; on the CPU the same wrappers run
 `attention_cpu.py` when the mask came from documents, and a mask evaluated in slices otherwise.
+Torch's modules of flex and varlen load the compiler, and are imported where they are used.
 """
 
 import functools

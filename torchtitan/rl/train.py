@@ -19,6 +19,7 @@ def main() -> None:
     """Read the command line and train."""
 
     def build_controller(config: JobConfig) -> Any:
+        # Heavy, and a mistake in the config is told without it.
         from torchtitan.rl.controller import Controller
 
         return Controller(config)

@@ -230,7 +230,7 @@ class Runner:
         if not (later and (self.defers_reduction or is_cheap)):
             yield
             return
-        from torchtitan.distributed.fsdp import reduce_later
+        from torchtitan.distributed.fsdp import reduce_later  # see `_fsdp`
 
         (model,) = self.model_parts
         how = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}

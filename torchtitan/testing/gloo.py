@@ -129,6 +129,7 @@ def _rank_main(
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
     faulthandler.register(signal.SIGUSR1, file=stack_file)
+    # Only now: a failure is told with the stack, and the environment above is what torch reads.
     import torch
     import torch.distributed as dist
 

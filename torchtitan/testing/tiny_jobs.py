@@ -15,6 +15,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
+from torchtitan.models.qwen3 import qwen3_args
 
 FAMILY = "qwen3"
 VOCAB, SEQ_LEN = 64, 64
@@ -27,8 +28,6 @@ Batch = dict[str, Any]
 
 def add_tiny_flavors() -> None:
     """Add `tiny`, `tiny_tied` and `tiny_moe` to the flavors of this process."""
-    from torchtitan.models.qwen3 import qwen3_args
-
     sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=VOCAB)
     dense = dataclasses.replace(qwen3_args["debugmodel"], hidden_dim=64, **sizes)
     qwen3_args["tiny"] = dataclasses.replace(dense, enable_weight_tying=False)
