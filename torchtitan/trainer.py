@@ -42,11 +42,22 @@ class Trainer(TrainingEngine):
         with on_error(self.close):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             self._steps_ahead: StepsAhead | None = None
-            self._build_metrics()
+            build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
+            metrics = build(job_config, self.parallel_dims, self.model_args)
+            metrics.num_flops_per_token = self.num_flops_per_token
+            metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
+            metrics.model_parts = self.model_parts
+            self.metrics_processor = metrics
             self._check_batch_fits()
             self._build_validator()
             self._build_isolation_probe()
-            self._log_summary()
+            training = job_config.training
+            logger.info(
+                f"trainer ready: local batch {training.local_batch_size}, global batch "
+                f"{self.global_batch_size}, {self.gradient_accumulation_steps} accumulation "
+                f"step(s), sequence length {training.seq_len}, {training.steps} steps "
+                f"({job_config.lr_scheduler.warmup_steps} warm-up)"
+            )
 
     # ---- construction ----
 
@@ -62,14 +73,6 @@ class Trainer(TrainingEngine):
                 tokenizer=self.tokenizer,
                 job_config=config,
             )
-
-    def _build_metrics(self) -> None:
-        build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
-        metrics = build(self.job_config, self.parallel_dims, self.model_args)
-        metrics.num_flops_per_token = self.num_flops_per_token
-        metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
-        metrics.model_parts = self.model_parts
-        self.metrics_processor = metrics
 
     def _check_batch_fits(self) -> None:
         """Refuse a batch that no setting makes fit, before minutes are spent on reading it."""
@@ -133,14 +136,6 @@ class Trainer(TrainingEngine):
         outputs = self.forward_step(batch)
         return None if outputs is None else outputs[0]
 
-    def _log_summary(self) -> None:
-        training, warmup_steps = self.job_config.training, self.job_config.lr_scheduler.warmup_steps
-        logger.info(
-            f"trainer ready: local batch {training.local_batch_size}, global batch "
-            f"{self.global_batch_size}, {self.gradient_accumulation_steps} accumulation step(s), "
-            f"sequence length {training.seq_len}, {training.steps} steps ({warmup_steps} warm-up)"
-        )
-
     # ---- data ----
 
     def batch_generator(
@@ -192,7 +187,11 @@ class Trainer(TrainingEngine):
         except Exception as error:  # raised below, once the other ranks know
             failure = error
         if self._steps_ahead is None:
-            counts = self._sum_over_ranks([local_valid_tokens, ran_out, int(failure is not None)])
+            sums = torch.tensor([local_valid_tokens, ran_out, failure is not None])
+            if self.dp_group is not None:
+                sums = sums.to(self.device)
+                torch.distributed.all_reduce(sums, group=self.dp_group)
+            counts = StepCounts(*sums.tolist())  # waits for the device
         else:
             counts = self._steps_ahead.counts
         if failure is not None:
@@ -210,14 +209,6 @@ class Trainer(TrainingEngine):
 
     def _pack(self, item: Item) -> PackedBatch:
         return self.packing.mask_labels(self.packing.pack(*item))
-
-    def _sum_over_ranks(self, counts: list[int]) -> StepCounts:
-        """Waits for the device, unless one rank reads all data."""
-        if self.dp_group is not None:
-            sums = torch.tensor(counts, device=self.device)
-            torch.distributed.all_reduce(sums, group=self.dp_group)
-            counts = sums.tolist()
-        return StepCounts(*counts)
 
     @contextlib.contextmanager
     def _reading_ahead(self) -> Iterator[Iterable[Item]]:
@@ -390,7 +381,13 @@ class Trainer(TrainingEngine):
             try:
                 self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
-                self._end_early(str(error))
+                # Before `training.steps`: what was learned is saved.
+                self.step -= 1
+                last = f"step {self.step} of {config.training.steps}"
+                logger.warning(f"the data ended after {last} ({error}); saving and stopping")
+                self.update.settle()
+                if self.step > 0:
+                    self.checkpointer.save(self.step, last_step=True)
                 break
             is_last_step = self.step == config.training.steps
             if not is_last_step and (reason := stop.answer()):
@@ -411,15 +408,6 @@ class Trainer(TrainingEngine):
                     timeout=timedelta(seconds=config.comm.train_timeout_seconds),
                     parallel_dims=self.parallel_dims,
                 )
-
-    def _end_early(self, reason: str) -> None:
-        """Save and log that the data ended before `training.steps`."""
-        self.step -= 1
-        last = f"step {self.step} of {self.job_config.training.steps}"
-        logger.warning(f"the data ended after {last} ({reason}); saving and stopping")
-        self.update.settle()
-        if self.step > 0:
-            self.checkpointer.save(self.step, last_step=True)
 
     def close(self) -> None:
         if self.metrics_processor is not None:

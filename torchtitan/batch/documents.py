@@ -30,27 +30,14 @@ SAMPLE_IDS = "sample_ids"
 last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
 
 
-def _number_runs(is_start: Tensor) -> Tensor:
-    """Number the runs that begin where `is_start` [B, T] is true; column 0 always begins one."""
-    is_start = is_start.clone()
-    is_start[:, 0] = True
-    return is_start.cumsum(dim=1, dtype=torch.int32) - 1
-
-
-def _number_around_padding(is_start: Tensor, is_padding: Tensor) -> Tensor:
-    """Number the runs, padding being -1; it opens none, so that ids have no gaps."""
-    ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
-    return ids.masked_fill(is_padding, PADDING)
-
-
 def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
     """Number the documents of each row; an end-of-text token belongs to the one it closes.
 
     tokens: [B, T] int. Returns [B, T] int32: [5 6 E 7 E 8] -> [0 0 0 1 1 2].
     """
-    is_start = torch.zeros_like(tokens, dtype=torch.bool)
-    is_start[:, 1:] = tokens[:, :-1] == eos_id
-    return _number_runs(is_start)
+    ids = torch.zeros_like(tokens, dtype=torch.int32)
+    ids[:, 1:] = (tokens[:, :-1] == eos_id).cumsum(dim=1)
+    return ids
 
 
 def document_ids_from_positions(positions: Tensor) -> Tensor:
@@ -62,7 +49,9 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
     is_padding = positions < 0
     is_start = torch.ones_like(positions, dtype=torch.bool)
     is_start[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | is_padding[:, :-1]
-    return _number_around_padding(is_start, is_padding)
+    # Padding opens no document, so that ids have no gaps.
+    ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
+    return ids.masked_fill(is_padding, PADDING)
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
@@ -276,30 +265,23 @@ def _warn_of_second_source(
         return
     _seen_together.add(pair)
     theirs = _READ[other]({"input": batch["input"], other: batch[other]})
-    difference = _first_difference(document_ids, theirs)
+    readings = [_reading(ids) for ids in (document_ids, theirs)]
+    differs = readings[0] != readings[1]
+    disagree = bool(differs.any())
     message = f"document boundaries come from {name!r}; the {other!r} of the batch are not asked"
-    if difference is not None:
+    if disagree:
         _seen_to_disagree.add(pair)
-        row, index, our_reading, their_reading = difference
+        row, index = differs.nonzero()[0].tolist()
+        ours_says, theirs_says = (_READINGS[int(reading[row, index])] for reading in readings)
         message += (
-            f", and they disagree: in row {row} token {index} {our_reading} by {name!r} and "
-            f"{their_reading} by {other!r}"
+            f", and they disagree: in row {row} token {index} {ours_says} by {name!r} and "
+            f"{theirs_says} by {other!r}"
         )
-    if is_new or difference is not None:
+    if is_new or disagree:
         logger.warning(message)
 
 
 _READINGS = ("continues a document", "begins a document", "is padding")
-
-
-def _first_difference(ours: Tensor, theirs: Tensor) -> tuple[int, int, str, str] | None:
-    """(row, index, reading of ours, of theirs) where two ids [B, T] first differ in meaning."""
-    readings = [_reading(ids) for ids in (ours, theirs)]
-    differs = readings[0] != readings[1]
-    if not differs.any():
-        return None
-    row, index = differs.nonzero()[0].tolist()
-    return row, index, *(_READINGS[int(reading[row, index])] for reading in readings)
 
 
 def _reading(document_ids: Tensor) -> Tensor:

@@ -152,14 +152,11 @@ class PackingPolicy:
             )
         for key in BOUNDARY_KEYS:
             if entries.pop(key, None) is not None and not self.separates_documents:
-                _warn_of_unused(key)
+                warn_once(
+                    logger,
+                    f"the batch's {key!r} keep no documents apart under model.attn_mask_type = "
+                    "'causal'; set it to 'block_causal' or 'position_block_causal', with "
+                    "model.attn_type 'flex' or 'varlen'",
+                )
         inputs = batch.tokens, batch.labels, entries, keywords
         return inputs if sharding is None else sharding.shard(*inputs)
-
-
-def _warn_of_unused(key: str) -> None:
-    warn_once(
-        logger,
-        f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set "
-        "it to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
-    )

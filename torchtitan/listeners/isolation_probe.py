@@ -83,7 +83,10 @@ class IsolationProbe:
         starts = document_starts(document_ids)
         place = self._choose_token(step, batch.tokens.cpu(), document_ids, starts)
         exchanged = self._exchange(batch, place)
-        must_stay = ~_seen_from(place, starts)
+        must_stay = torch.ones(starts.shape, dtype=torch.bool)
+        if place is not None:
+            row, column = place
+            must_stay[row, column:] = starts[row, column:] != starts[row, column]
 
         before, after = self._run(batch), self._run(exchanged)
         moved = torch.zeros_like(must_stay)
@@ -161,7 +164,9 @@ class IsolationProbe:
             return layer
         found: list[str | None] = [None] * self.pipeline_group.size()
         torch.distributed.all_gather_object(found, layer, group=self.pipeline_group)
-        return min(filter(None, found), key=_layer_number, default=None)
+        return min(
+            filter(None, found), key=lambda name: int(name.removeprefix("layers.")), default=None
+        )
 
     def _layer_outputs(self, batch: PackedBatch) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -223,16 +228,3 @@ class IsolationProbe:
             f"{self.packing.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"
         )
-
-
-def _seen_from(place: tuple[int, int] | None, starts: Tensor) -> Tensor:
-    """bool [B, T]: tokens that may look at the one at `place`, itself included."""
-    seen = torch.zeros(starts.shape, dtype=torch.bool)
-    if place is not None:
-        row, column = place
-        seen[row, column:] = starts[row, column:] == starts[row, column]
-    return seen
-
-
-def _layer_number(name: str) -> int:
-    return int(name.removeprefix("layers."))

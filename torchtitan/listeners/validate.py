@@ -147,9 +147,17 @@ class Validator(BaseValidator):
 
         A rank that runs out of data before the others repeats its last batch without labels.
         """
-        batches = self._batches_from_the_start()
-        input_dict, labels = self._empty_batch()
-        max_batches = self.job_config.validation.steps
+        # The same text each time, so that losses compare, also across a resumed run.
+        if self._start_of_data is None:
+            self._start_of_data = self.validation_dataloader.state_dict()
+        else:
+            self.validation_dataloader.load_state_dict(self._start_of_data)
+        batches = iter(self.validation_dataloader)
+        config = self.job_config.validation
+        # What a rank feeds in if its share of the data has no batch.
+        tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
+        input_dict, labels = {"input": tokens}, tokens
+        max_batches = config.steps
         num_batches = 0
         if max_batches:
             batch = next(batches, None)
@@ -168,14 +176,6 @@ class Validator(BaseValidator):
                 batch = next(batches, None)
                 no_rank_has_one = self._no_rank(batch is not None)
             yield input_dict, labels
-
-    def _batches_from_the_start(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        # The same text each time, so that losses compare, also across a resumed run.
-        if self._start_of_data is None:
-            self._start_of_data = self.validation_dataloader.state_dict()
-        else:
-            self.validation_dataloader.load_state_dict(self._start_of_data)
-        return iter(self.validation_dataloader)
 
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor
@@ -221,12 +221,6 @@ class Validator(BaseValidator):
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
         answer = read_later(flag)
         return lambda: bool(answer()[0])
-
-    def _empty_batch(self) -> tuple[Batch, torch.Tensor]:
-        """What a rank feeds in if its share of the data has no batch."""
-        config = self.job_config.validation
-        tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
-        return {"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)
 
 
 build_validator = Validator

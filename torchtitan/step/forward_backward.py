@@ -24,7 +24,13 @@ def forward(
     """See `TrainingEngine.forward_step`."""
     batches, is_single = _as_list(microbatches)
     packing = engine.packing
-    batches = [packing.pack(x, None if head is None else _labels_of(x)) for x in batches]
+    if head is not None and (without := [x for x in batches if x.get("labels") is None]):
+        raise ValueError(
+            "forward_step with a head needs the batch's 'labels' [B, T], got "
+            f"{sorted(without[0])}; put the token ids there whose log-probs are wanted, "
+            "IGNORE_INDEX where none is"
+        )
+    batches = [packing.pack(x, None if head is None else x["labels"]) for x in batches]
     for batch in batches:
         batch.check_labels()
     n_fillers = engine.runner.ask_num_fillers(len(batches), is_single)
@@ -100,12 +106,3 @@ def _as_list(microbatches: Microbatches) -> tuple[list[Batch | PackedBatch], boo
     """The batches, and whether it was one by itself."""
     is_single = isinstance(microbatches, dict | PackedBatch)
     return [microbatches] if is_single else list(microbatches), is_single
-
-
-def _labels_of(batch: Batch) -> Tensor:
-    if batch.get("labels") is None:
-        raise ValueError(
-            f"forward_step with a head needs the batch's 'labels' [B, T], got {sorted(batch)}; put "
-            "the token ids there whose log-probs are wanted, IGNORE_INDEX where none is"
-        )
-    return batch["labels"]

@@ -71,7 +71,8 @@ class GarbageCollection:
         gc.disable()
         self.collect("first collection, automatic collection is off from here on")
         self._stop_watching_cycles: Callable[[], None] | None = None
-        if debug and _rank() == 0 and torch.cuda.is_available():
+        is_rank_zero = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if debug and is_rank_zero and torch.cuda.is_available():
             from torch.utils.viz._cycles import warn_tensor_cycles  # for debugging only
 
             self._stop_watching_cycles = warn_tensor_cycles()
@@ -189,7 +190,3 @@ def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 def _round_up(x: int, y: int) -> int:
     """Return the smallest multiple of y that is not below x."""
     return (x + y - 1) // y * y
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
