@@ -270,7 +270,7 @@ def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
     """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
-    for argument, following in zip(args, [*args[1:], None], strict=True):
+    for argument, following in zip(args, [*args, None][1:], strict=True):
         flag, equals, value = argument.partition("=")
         if flag in flags:
             # None, a flag without a value, is left for the parser to complain about.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.tensor import _random
 
 from torchtitan.config.job_config import Debug
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -53,6 +52,8 @@ def set_determinism(
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
+            from torch.distributed.tensor import _random  # slow, and config errors need none of it
+
             before = _random._rng_tracker
             _random.manual_seed(seed, world_mesh)
             host.change(

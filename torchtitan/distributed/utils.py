@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.determinism import set_determinism
@@ -52,7 +51,12 @@ class TrainContext(Protocol):
 
 def get_train_context(enable_loss_parallel: bool) -> TrainContext:
     """A context factory; with loss parallel, cross entropy works on vocabulary-sharded logits."""
-    return loss_parallel if enable_loss_parallel else contextlib.nullcontext
+    if not enable_loss_parallel:
+        return contextlib.nullcontext
+    # Loads DTensor; config errors are told by processes that name this module and never need it.
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel
 
 
 def maybe_enable_amp(

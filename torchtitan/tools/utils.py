@@ -71,8 +71,7 @@ class GarbageCollection:
         gc.disable()
         self.collect("first collection, automatic collection is off from here on")
         self._stop_watching_cycles: Callable[[], None] | None = None
-        is_rank_zero = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        if debug and is_rank_zero and torch.cuda.is_available():
+        if debug and _rank() == 0 and torch.cuda.is_available():
             from torch.utils.viz._cycles import warn_tensor_cycles  # for debugging only
 
             self._stop_watching_cycles = warn_tensor_cycles()
@@ -185,6 +184,10 @@ def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _round_up(x: int, y: int) -> int:
