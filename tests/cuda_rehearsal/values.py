@@ -182,7 +182,7 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
 
 def pytest_configure() -> None:
     from torchtitan import build
-    from torchtitan.distributed import utils
+    from torchtitan.distributed import process_group
     from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(_flex)
@@ -196,7 +196,7 @@ def pytest_configure() -> None:
 
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     dist.init_process_group = dist.distributed_c10d.init_process_group = with_gloo
-    utils._check_existing_group = lambda *_: None
+    process_group._check_existing_group = lambda *_: None
     # FSDP resizes storages, which these tensors don't have.
     join_ranks = build.join_ranks
 
