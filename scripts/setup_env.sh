@@ -4,6 +4,7 @@
 #
 # PYTHON=/path/python   create the virtual environment with this interpreter and no other
 # VENV=folder           where it goes (default .venv); VENV=none uses $PYTHON as it is
+# CONSTRAINTS=file      the versions to install (default constraints.txt)
 # The install is skipped when nothing it depends on has changed, so a second run starts at once.
 
 find_python() {
@@ -22,15 +23,16 @@ find_python() {
 }
 
 prepare_python() {
-  local extras="$1" root venv stamp wanted
+  local extras="$1" root venv stamp wanted constraints
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
   venv="${VENV:-$root/.venv}"
+  constraints="$root/${CONSTRAINTS:-constraints.txt}"
   if [ "$venv" = none ]; then
     PYTHON="$(find_python)" || return 1
     return
   fi
   stamp="$venv/.installed-${extras:-runtime}"
-  wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+  wanted="$(cat "$root/pyproject.toml" "$constraints" | cksum) $root"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     if [ ! -x "$venv/bin/python" ]; then
       PYTHON="$(find_python)" || return 1
@@ -38,7 +40,7 @@ prepare_python() {
       "$PYTHON" -m venv "$venv" || return 1
     fi
     echo "installing (once; a few minutes)" >&2
-    "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" \
+    "$venv/bin/python" -m pip install --quiet --constraint "$constraints" \
       --editable "$root${extras:+[$extras]}" || return 1
     echo "$wanted" >"$stamp"
   fi

@@ -1,0 +1,61 @@
+"""Tiny Hugging Face models to compare with: two layers, 32 channels, 64 tokens."""
+
+from typing import Any
+
+import torch
+
+VOCAB = 64
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    tie_word_embeddings=False,
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    ),
+}
+
+
+def tiny_hf_config(family: str = "qwen3", **changes: Any) -> Any:
+    """A config of a family in `FAMILIES`. changes: of its fields."""
+    import transformers
+
+    name, more = FAMILIES[family]
+    return getattr(transformers, name)(**{**SIZES, **more, **changes})
+
+
+def tiny_hf_model(
+    family: str = "qwen3", *, is_critic: bool = False, seed: int = 0, **changes: Any
+) -> Any:
+    """A model in fp32 with random weights, away from ones and zeros, that tell tokens apart.
+
+    is_critic: one value per token in place of logits. changes: of its config.
+    """
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    if is_critic:
+        auto = transformers.AutoModelForTokenClassification
+        changes = dict(num_labels=1, classifier_dropout=0.0) | changes
+    torch.manual_seed(seed)
+    config = tiny_hf_config(family, **changes)
+    model = auto.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)
+    return model

@@ -1,0 +1,207 @@
+"""How a batch is split, tempered and scored changes nothing but what it should; what is refused."""
+
+import re
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
+
+import torch
+from torch.nn import functional as F
+from verl.utils import tensordict_utils as tu
+
+from tests.verl import cases
+from torchtitan.testing.gloo import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return cases.save_model(str(tmp_path_factory.mktemp("models")), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def worker(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        cases.pretend_torchrun(patch)
+        worker = cases.make_worker(folder)
+        yield worker
+        worker.engine.engine.close()
+
+
+@pytest.fixture
+def fresh(worker):
+    """The worker with the weights of its folder, and no optimizer state."""
+    worker.reset()
+    return worker
+
+
+SPLITS = {
+    "whole": dict(micro_batch_size_per_gpu=8),
+    "twos": dict(micro_batch_size_per_gpu=2),
+    "singles": dict(micro_batch_size_per_gpu=1),
+    "dynamic": dict(use_dynamic_bsz=True, max_token_len_per_gpu=40),
+}
+
+
+def test_gradients_are_the_same_for_any_split(fresh):
+    records = {}
+    for name, split in SPLITS.items():
+        fresh.reset()
+        records[name] = cases.train(fresh, "ppo", **split)
+    whole = records.pop("whole")
+    for record in records.values():
+        torch.testing.assert_close(record.losses, whole.losses, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(record.norms, whole.norms, rtol=1e-5, atol=0)
+        for name, samples in whole.outputs.items():  # in the order of the batch
+            torch.testing.assert_close(record.outputs[name], samples, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, cases.SAMPLES)])
+def test_temperature_divides_logits_of_log_probs_and_entropy(fresh, folder, temperature):
+    data = cases.make_batch(0, calculate_entropy=True, temperature=temperature)
+    with torch.no_grad():
+        expected = cases.outputs_of(cases.load_model(folder), data)
+    outputs = cases.score(fresh, data)
+    for ours, theirs in zip(outputs["log_probs"], expected["log_probs"].unbind(), strict=True):
+        torch.testing.assert_close(ours[:-1], theirs[:-1], rtol=0, atol=5e-6)
+    torch.testing.assert_close(
+        outputs["entropy"], list(expected["entropy"].unbind()), rtol=0, atol=5e-6
+    )
+
+
+def test_sum_of_squared_probabilities_stands_beside_the_same_log_probs(fresh, folder):
+    temperature = torch.linspace(0.5, 2.0, cases.SAMPLES)
+    data = cases.make_batch(0, temperature=temperature)
+    plain = cases.score(fresh, data)
+    data = cases.make_batch(0, temperature=temperature, calculate_sum_pi_squared=True)
+    outputs = cases.score(fresh, data)
+    torch.testing.assert_close(outputs["log_probs"], plain["log_probs"], rtol=0, atol=5e-6)
+    model = cases.load_model(folder)
+    for tokens, t, ours in zip(
+        data["input_ids"].unbind(), temperature, outputs["sum_pi_squared"], strict=True
+    ):
+        with torch.no_grad():
+            expected = F.softmax(model(tokens[None]).logits[0] / t, -1).square().sum(-1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=5e-6)
+
+
+def test_training_keeps_outputs_only_if_asked(fresh):
+    fresh.set_loss_fn(cases.loss_of("sft"))
+    for asked in (False, True):
+        data = cases.batch_of("sft", 0, return_model_output=asked)
+        with fresh.engine.train_mode():
+            output = fresh.engine.train_batch(data, fresh.loss_fn)
+        assert bool(output["model_output"]) == asked
+    assert not output["model_output"]["log_probs"].requires_grad
+
+
+def test_split_primitives_add_gradients_up(fresh):
+    """As verl's Tinker worker calls them: two halves, then one step."""
+    engine, loss_function = fresh.engine, cases.loss_of("sft")
+    with engine.train_mode():
+        expected = engine.train_batch(cases.batch_of("sft", 0), loss_function)["metrics"]
+    fresh.reset()
+    engine.optimizer_zero_grad()
+    data = cases.batch_of("sft", 0)
+    tokens = data["loss_mask"].values().sum()
+    for half in tu.chunk_tensordict(data, 2):
+        share = half["loss_mask"].values().sum() / tokens
+        with engine.train_mode(zero_grad_on_exit=False):
+            engine.forward_backward_batch(
+                half, lambda share=share, **kw: (loss_function(**kw)[0] * share, {})
+            )
+    with engine.train_mode():
+        norm = engine.optimizer_step()
+    assert norm == pytest.approx(expected["grad_norm"], rel=5e-6)
+
+
+def test_mini_batches_step_the_schedule_once(fresh):
+    """As verl's PPO calls it: two mini-batches, two epochs, four steps of the optimizer."""
+    engine = fresh.engine
+    halves = tu.chunk_tensordict(cases.batch_of("ppo", 0), 2)
+    with engine.train_mode():
+        for half in halves * 2:
+            engine.train_batch(half, cases.loss_of("ppo"))
+    expected = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    fresh.reset()
+    fresh.set_loss_fn(cases.loss_of("ppo"))
+    data = cases.batch_of(
+        "ppo", 0, num_mini_batch=2, epochs=2, seed=0, dataloader_kwargs={"shuffle": False}
+    )
+    metrics = tu.get(fresh.train_mini_batch(data), "metrics")
+    assert len(metrics["grad_norm"]) == 4 and len(metrics["lr"]) == 1
+    assert {"actor/entropy_loss", "kl_loss", "actor/pg_loss"} <= metrics.keys()
+    assert engine.engine.lr_schedulers.last_epoch == 1
+    for name, tensor in engine.get_per_tensor_param()[0]:
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(fresh):
+    before = dict(fresh.engine.get_per_tensor_param()[0])
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with fresh.engine.train_mode():
+        output = fresh.engine.train_batch(
+            cases.batch_of("sft", 0),
+            lambda model_output, **_: (model_output["log_probs"].values().sum() * float("nan"), {}),
+        )
+    assert output["metrics"]["grad_norm"] != output["metrics"]["grad_norm"]  # nan
+    for name, tensor in fresh.engine.get_per_tensor_param()[0]:
+        assert torch.equal(tensor, before[name])
+
+
+REFUSED = {
+    "distillation_use_topk": (True, "distillation from a teacher's top-k"),
+    "distillation_only": (True, "distillation without log-probabilities"),
+    "enable_routing_replay": (True, "routing replay"),
+    "pad_mode": ("left_right", "got pad_mode = 'left_right'"),
+    "multi_modal_inputs": ([{"pixel_values": 0}] * cases.SAMPLES, "got multi_modal_inputs"),
+    "calculate_sum_pi_squared": (True, "sum of squared probabilities in training"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_a_batch_asks_for_in_vain_is_refused_by_name(worker, key):
+    value, words = REFUSED[key]
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        cases.train(worker, "sft", range(1), **{key: value})
+    assert str(error.value).count(". ") == 0  # one sentence
+
+
+def test_padded_samples_are_refused(worker):
+    data = cases.batch_of("sft", 0)
+    data["input_ids"] = data["input_ids"].to_padded_tensor(0)
+    with pytest.raises(ValueError, match="input_ids as a jagged tensor"):
+        worker.engine.infer_batch(data)
+
+
+# ---- over ranks ----
+
+
+def tempered(folder, layouts):
+    """layout -> (scores with a temperature per sample, gradient norm or None), on each rank."""
+    settings = dict(temperature=torch.linspace(0.5, 2.0, cases.SAMPLES))
+    results = {}
+    for name in layouts:
+        worker = cases.make_worker(folder, **cases.LAYOUTS[name])
+        scores = cases.score(worker, cases.make_batch(0, calculate_entropy=True, **settings))
+        data = cases.make_batch(0, calculate_sum_pi_squared=True, **settings)
+        scores |= cases.score(worker, data)
+        worker.set_loss_fn(cases.loss_of("ppo"))
+        split = dict(use_dynamic_bsz=True, max_token_len_per_gpu=40)
+        output = worker.train_batch(cases.batch_of("ppo", 0, **settings, **split))
+        norm = None if output is None else tu.get(output, "metrics")["grad_norm"]
+        results[name] = scores, norm
+    return results
+
+
+def test_temperature_per_sample_in_all_layouts(folder):
+    """Those that cut rows, pad them, or pipe them."""
+    (alone,) = run_ranks(tempered, 1, folder, ["one"], timeout_seconds=300)
+    scores, norm = alone["one"]
+    assert scores.keys() == {"log_probs", "entropy", "sum_pi_squared"}
+    ranks = run_ranks(tempered, 2, folder, ["tp", "pp", "cp"], timeout_seconds=300)
+    for name in ranks[0]:
+        ((other_scores, other_norm),) = [rank[name] for rank in ranks if rank[name][1] is not None]
+        assert other_norm == pytest.approx(norm, rel=5e-6), name
+        for key, samples in scores.items():
+            torch.testing.assert_close(other_scores[key], samples, rtol=0, atol=5e-6)

@@ -1,0 +1,304 @@
+"""Checkpoints through verl's interface, in this and other layouts, and weights for rollouts."""
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
+
+from tests.verl import cases
+from torchtitan.testing.gloo import run_ranks
+
+SCHEDULE = dict(lr_warmup_steps=2, total_training_steps=10, min_lr_factor=0.1)
+TIMEOUT_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return cases.save_model(str(tmp_path_factory.mktemp("models")), "qwen3")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A single process, as far as verl's worker can tell."""
+    cases.pretend_torchrun(monkeypatch)
+
+
+def weights_of(engine):
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def assert_same(ours, theirs, **tolerance):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, **(tolerance or dict(rtol=0, atol=0)))
+
+
+# ---- saving and loading ----
+
+
+def test_resumed_run_repeats_the_steps_that_followed(alone, folder, tmp_path):
+    worker = cases.make_worker(folder, optim=SCHEDULE)
+    cases.train(worker, "sft", range(2))
+    worker.save_checkpoint(str(tmp_path / "global_step_2"), global_step=2)
+    lr = worker.engine.engine.lr
+    expected = cases.train(worker, "sft", range(2, 5))
+    resumed = cases.make_worker(folder, optim=SCHEDULE)
+    resumed.load_checkpoint(str(tmp_path / "global_step_2"))
+    assert resumed.engine.engine.lr == lr
+    assert cases.train(resumed, "sft", range(2, 5)).losses == expected.losses
+    assert_same(weights_of(resumed.engine), weights_of(worker.engine))
+
+
+def test_initialize_begins_anew(alone, folder):
+    worker = cases.make_worker(folder, optim=SCHEDULE)
+    first = cases.train(worker, "sft", range(2))
+    worker.reset()
+    assert cases.train(worker, "sft", range(2)).losses == first.losses
+
+
+def test_total_steps_count_when_the_trainer_has_counted_them(alone, folder):
+    worker = cases.make_worker(folder, optim=dict(lr_warmup_steps=0, min_lr_factor=0.0))
+    assert worker.engine.lr_scheduler_step() == cases.LR
+    worker.optimizer_config.total_training_steps = 4
+    worker.reset()
+    rates = [worker.engine.lr_scheduler_step() for _ in range(3)]
+    assert rates == pytest.approx([cases.LR * left / 4 for left in (3, 2, 1)])
+
+
+def test_only_the_newest_checkpoints_of_the_run_are_kept(alone, folder, tmp_path):
+    (tmp_path / "global_step_0" / "of_another").mkdir(parents=True)
+    worker = cases.make_worker(folder)
+    for step in range(1, 5):
+        path = tmp_path / f"global_step_{step}"
+        worker.save_checkpoint(str(path), global_step=step, max_ckpt_to_keep=2)
+        (path / "data_0.pt").write_text("the trainer's")
+    assert sorted(os.listdir(tmp_path)) == ["global_step_0", "global_step_3", "global_step_4"]
+    resumed = cases.make_worker(folder)
+    resumed.load_checkpoint(str(tmp_path / "global_step_4"))
+    resumed.save_checkpoint(str(tmp_path / "global_step_5"), global_step=5, max_ckpt_to_keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["global_step_0", "global_step_3", "global_step_5"]
+
+
+@pytest.mark.parametrize("contents", [["model"], ["hf_model"], ["model", "optimizer", "extra"]])
+def test_contents_say_what_is_saved_and_loaded(alone, folder, tmp_path, contents):
+    checkpoint = dict(save_contents=contents, load_contents=contents)
+    worker = cases.make_worker(folder, optim=SCHEDULE, checkpoint=checkpoint)
+    cases.train(worker, "sft", range(2))
+    worker.save_checkpoint(str(tmp_path / "a"), global_step=2)
+    assert os.path.isdir(tmp_path / "a/huggingface") == ("hf_model" in contents)
+    resumed = cases.make_worker(folder, optim=SCHEDULE, checkpoint=checkpoint)
+    resumed.load_checkpoint(str(tmp_path / "a"))
+    assert_same(weights_of(resumed.engine), weights_of(worker.engine))
+    engines = worker.engine.engine, resumed.engine.engine
+    same_schedule = engines[0].lr_schedulers.last_epoch == engines[1].lr_schedulers.last_epoch
+    assert same_schedule == ("extra" in contents)
+
+
+def test_optimizer_may_be_left_out_of_loading(alone, folder, tmp_path):
+    worker = cases.make_worker(folder, optim=SCHEDULE)
+    cases.train(worker, "sft", range(2))
+    worker.save_checkpoint(str(tmp_path / "a"), global_step=2)
+    checkpoint = dict(load_contents=["model", "extra"])
+    resumed = cases.make_worker(folder, optim=SCHEDULE, checkpoint=checkpoint)
+    resumed.load_checkpoint(str(tmp_path / "a"))
+    assert resumed.engine.engine.lr_schedulers.last_epoch == 2
+    steps = [state["step"] for state in resumed.engine.optimizer.state.values() if state]
+    assert all(step == 0 for step in steps)
+
+
+def test_hf_model_is_one_that_transformers_loads(alone, folder, tmp_path):
+    worker = cases.make_worker(folder, checkpoint=dict(save_contents=["hf_model"]))
+    record = cases.train(worker, "sft")
+    worker.save_checkpoint(str(tmp_path), global_step=3)
+    model = cases.load_model(str(tmp_path / "huggingface"))
+    with torch.no_grad():
+        expected = cases.outputs_of(model, cases.make_batch(0))["log_probs"]
+    for ours, theirs in zip(record.outputs["log_probs"], expected.unbind(), strict=True):
+        torch.testing.assert_close(ours[:-1], theirs[:-1], rtol=0, atol=5e-6)
+
+
+def test_critic_of_a_language_model_is_saved_for_transformers(alone, folder, tmp_path):
+    contents = dict(save_contents=["hf_model"])
+    worker = cases.make_worker(folder, "value_model", checkpoint=contents)
+    weights = weights_of(worker.engine)
+    body = load_file(os.path.join(folder, "model.safetensors"))
+    assert_same({k: v for k, v in weights.items() if k in body}, without_output(body))
+    assert weights["score.weight"].std() > 0 and not weights["score.bias"].any()
+    record = cases.train(worker, "value")
+    worker.save_checkpoint(str(tmp_path), global_step=3)
+    critic = cases.load_model(str(tmp_path / "huggingface"), is_critic=True)
+    with torch.no_grad():
+        values = cases.values_of(critic, cases.make_batch(0))["values"]
+    torch.testing.assert_close(record.outputs["values"], list(values.unbind()), rtol=0, atol=5e-6)
+    again = cases.make_worker(str(tmp_path / "huggingface"), "value_model")
+    assert_same(weights_of(again.engine), weights_of(worker.engine))
+
+
+def without_output(weights):
+    return {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+
+
+def test_missing_checkpoint_is_an_error(alone, folder, tmp_path):
+    worker = cases.make_worker(folder)
+    with pytest.raises(FileNotFoundError, match="global_step_7"):
+        worker.load_checkpoint(str(tmp_path / "global_step_7"))
+
+
+def train_and_save(folder, path, sizes):
+    worker = cases.make_worker(folder, optim=SCHEDULE, **sizes)
+    cases.train(worker, "sft", range(2))
+    worker.save_checkpoint(path, global_step=2)
+    record = cases.train(worker, "sft", range(2, 4))
+    return record.losses, weights_of(worker.engine)
+
+
+def load_and_train(folder, path, layouts):
+    results = []
+    for sizes in layouts:
+        worker = cases.make_worker(folder, optim=SCHEDULE, **sizes)
+        worker.load_checkpoint(path)
+        record = cases.train(worker, "sft", range(2, 4))
+        results.append((record.losses, weights_of(worker.engine)))
+    return results
+
+
+def test_checkpoint_of_one_layout_continues_in_another(folder, tmp_path):
+    path = str(tmp_path / "global_step_2")
+    ((losses, weights), _) = run_ranks(
+        train_and_save, 2, folder, path, cases.LAYOUTS["fsdp"], timeout_seconds=TIMEOUT_SECONDS
+    )
+    layouts = [cases.LAYOUTS[name] for name in ("tp", "pp", "cp")]
+    ranks = run_ranks(load_and_train, 2, folder, path, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    for results in zip(*ranks, strict=True):
+        for other_losses, other_weights in results:
+            if other_losses:
+                torch.testing.assert_close(other_losses, losses, rtol=1e-5, atol=0)
+            assert_same(other_weights, weights, rtol=0, atol=1e-5)
+
+
+# ---- weights for a rollout ----
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "qwen3_moe"])
+def test_exported_weights_have_the_names_and_values_of_the_files(alone, tmp_path, family, changes):
+    folder = cases.save_model(str(tmp_path), family, **changes)
+    files = load_file(os.path.join(folder, "model.safetensors"))
+    weights = weights_of(cases.make_worker(folder).engine)
+    if changes:
+        assert torch.equal(weights.pop("lm_head.weight"), files["model.embed_tokens.weight"])
+    assert_same(weights, files)
+
+
+def test_exported_weights_have_the_dtype_of_the_engine(alone, folder):
+    weights = weights_of(cases.make_worker(folder, dtype="bfloat16").engine)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_single_shards_are_refused_by_name(alone, folder):
+    with pytest.raises(NotImplementedError, match="was asked for shards"):
+        cases.make_worker(folder).engine.get_per_tensor_param_shard()
+
+
+def apply_deltas(folders_and_sizes):
+    """Whether rank 0 has, of each case, the new weights from the old ones and the deltas."""
+    results = []
+    for folder, sizes in folders_and_sizes:
+        engine = cases.make_worker(folder, **sizes).engine
+        received = weights_of(engine)
+        engine.prime_delta_snapshots()
+        share = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        for step in range(2):
+            data = cases.share_of(cases.batch_of("sft", step), *share)
+            with engine.train_mode():
+                engine.train_batch(data, cases.loss_of("sft"))
+            n_changes = 0
+            for (
+                slots,
+                dtype,
+                counts,
+                positions,
+                values,
+                group,
+            ) in engine.get_per_tensor_param_delta_shard()[0]:
+                ((name, shape),) = slots
+                assert str(received[name].dtype) == f"torch.{dtype}"
+                assert received[name].shape == shape
+                gathered = gather_slot_entries_to_rank0(positions, values, counts, group=group)
+                if gathered is not None:
+                    ((where, what),) = gathered
+                    n_changes += len(where)
+                    assert len(where.unique()) == len(where), "a change came twice"
+                    received[name].view(-1)[where.long()] = what
+            expected = weights_of(engine)
+            if torch.distributed.get_rank() == 0:
+                assert_same(received, expected)
+                results.append(n_changes)
+        left = sum(int(entry[2]) for entry in engine.get_per_tensor_param_delta_shard()[0])
+        assert left == 0, "changes come once"
+    return results
+
+
+def test_deltas_of_shards_turn_old_weights_into_new_ones(folder, tmp_path):
+    llama = cases.save_model(str(tmp_path), "llama3")
+    moe = cases.save_model(str(tmp_path), "qwen3_moe")
+    ep = {"data_parallel_shard_size": 2, "expert_parallel_size": 2}
+    layouts = [sizes for sizes in cases.LAYOUTS.values() if sizes]
+    todo = [(llama, sizes) for sizes in layouts] + [(folder, layouts[0]), (moe, ep)]
+    changes, _ = run_ranks(apply_deltas, 2, todo, timeout_seconds=TIMEOUT_SECONDS)
+    assert len(changes) == 2 * len(todo) and min(changes) > 1000
+
+
+def weights_on_ranks(folder, layouts):
+    return [weights_of(cases.make_worker(folder, **sizes).engine) for sizes in layouts]
+
+
+def test_every_rank_gets_whole_weights_in_every_layout(folder):
+    files = load_file(os.path.join(folder, "model.safetensors"))
+    layouts = [sizes for sizes in cases.LAYOUTS.values() if sizes]
+    for weights in run_ranks(weights_on_ranks, 2, folder, layouts, timeout_seconds=TIMEOUT_SECONDS):
+        for of_layout in weights:
+            assert_same(of_layout, files)
+
+
+# ---- scoring, offloading ----
+
+
+def test_forward_only_engine_scores_and_has_no_optimizer_state(alone, folder):
+    trains = cases.score(cases.make_worker(folder), cases.make_batch(0))
+    worker = cases.make_worker(folder, forward_only=True)
+    assert cases.score(worker, cases.make_batch(0)).keys() == trains.keys()
+    torch.testing.assert_close(
+        cases.score(worker, cases.make_batch(0))["log_probs"], trains["log_probs"]
+    )
+    with pytest.raises(RuntimeError, match="forward_only"):
+        worker.engine.train_batch(cases.batch_of("sft", 0), cases.loss_of("sft"))
+
+
+def test_offloaded_engine_trains_as_another(alone, folder):
+    expected = cases.train(cases.make_worker(folder), "ppo")
+    worker = cases.make_worker(folder, param_offload=True, optimizer_offload=True)
+    assert worker.engine.is_param_offload_enabled and worker.engine.is_optimizer_offload_enabled
+    record = cases.train(worker, "ppo")
+    assert (record.losses, record.norms) == (expected.losses, expected.norms)
+    worker.to("cpu")
+    worker.to("device")
+
+
+def test_hf_folder_keeps_config_and_tokenizer_beside_weights(alone, folder, tmp_path):
+    worker = cases.make_worker(folder, checkpoint=dict(save_contents=["hf_model"]))
+    worker.model_config.tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file="tests/assets/tokenizer/tokenizer.json"
+    )
+    worker.save_checkpoint(str(tmp_path), global_step=3)
+    names = set(os.listdir(tmp_path / "huggingface"))
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= names
+    saved = json.loads((tmp_path / "huggingface/config.json").read_text())
+    assert saved["architectures"] == ["Qwen3ForCausalLM"]

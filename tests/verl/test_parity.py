@@ -1,0 +1,109 @@
+"""Three steps of verl's losses: our engine in each layout against plain transformers."""
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
+
+from tests.verl import cases
+from torchtitan.testing.gloo import run_ranks
+
+FAMILIES, KINDS = ["qwen3", "llama3"], ["sft", "ppo", "value"]
+TIMEOUT_SECONDS = 300
+
+
+def records_of(folders, layouts):
+    """(family, kind, layout) -> record, on one rank."""
+    records = {}
+    for (family, kind), folder in folders.items():
+        model_type = "value_model" if kind == "value" else "language_model"
+        for layout, sizes in layouts.items():
+            worker = cases.make_worker(folder, model_type, **sizes)
+            records[family, kind, layout] = cases.train(worker, kind)
+    return records
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(family, kind) -> folder."""
+    folder = str(tmp_path_factory.mktemp("models"))
+    return {
+        (family, kind): cases.save_model(folder, family, is_critic=kind == "value")
+        for family in FAMILIES
+        for kind in KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    return {case: cases.reference(folder, case[1]) for case, folder in folders.items()}
+
+
+def merged(records, n_shares=1):
+    """One record of all ranks': each data-parallel share of the outputs comes once, in order."""
+    (first, *_) = [record for record in records if record.losses]
+    shares = [record.outputs for record in records if record.outputs]
+    assert len(shares) == n_shares
+    outputs = {name: [x for share in shares for x in share[name]] for name in first.outputs}
+    return cases.Record(first.losses, first.norms, outputs)
+
+
+def test_one_process_trains_as_transformers_does(folders, references):
+    (records,) = run_ranks(records_of, 1, folders, {"one": {}}, timeout_seconds=TIMEOUT_SECONDS)
+    for (family, kind, _), record in records.items():
+        cases.assert_same_run(record, references[family, kind])
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folders):
+    layouts = {name: sizes for name, sizes in cases.LAYOUTS.items() if sizes}
+    return run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp", "cp"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_train_as_transformers_does(on_two_ranks, references, family, kind, layout):
+    records = [records[family, kind, layout] for records in on_two_ranks]
+    cases.assert_same_run(merged(records, 2 if layout == "fsdp" else 1), references[family, kind])
+
+
+def test_tied_embeddings_train_as_in_transformers(tmp_path):
+    folder = cases.save_model(str(tmp_path), "qwen3", tie_word_embeddings=True)
+    folders = {("tied", kind): folder for kind in ("sft", "ppo")}
+    layouts = {name: cases.LAYOUTS[name] for name in ("fsdp", "pp")}
+    ranks = run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    for case in ranks[0]:
+        records = [records[case] for records in ranks]
+        n_shares = 2 if case[2] == "fsdp" else 1
+        cases.assert_same_run(merged(records, n_shares), cases.reference(folder, case[1]))
+
+
+FOUR = {
+    "fsdp x tp": {"data_parallel_shard_size": 2, "tensor_parallel_size": 2},
+    "pp x tp": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_transformers_does(folders, references):
+    ranks = run_ranks(records_of, 4, folders, FOUR, timeout_seconds=TIMEOUT_SECONDS)
+    for case in ranks[0]:
+        records = [records[case] for records in ranks]
+        cases.assert_same_run(
+            merged(records, 2 if case[2] == "fsdp x tp" else 1), references[case[:2]]
+        )
+
+
+def test_mixture_of_experts_trains_as_transformers_does(tmp_path):
+    folders = {
+        ("qwen3_moe", kind): cases.save_model(str(tmp_path), "qwen3_moe") for kind in ("sft", "ppo")
+    }
+    ep = {"data_parallel_shard_size": 2, "expert_parallel_size": 2}
+    (alone,) = run_ranks(records_of, 1, folders, {"one": {}}, timeout_seconds=TIMEOUT_SECONDS)
+    ranks = run_ranks(records_of, 2, folders, {"ep": ep}, timeout_seconds=TIMEOUT_SECONDS)
+    for (family, kind), folder in folders.items():
+        expected = cases.reference(folder, kind)
+        cases.assert_same_run(alone[family, kind, "one"], expected)
+        cases.assert_same_run(
+            merged([records[family, kind, "ep"] for records in ranks], 2), expected
+        )

@@ -1,0 +1,250 @@
+"""verl's settings as ours, the plug-in that verl loads, and what a wrong setting gets."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
+
+import torch
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+from tests.verl import cases
+from torchtitan.integrations.verl.config import in_verls_words, job_config_of
+from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return cases.save_model(str(tmp_path_factory.mktemp("models")), "qwen3")
+
+
+def model_config(folder, **changes):
+    return HFModelConfig(path=folder, load_tokenizer=False, **changes)
+
+
+def job_of(folder, *, optim=None, checkpoint=None, model=None, world_size=1, **engine):
+    return job_config_of(
+        cases.engine_config(**engine),
+        cases.optimizer_config(**(optim or {})),
+        model_config(folder, **(model or {})),
+        CheckpointConfig(**(checkpoint or {})),
+        "language_model",
+        world_size,
+    )[0]
+
+
+# ---- what they become ----
+
+
+def test_settings_reach_the_job(folder):
+    optim = dict(lr=2e-4, lr_warmup_steps_ratio=0.1, total_training_steps=50, decay_type="cosine")
+    optim |= dict(betas=(0.8, 0.9), clip_grad=3.0, eps=1e-6, weight_decay=0.2, min_lr_factor=0.3)
+    job = job_of(
+        folder,
+        optim=optim,
+        world_size=4,
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        reshard_after_forward="never",
+        max_seq_len=128,
+        job={"parallelism.pipeline_parallel_schedule": "GPipe"},
+    )
+    assert job.optimizer.lr == 2e-4 and job.optimizer.eps == 1e-6
+    assert (job.optimizer.beta1, job.optimizer.beta2) == (0.8, 0.9)
+    assert job.optimizer.weight_decay == 0.2 and job.training.max_norm == 3.0
+    schedule = job.lr_scheduler
+    assert (schedule.warmup_steps, schedule.total_steps) == (5, 50)
+    assert (schedule.decay_type, schedule.min_lr_factor) == ("cosine", 0.3)
+    assert job.parallelism.tensor_parallel_degree == 2
+    assert job.parallelism.fsdp_reshard_after_forward == "never"
+    assert job.parallelism.pipeline_parallel_schedule == "GPipe"
+    assert job.training.mixed_precision_param == "bfloat16" and job.training.seq_len == 128
+    assert job.training.gradient_reduction == "mean"
+
+
+def test_schedule_of_unknown_length_stays_at_its_peak(folder):
+    schedule = job_of(folder, optim=dict(min_lr_factor=0.0, lr_warmup_steps=3)).lr_scheduler
+    assert (schedule.warmup_steps, schedule.decay_ratio) == (3, 0.0)
+
+
+def test_model_of_the_overridden_config_is_built(folder):
+    job, spec = job_config_of(
+        cases.engine_config(),
+        cases.optimizer_config(),
+        model_config(folder, override_config={"model_config": {"rms_norm_eps": 1e-3}}),
+        None,
+        "language_model",
+        1,
+    )
+    assert spec.model_args[job.model.flavor].norm_eps == 1e-3
+
+
+def test_keys_of_ours_come_from_verls_command_line(folder):
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    settings = {
+        "_target_": "torchtitan.integrations.verl.config.EngineConfig",
+        "tensor_parallel_size": 2,
+        "job": {"parallelism.pipeline_parallel_schedule": "GPipe", "training": {"gc_freq": 7}},
+    }
+    engine = omega_conf_to_dataclass(OmegaConf.create(settings))
+    optimizer, model = cases.optimizer_config(), model_config(folder)
+    job, _ = job_config_of(engine, optimizer, model, None, "language_model", 4)
+    assert job.parallelism.pipeline_parallel_schedule == "GPipe" and job.training.gc_freq == 7
+    assert job.parallelism.data_parallel_shard_degree == -1
+
+
+# ---- what is refused ----
+
+WRONG = {
+    "sizes beyond the ranks": (dict(tensor_parallel_size=2), "start 2 processes"),
+    "sizes below the ranks": (
+        dict(data_parallel_shard_size=1, world_size=2),
+        "or set engine.data_parallel_shard_size = 2",
+    ),
+    "two truths": (dict(data_parallel_size=4, world_size=2), "engine.data_parallel_size must be 1"),
+    "size 0": (dict(context_parallel_size=0), "engine.context_parallel_size must be at least 1"),
+    "kernel": (dict(attn_type="flex_flash"), "engine.attn_type must be 'flex' or 'varlen'"),
+    "dtype": (dict(dtype="float16"), "got 'float16'"),
+    "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
+    "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
+    "LoRA": (dict(model=dict(lora_rank=8)), "LoRA is not available here"),
+    "LoRA of Megatron's kind": (dict(model=dict(lora={"rank": 8})), "model.lora.rank = 8"),
+    "adapter": (dict(model=dict(lora_adapter_path="/a")), "model.lora_adapter_path = '/a'"),
+    "contents": (
+        dict(checkpoint=dict(save_contents=["modle"])),
+        "checkpoint.save_contents can hold model, optimizer, extra, hf_model",
+    ),
+    "contents without model": (
+        dict(checkpoint=dict(save_contents=["optimizer"])),
+        "must have 'model'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_setting_is_one_sentence_that_names_it(folder, case):
+    changes, words = WRONG[case]
+    with pytest.raises(ConfigError) as error:
+        job_of(folder, **changes)
+    message = str(error.value)
+    assert words in message
+    assert ". " not in message and "\n" not in message
+
+
+def test_other_engines_configs_are_refused(folder):
+    model, ours = model_config(folder), cases.engine_config()
+    with pytest.raises(ConfigError, match="got FSDPEngineConfig; set engine=torchtitan"):
+        job_config_of(FSDPEngineConfig(), cases.optimizer_config(), model, None, "", 1)
+    with pytest.raises(ConfigError, match="got FSDPOptimizerConfig without .*optim=torchtitan"):
+        job_config_of(ours, FSDPOptimizerConfig(), model, None, "", 1)
+    with pytest.raises(ConfigError, match="got None; give one, or set engine.forward_only"):
+        job_config_of(ours, None, model, None, "", 1)
+    job_config_of(cases.engine_config(forward_only=True), None, model, None, "language_model", 1)
+
+
+def test_vision_model_is_refused(folder):
+    model = model_config(folder)
+    model.hf_config.vision_config = {"depth": 2}
+    with pytest.raises(ConfigError, match="with a vision_config in"):
+        job_config_of(cases.engine_config(), cases.optimizer_config(), model, None, "", 1)
+
+
+def test_critic_of_two_labels_is_refused(tmp_path):
+    folder = cases.save_model(str(tmp_path), "qwen3", is_critic=True, num_labels=2)
+    model = model_config(folder)
+    with pytest.raises(ValueError, match="its 2 labels are not one value"):
+        job_config_of(
+            cases.engine_config(), cases.optimizer_config(), model, None, "value_model", 1
+        )
+
+
+def test_critic_is_no_language_model(tmp_path):
+    folder = cases.save_model(str(tmp_path), "qwen3", is_critic=True)
+    with pytest.raises(ConfigError, match="got Qwen3ForTokenClassification in"):
+        job_of(folder)
+
+
+def test_our_messages_are_told_in_verls_words():
+    ours = "parallelism.tensor_parallel_degree must divide n_heads, got 3 with training.max_norm"
+    assert in_verls_words(ours) == (
+        "engine.tensor_parallel_size must divide n_heads, got 3 with optim.clip_grad"
+    )
+
+
+def refusal_on_a_rank(folder):
+    try:
+        cases.make_worker(folder, tensor_parallel_size=8, data_parallel_shard_size=1)
+    except ConfigError as error:
+        return str(error)
+
+
+def refusal_of_heads(folder):
+    try:
+        cases.make_worker(folder, tensor_parallel_size=2)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_every_rank_gets_the_same_sentence(folder, tmp_path):
+    first, second = run_ranks(refusal_on_a_rank, 2, folder, timeout_seconds=120)
+    assert first == second and "a product of 8 (tensor_parallel_size = 8)" in first
+    odd = cases.save_model(
+        str(tmp_path), "qwen3", num_key_value_heads=3, num_attention_heads=3, vocab_size=63
+    )
+    first, second = run_ranks(refusal_of_heads, 2, odd, timeout_seconds=120)
+    assert first == second and "engine.tensor_parallel_size must divide" in first
+
+
+# ---- the plug-in ----
+
+
+def in_new_process(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is for machines without accelerator")
+def test_import_of_verl_brings_the_cpu_and_the_engines():
+    code = """
+import sys, verl
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+assert "torchtitan.integrations.verl.engine" not in sys.modules, "engines are imported too early"
+assert (get_device_name(), get_device_id()) == ("cpu", "cpu")
+assert get_torch_device().max_memory_allocated() == 0
+from verl.workers.engine import EngineRegistry
+for model_type in ("language_model", "value_model"):
+    print(EngineRegistry.get_engine_cls(model_type, "torchtitan").__module__)
+"""
+    result = in_new_process(code)
+    assert result.stdout.split() == ["torchtitan.integrations.verl.engine"] * 2
+    assert "torchtitan engine is not available" not in result.stderr
+
+
+def test_plug_in_that_fails_says_so():
+    # verl's own imports need the platform, too; they come before its plug-ins.
+    code = """
+import importlib.metadata, sys
+entry_points = importlib.metadata.entry_points
+def entry_points_of(**kwargs):
+    if kwargs.get("group") == "verl.plugins":
+        sys.modules["verl.plugin.platform"] = None
+    return entry_points(**kwargs)
+importlib.metadata.entry_points = entry_points_of
+import verl
+"""
+    result = in_new_process(code)
+    assert "torchtitan is no backend of verl here" in result.stderr
+    assert "made for verl 0.9.1" in result.stderr and "VERL_USE_EXTERNAL_PLUGINS" in result.stderr

@@ -1,0 +1,1 @@
+"""The engine inside other frameworks, each behind an extra of its own."""

@@ -1,0 +1,322 @@
+"""verl's settings as a `JobConfig`, and what is refused: each in one sentence, in verl's words."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import TorchtitanEngineConfig
+
+from torchtitan.config import JobConfig
+from torchtitan.config.checks.common import refuse
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.optim.optimizer import build_optimizers
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.logging import logger, warn_once
+
+FLAVOR = "of_verl"  # the one flavor of the train spec made for a folder
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+# Our key -> verl's field: of `TorchtitanEngineConfig`, and of `TorchtitanOptimizerConfig`.
+_ENGINE_FIELDS = {
+    "parallelism.data_parallel_replicate_degree": "data_parallel_replicate_size",
+    "parallelism.data_parallel_shard_degree": "data_parallel_shard_size",
+    "parallelism.tensor_parallel_degree": "tensor_parallel_size",
+    "parallelism.pipeline_parallel_degree": "pipeline_parallel_size",
+    "parallelism.context_parallel_degree": "context_parallel_size",
+    "parallelism.expert_parallel_degree": "expert_parallel_size",
+    "parallelism.expert_tensor_parallel_degree": "expert_tensor_parallel_size",
+    "parallelism.fsdp_reshard_after_forward": "reshard_after_forward",
+    "model.attn_type": "attn_type",
+    "activation_checkpoint.mode": "activation_checkpoint",
+    "compile.enable": "use_torch_compile",
+    "training.mixed_precision_param": "dtype",
+    "training.enable_cpu_offload": "offload_policy",
+    "debug.seed": "seed",
+    "debug.deterministic": "full_determinism",
+}
+_OPTIM_FIELDS = {
+    "optimizer.name": "name",
+    "optimizer.lr": "lr",
+    "optimizer.eps": "eps",
+    "optimizer.weight_decay": "weight_decay",
+    "training.max_norm": "clip_grad",
+    "lr_scheduler.decay_type": "decay_type",
+    "lr_scheduler.min_lr_factor": "min_lr_factor",
+}
+# Fields whose work nothing of ours does, and what they have when nobody asks for it.
+_IGNORED_OF_ENGINE = {"forward_prefetch": False, "use_orig_params": False}
+_IGNORED_OF_CHECKPOINT = {"async_save": False, "save_lora_only": False}
+_IGNORED_OF_MODEL = {"use_liger": False, "enable_activation_offload": False}
+
+
+@dataclass
+class EngineConfig(TorchtitanEngineConfig):
+    """verl's settings of a torchtitan engine, and every key of ours.
+
+    For `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, and
+    `actor_rollout_ref.actor.torchtitan._target_=...` in PPO.
+
+    data_parallel_shard_size: -1 takes all ranks that are left.
+    job: keys of `JobConfig` -> values, dotted or nested, which win over what verl's fields say.
+    """
+
+    data_parallel_shard_size: int = -1
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+def job_config_of(
+    engine_config: Any,
+    optimizer_config: Any,
+    model_config: Any,
+    checkpoint_config: Any,
+    model_type: str,
+    world_size: int,
+) -> tuple[JobConfig, TrainSpec]:
+    """The job that verl's four configs describe, and the train spec of its model.
+
+    engine_config: `TorchtitanEngineConfig`. optimizer_config: `TorchtitanOptimizerConfig`, or None
+        to score only. model_config: `HFModelConfig`. checkpoint_config: `CheckpointConfig` or None.
+    model_type: "language_model" or "value_model".
+    Raises ConfigError for what cannot run, before anything is built.
+    """
+    refuse(
+        _engine_problems(engine_config, world_size),
+        _optimizer_problems(engine_config, optimizer_config),
+        _model_problems(model_config, model_type),
+        _checkpoint_problems(checkpoint_config),
+    )
+    _warn_of_ignored(engine_config, model_config, checkpoint_config)
+    match = from_hf_config(model_config.hf_config.to_dict())
+    spec = dataclasses.replace(
+        get_train_spec(match.family),
+        model_args={FLAVOR: match.model_args},
+        # Experts are not evened out: rollouts with the same weights would choose others.
+        build_optimizers_fn=build_optimizers,
+    )
+    job = JobConfig()
+    job.job.description = f"verl {model_type} {model_config.local_path}"
+    job.model.name, job.model.flavor = match.family, FLAVOR
+    job.model.hf_assets_path = model_config.local_path
+    job.model.attn_mask_type = "block_causal"
+    job.model.value_head = model_type == "value_model"
+    job.activation_checkpoint.selective_ac_option = "op"
+    for key, name in _ENGINE_FIELDS.items():
+        _set(job, key, getattr(engine_config, name))
+    # Positions grow with the samples; this is where the table of RoPE begins.
+    longest = match.model_args.max_seq_len
+    job.training.seq_len = engine_config.max_seq_len or min(job.training.seq_len, longest)
+    # verl's losses are means over data-parallel ranks, multiplied by their number.
+    job.training.gradient_reduction = "mean"
+    if optimizer_config is not None:
+        _set_optimizer(job, optimizer_config)
+    if not engine_config.forward_only:  # otherwise nothing but weights is loaded anyway
+        job.checkpoint.exclude_from_loading = list(_left_out(checkpoint_config))
+    for key, value in _leaves(getattr(engine_config, "job", {})):
+        try:
+            _set(job, key, value)
+        except AttributeError:
+            raise ConfigError(
+                f"engine.job takes keys of torchtitan's JobConfig, such as "
+                f"parallelism.pipeline_parallel_schedule, got {key!r}; correct or remove it"
+            ) from None
+    return job, spec
+
+
+def in_verls_words(message: str) -> str:
+    """A message of ours with verl's fields in place of our keys."""
+    for table, section in ((_ENGINE_FIELDS, "engine"), (_OPTIM_FIELDS, "optim")):
+        for key, name in table.items():
+            message = message.replace(key, f"{section}.{name}")
+            # Keys of one section are named in full only once.
+            if key.startswith("parallelism."):
+                message = re.sub(rf"\b{key.split('.')[1]}\b", name, message)
+    return message
+
+
+# ---- the parts ----
+
+
+def _set(job: JobConfig, key: str, value: Any) -> None:
+    """Set a dotted key. Raises AttributeError for one that there is not."""
+    *sections, name = key.split(".")
+    part: Any = job
+    for section in sections:
+        part = getattr(part, section)
+    getattr(part, name)
+    setattr(part, name, value)
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _set_optimizer(job: JobConfig, config: Any) -> None:
+    for key, name in _OPTIM_FIELDS.items():
+        _set(job, key, getattr(config, name))
+    job.optimizer.beta1, job.optimizer.beta2 = config.betas
+    total, warmup = config.total_training_steps, config.lr_warmup_steps
+    is_known = total is not None and total > 0
+    if warmup is None or warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total) if is_known else 0
+    schedule = job.lr_scheduler
+    schedule.warmup_steps = warmup
+    schedule.total_steps = total if is_known else max(warmup, 1)
+    if not is_known:
+        schedule.decay_ratio = 0.0  # nobody knows where the decay would begin
+    job.training.steps = schedule.total_steps
+
+
+def _left_out(checkpoint_config: Any) -> Iterator[str]:
+    """Names of the states that a load leaves as they are."""
+    contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
+    if "optimizer" not in contents:
+        yield "optimizer"
+    if "extra" not in contents:
+        yield from ("lr_scheduler", "train_state")
+
+
+# ---- what is refused ----
+
+
+def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
+    if not isinstance(config, TorchtitanEngineConfig):
+        yield (
+            f"torchtitan's engine is configured by verl's TorchtitanEngineConfig or a class made "
+            f"from it, got {type(config).__name__}; set engine=torchtitan on the command line"
+        )
+    if config.attn_type not in ("flex", "varlen"):
+        yield (
+            f"engine.attn_type must be 'flex' or 'varlen' here, got {config.attn_type!r}, whose "
+            "kernel this version does not call; choose 'flex'"
+        )
+    if config.dtype not in ("bfloat16", "float32"):
+        yield (
+            f"engine.dtype, in which weights are multiplied, must be 'bfloat16' or 'float32', got "
+            f"{config.dtype!r}; choose 'bfloat16'"
+        )
+    if config.router_replay.mode != "disabled":
+        yield (
+            f"routing replay is not available here, got engine.router_replay.mode = "
+            f"{config.router_replay.mode!r}; set it to 'disabled'"
+        )
+    sizes = {name: getattr(config, name) for name in _sizes()}
+    for name, size in sizes.items():
+        if size < 1 and not (name == "data_parallel_shard_size" and size == -1):
+            yield f"engine.{name} must be at least 1, got {size}; 1 turns it off"
+    others = config.data_parallel_replicate_size
+    others *= config.tensor_parallel_size * config.pipeline_parallel_size
+    others *= config.context_parallel_size
+    shards = config.data_parallel_shard_size
+    if shards == -1:
+        shards = max(world_size // others, 1)
+    if others * shards != world_size:
+        listed = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size != 1)
+        remedy = f"start {others * shards} processes"
+        if world_size % others == 0:
+            remedy += f", or set engine.data_parallel_shard_size = {world_size // others}"
+        yield (
+            f"the sizes of the engine must multiply to the number of processes, got {world_size} "
+            f"processes and a product of {others * shards} ({listed or 'all sizes are 1'}); {remedy}"
+        )
+    data_parallel = config.data_parallel_replicate_size * shards
+    if config.data_parallel_size not in (1, data_parallel):
+        yield (
+            f"engine.data_parallel_size must be 1, which leaves it open, or "
+            f"data_parallel_replicate_size * data_parallel_shard_size = {data_parallel}, got "
+            f"{config.data_parallel_size}; correct one of them"
+        )
+
+
+def _sizes() -> list[str]:
+    """verl's names of the degrees that multiply to the number of processes."""
+    return [
+        name
+        for key, name in _ENGINE_FIELDS.items()
+        if key.startswith("parallelism.") and name.endswith("_size") and "expert" not in name
+    ]
+
+
+def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:
+    if config is None:
+        if not engine_config.forward_only:
+            yield (
+                "an engine that trains needs an optimizer config, got None; give one, or set "
+                "engine.forward_only = true"
+            )
+        return
+    missing = [name for name in _OPTIM_FIELDS.values() if not hasattr(config, name)]
+    if missing:
+        yield (
+            f"torchtitan's optimizer is configured by verl's TorchtitanOptimizerConfig, got "
+            f"{type(config).__name__} without {', '.join(missing)}; set optim=torchtitan on the "
+            "command line"
+        )
+    if config.name not in ("Adam", "AdamW"):
+        yield f"optim.name must be 'Adam' or 'AdamW', got {config.name!r}; choose 'AdamW'"
+
+
+def _model_problems(config: Any, model_type: str) -> Iterator[str]:
+    if config.lora_rank > 0 or config.lora_adapter_path or config.lora.get("rank", 0) > 0:
+        yield (
+            f"LoRA is not available here, got model.lora_rank = {config.lora_rank}, "
+            f"model.lora.rank = {config.lora.get('rank', 0)} and model.lora_adapter_path = "
+            f"{config.lora_adapter_path!r}; train all weights, or use another engine"
+        )
+    hf_config = config.hf_config
+    for part in ("vision_config", "audio_config"):
+        if getattr(hf_config, part, None) is not None:
+            yield (
+                f"models of text alone can be trained here, got a {hf_config.model_type!r} with a "
+                f"{part} in {config.local_path}; use another engine"
+            )
+    if config.mtp.enable:
+        yield (
+            "layers that predict several tokens are not available here, got model.mtp.enable = "
+            "true; set it to false"
+        )
+    architecture = config.architectures[0]
+    if model_type == "language_model" and not architecture.endswith("ForCausalLM"):
+        yield (
+            f"a language model's config.json must name an architecture that ends in ForCausalLM, got "
+            f"{architecture} in {config.local_path}; give the folder of a language model"
+        )
+
+
+def _checkpoint_problems(config: Any) -> Iterator[str]:
+    for name in ("save_contents", "load_contents"):
+        contents = getattr(config, name, CHECKPOINT_CONTENTS)
+        unknown = [part for part in contents if part not in CHECKPOINT_CONTENTS]
+        if unknown:
+            yield (
+                f"checkpoint.{name} can hold {', '.join(CHECKPOINT_CONTENTS)}, got {unknown}; "
+                "correct or remove it"
+            )
+    saved = getattr(config, "save_contents", CHECKPOINT_CONTENTS)
+    if "model" not in saved and {"optimizer", "extra"} & set(saved):
+        yield (
+            f"checkpoint.save_contents must have 'model' where it has 'optimizer' or 'extra', got "
+            f"{list(saved)}; add it"
+        )
+
+
+def _warn_of_ignored(engine_config: Any, model_config: Any, checkpoint_config: Any) -> None:
+    wanted = (
+        ("engine", engine_config, _IGNORED_OF_ENGINE),
+        ("model", model_config, _IGNORED_OF_MODEL),
+        ("checkpoint", checkpoint_config, _IGNORED_OF_CHECKPOINT),
+    )
+    for section, config, defaults in wanted:
+        for name, default in defaults.items():
+            value = getattr(config, name, default)
+            if value != default:
+                warn_once(
+                    logger, f"{section}.{name} = {value} has no effect in torchtitan's engine"
+                )

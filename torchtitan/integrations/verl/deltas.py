@@ -1,0 +1,101 @@
+"""What has changed in the weights since rollouts got them, without gathering any of them.
+
+For verl's checkpoint engine `delta_sharded`. Each rank compares the blocks of weights that it holds
+with copies in host memory; of ranks with the same block, the first one reports it.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.checkpoint_engine.delta_sync.sparse_gather import shard_delta_indices
+from verl.workers.engine.spec import BlockPlacement, translate_flat_indices
+
+from torchtitan.distributed.tensor_views import LocalShard
+from torchtitan.engine import TrainingEngine
+
+Block = tuple[str, tuple[int, ...]]
+"""A weight's Hugging Face name, and where a block of it begins."""
+
+Entry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor, dist.ProcessGroup]
+"""([(name, shape)], dtype by name, [1] number of changes, [n] int32 positions in the flat weight,
+[n] values, the ranks that share the weight)."""
+
+
+class _Weight(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightDeltas:
+    """The weights that rollouts have, as this rank's part of them.
+
+    Collective: made, primed and read on all ranks. dtype: what weights are cast to for rollouts.
+    Raises ValueError for a weight whose positions don't fit in 32 bits.
+    """
+
+    def __init__(self, engine: TrainingEngine, dtype: torch.dtype):
+        self._engine, self._dtype = engine, dtype
+        self._weights, owners = self._find_owners()
+        rank = dist.get_rank()
+        self._own = {block for block, owner in owners.items() if owner == rank}
+        self._sent: dict[Block, Tensor] = {}
+
+    def _shards(self) -> Iterator[tuple[str, LocalShard]]:
+        return iter(self._engine.iter_hf_weights(dtype=self._dtype, sharded=True))
+
+    def _find_owners(self) -> tuple[dict[str, _Weight], dict[Block, int]]:
+        """(weights in an order that all ranks share, block -> the first rank that holds it)."""
+        held = [
+            (name, tuple(shard.offsets), _Weight(tuple(shard.shape), shard.tensor.dtype))
+            for name, shard in self._shards()
+        ]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, held)
+        weights: dict[str, _Weight] = {}
+        owners: dict[Block, int] = {}
+        for rank, blocks in enumerate(of_ranks):
+            for name, offsets, weight in blocks:
+                weights.setdefault(name, weight)
+                owners.setdefault((name, offsets), rank)
+        for name, weight in weights.items():
+            if math.prod(weight.shape) >= 2**31:
+                raise ValueError(
+                    f"sharded deltas count positions in 32 bits, too few for {name} of shape "
+                    f"{weight.shape}; choose another checkpoint engine of verl"
+                )
+        return weights, owners
+
+    def prime(self) -> None:
+        """Remember the weights as they are: rollouts have just got them."""
+        for name, shard in self._shards():
+            block = name, tuple(shard.offsets)
+            if block in self._own:
+                self._sent[block] = shard.tensor.detach().flatten().to("cpu", copy=True)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """One entry per weight on every rank, in the same order; from then on these are sent."""
+        device = self._engine.device
+        positions: dict[str, list[Tensor]] = {name: [] for name in self._weights}
+        values: dict[str, list[Tensor]] = {name: [] for name in self._weights}
+        for name, shard in self._shards():
+            block = name, tuple(shard.offsets)
+            if block not in self._own:
+                continue
+            now = shard.tensor.detach().to(device).flatten()
+            local, changed = shard_delta_indices(now, self._sent[block].to(device), 0)
+            self._sent[block].copy_(now)
+            place = BlockPlacement(tuple(shard.tensor.shape), block[1], tuple(shard.shape))
+            positions[name].append(translate_flat_indices(local, place).int())
+            values[name].append(changed)
+        for name, (shape, dtype) in self._weights.items():
+            where = torch.cat(
+                [*positions.pop(name), torch.empty(0, dtype=torch.int32, device=device)]
+            )
+            what = torch.cat([*values.pop(name), torch.empty(0, dtype=dtype, device=device)])
+            count = torch.tensor([where.numel()])
+            dtype_name = str(dtype).removeprefix("torch.")
+            yield [(name, shape)], dtype_name, count, where, what, dist.group.WORLD

@@ -1,0 +1,421 @@
+"""A `TrainingEngine` behind verl's interface, for language models and critics.
+
+S samples of a microbatch, N tokens in them, V vocabulary entries.
+"""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+
+from torchtitan.batch.batch import Batch
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.engine import TrainingEngine
+from torchtitan.integrations.verl import samples
+from torchtitan.integrations.verl.config import (
+    CHECKPOINT_CONTENTS,
+    in_verls_words,
+    job_config_of,
+)
+from torchtitan.integrations.verl.deltas import WeightDeltas
+from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
+from torchtitan.rank_layout import RankLayout
+from torchtitan.step.runner import Head
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.logging import logger, warn_once
+
+# Below verl's folder of a step.
+CHECKPOINT_FOLDER, HF_FOLDER = "torchtitan", "huggingface"
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+class VerlEngine(BaseEngine):
+    """What language models and critics share; each rank of a job has one.
+
+    engine: the `TrainingEngine`, from `initialize()` on. layout: where this rank stands.
+    Raises ConfigError, in verl's words, for settings that cannot run.
+    """
+
+    model_type: str
+    engine: TrainingEngine
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: Any,
+        optimizer_config: Any,
+        checkpoint_config: Any,
+    ) -> None:
+        super().__init__()
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
+        self.mode: str | None = None  # set by verl's context managers
+        self._checkpoints: list[str] = []  # that this run has saved, oldest first
+        self.layout = self._in_verls_words(RankLayout.join, *self._job())
+
+    # ---- building ----
+
+    def initialize(self) -> None:
+        """Build the model with the weights of `model_config.local_path`, and begin anew if called
+        again."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+            del self.engine
+        job, spec = self._job()
+        self.engine = self._in_verls_words(
+            TrainingEngine,
+            job,
+            train_spec=spec,
+            layout=self.layout,
+            forward_only=self.engine_config.forward_only,
+        )
+        self.engine.load(self.model_config.local_path, model_only=True)
+        self.to(
+            "cpu",
+            model=self.is_param_offload_enabled,
+            optimizer=self.is_optimizer_offload_enabled,
+            grad=self.is_param_offload_enabled,
+        )
+
+    def _job(self) -> tuple[Any, Any]:
+        """(job config, train spec), as verl's settings are now: it counts steps only after it has
+        made the engine."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return job_config_of(
+            self.engine_config,
+            self.optimizer_config,
+            self.model_config,
+            self.checkpoint_config,
+            self.model_type,
+            world_size,
+        )
+
+    def _in_verls_words(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return build(*args, **kwargs)
+        except ConfigError as error:
+            raise ConfigError(in_verls_words(str(error))) from None
+
+    # ---- where this rank stands ----
+
+    def get_data_parallel_size(self) -> int:
+        return self.layout.dp_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.layout.dp_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.layout.dp_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.layout.is_output_source
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self.engine_config.optimizer_offload and not self.engine_config.forward_only
+
+    # ---- modes and devices ----
+
+    def train_mode(self, **kwargs: Any) -> "EngineMode":
+        return EngineMode(self, mode="train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> "EngineMode":
+        return EngineMode(self, mode="eval", **kwargs)
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        trains = not self.engine_config.forward_only
+        self.engine.to(device, model=model, optimizer=optimizer and trains, grad=grad and trains)
+
+    # ---- a batch ----
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run the microbatches of a batch; gradients are added to what is there.
+
+        Returns {"model_output": jagged tensors [samples, tokens], "loss": one per microbatch,
+        "metrics": lists}; all are empty on ranks without the last pipeline stage.
+        """
+        samples.check(data, forward_only)
+        self._prepare(data)
+        microbatches, indices = prepare_micro_batches(
+            data=data, dp_group=self.layout.dp_group, same_micro_num_in_dp=True
+        )
+        keeps_outputs = forward_only or samples.setting(data, "return_model_output", False)
+        results: list[dict[str, Any]] = []
+
+        def loss_of(outputs: Any, index: int) -> Tensor:
+            """Called once per microbatch, in order, on every rank that has the outputs."""
+            microbatch = microbatches[index].to(get_device_id())
+            model_output = self._model_output(outputs, microbatch)
+            loss, metrics = torch.ones((), device=self.engine.device), {}
+            if loss_function is not None:
+                loss, metrics = loss_function(
+                    model_output=model_output, data=microbatch, dp_group=self.layout.dp_group
+                )
+            result = {"loss": loss.detach().item(), "metrics": detach_tree(metrics)}
+            if keeps_outputs:
+                result["model_output"] = detach_tree(model_output)
+            results.append(result)
+            return loss
+
+        rows = [samples.pack(microbatch, i) for i, microbatch in enumerate(microbatches)]
+        if forward_only:
+            for index, outputs in enumerate(self._forward(data, rows) or []):
+                loss_of(outputs, index)
+        else:
+            self.engine.forward_backward_step(
+                input_dict=rows,
+                labels=[row["labels"] for row in rows],
+                global_valid_tokens=1.0,  # the loss function divides
+                loss_fn=lambda outputs, _labels, row: loss_of(outputs, row["index"]),
+                head=self._head(data),
+                whole_rows=True,
+            )
+        return postprocess_batch_func(output_lst=results, indices=indices, data=data)
+
+    def _prepare(self, data: TensorDict) -> None:
+        """Add what verl's splitting and its losses ask the engine for."""
+        dp_group = self.layout.dp_group
+        settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
+        if "loss_mask" in data.keys():
+            mask = data["loss_mask"]
+            num_tokens = (mask.values() if mask.is_nested else mask).sum().to(get_device_id())
+            dist.all_reduce(num_tokens, group=dp_group)
+            settings["batch_num_tokens"] = num_tokens.item()
+        tu.assign_non_tensor(data, **settings)
+
+    def _forward(self, data: TensorDict, rows: list[Batch]) -> list[Any] | None:
+        return self.engine.forward_step(rows, head=self._head(data))
+
+    def _head(self, data: TensorDict) -> Head | None:
+        """What the model computes in place of logits."""
+        raise NotImplementedError
+
+    def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
+        """Jagged tensors [S, j] by verl's names."""
+        raise NotImplementedError
+
+    # ---- the optimizer ----
+
+    @property
+    def optimizer(self) -> Any:
+        """With `param_groups`, for callers that change them."""
+        return self.engine.optimizers
+
+    def optimizer_zero_grad(self) -> None:
+        if not self.engine_config.forward_only:
+            self.engine.optimizers.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip and step; returns the norm of all gradients before clipping.
+
+        A step whose norm is not finite changes nothing; more than ten in a row raise
+        FloatingPointError.
+        """
+        result = self.engine.optim_step(advance_schedule=False)
+        return result.grad_norm.item()
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; returns the rate of the next step."""
+        self.engine.lr_schedulers.step()
+        return self.engine.lr
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save what `checkpoint.save_contents` says below `local_path`. Collective.
+
+        max_ckpt_to_keep: then remove the oldest that this run has saved.
+        """
+        if hdfs_path is not None:
+            warn_once(logger, f"checkpoints are not copied to {hdfs_path} by torchtitan's engine")
+        contents = self._contents("save")
+        folder = os.path.join(local_path, CHECKPOINT_FOLDER)
+        self.engine.step = global_step
+        if {"optimizer", "extra"} & contents:
+            self.engine.save(folder)
+        elif "model" in contents:
+            self.engine.checkpointer.save(global_step, last_step=True, path=folder)
+        if "hf_model" in contents:
+            self._save_hf(os.path.join(local_path, HF_FOLDER))
+        self._keep_latest(os.path.abspath(local_path), max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Load what `checkpoint.load_contents` says, in any layout. Collective; deletes nothing."""
+        if local_path is None:
+            return
+        contents = self._contents("load")
+        if "model" in contents:
+            only_model = not {"optimizer", "extra"} & contents
+            self.engine.load(os.path.join(local_path, CHECKPOINT_FOLDER), model_only=only_model)
+        elif "hf_model" in contents:
+            self.engine.load(os.path.join(local_path, HF_FOLDER), model_only=True)
+        path = os.path.abspath(local_path)
+        if path not in self._checkpoints:
+            self._checkpoints.append(path)
+
+    def _contents(self, action: str) -> set[str]:
+        return set(getattr(self.checkpoint_config, f"{action}_contents", CHECKPOINT_CONTENTS[:3]))
+
+    def _save_hf(self, folder: str) -> None:
+        self.engine.save_hf(folder)
+        if dist.get_rank() != 0:
+            return
+        config = copy.deepcopy(self.model_config.hf_config)
+        if self.model_type == "value_model":
+            config.num_labels = 1
+            family = config.architectures[0].partition("For")[0]
+            config.architectures = [f"{family}ForTokenClassification"]
+        for part in (config, self.model_config.tokenizer, self.model_config.generation_config):
+            if part is not None:
+                part.save_pretrained(folder)
+
+    def _keep_latest(self, path: str, number: int | None) -> None:
+        """Remove the oldest checkpoints of this run, once the one in `path` is whole."""
+        if path in self._checkpoints:
+            self._checkpoints.remove(path)
+        self._checkpoints.append(path)
+        if not number or number < 1:
+            return
+        self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
+        if dist.get_rank() == 0:
+            for folder in old:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- weights for a rollout ----
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """((Hugging Face name, whole tensor) of all weights, None for no adapter).
+
+        Every rank has to go through them to the end. Weights are cast to `engine.dtype`, but for
+        buffers and routers.
+        """
+        dtype = TORCH_DTYPE_MAP[self.engine_config.dtype]
+        return iter(self.engine.iter_hf_weights(dtype=dtype)), None
+
+    def prime_delta_snapshots(self) -> None:
+        """Count changes from the weights that rollouts have just got. Collective."""
+        self._deltas = WeightDeltas(self.engine, TORCH_DTYPE_MAP[self.engine_config.dtype])
+        self._deltas.prime()
+
+    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+        """(what changed since the last call, see `WeightDeltas`, None for no adapter)."""
+        return iter(self._deltas), None
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
+        """Refused: a rank may hold several blocks of one weight, which verl's format cannot say. verl
+        0.9.1 asks its own engines only."""
+        raise NotImplementedError(
+            "torchtitan's engine gives rollouts whole weights or their changes, and was asked for "
+            "shards; call get_per_tensor_param or get_per_tensor_param_delta_shard"
+        )
+
+
+class EngineMode(BaseEngineCtx):
+    """Training or evaluation, with what is offloaded brought back until the end of the block."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        engine = self.engine.engine
+        self._modules = engine.train_mode() if self.mode == "train" else engine.eval_mode()
+
+    def __exit__(self, *error: Any) -> None:
+        self._modules.close()
+        if self.mode == "train" and self.zero_grad_on_exit:
+            self.engine.optimizer_zero_grad()
+        super().__exit__(*error)
+
+
+class LanguageModelEngine(VerlEngine):
+    """Log-probabilities of each next token, and entropies where they are asked for."""
+
+    model_type = "language_model"
+
+    def _head(self, data: TensorDict) -> TokenLogProbs:
+        temperature = samples.setting(data, samples.TEMPERATURE, 1.0)
+        is_per_sample = isinstance(temperature, Tensor)
+        config = self.engine_config
+        is_chunked = config.entropy_from_logits_with_chunking
+        return TokenLogProbs(
+            temperature=samples.TEMPERATURE if is_per_sample else float(temperature),
+            entropy=samples.setting(data, "calculate_entropy", False),
+            chunk_tokens=config.entropy_from_logits_chunk_size if is_chunked else None,
+        )
+
+    def _forward(self, data: TensorDict, rows: list[Batch]) -> list[Any] | None:
+        if not samples.setting(data, "calculate_sum_pi_squared", False):
+            return super()._forward(data, rows)
+        return self.engine.forward_step(rows, output_fn=partial(_from_logits, self._head(data)))
+
+    def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
+        sum_pi_squared = None
+        if not hasattr(outputs, "logprobs"):
+            outputs, sum_pi_squared = outputs
+        model_output = {
+            "log_probs": outputs.logprobs,
+            "entropy": outputs.entropy,
+            "sum_pi_squared": sum_pi_squared,
+        }
+        return {
+            name: samples.unpack(values, microbatch)
+            for name, values in model_output.items()
+            if values is not None
+        }
+
+
+def _from_logits(head: TokenLogProbs, logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
+    """(what the head returns, the sum of squared probabilities [1, N]) of logits [1, N, V]."""
+    temperature = row.get(samples.TEMPERATURE)
+    divisor = head.temperature if temperature is None else temperature[..., None]
+    logits = logits.float() / divisor
+    outputs = token_logprobs(logits, row["labels"], entropy=head.entropy)
+    return outputs, logits.softmax(-1).square().sum(-1)
+
+
+class ValueModelEngine(VerlEngine):
+    """A critic: the value before each next token."""
+
+    model_type = "value_model"
+
+    def _head(self, data: TensorDict) -> None:
+        return None
+
+    def _model_output(self, outputs: Tensor, microbatch: TensorDict) -> dict[str, Tensor]:
+        return {"values": samples.unpack(outputs.squeeze(-1).float(), microbatch)}

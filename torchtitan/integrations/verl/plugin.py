@@ -1,0 +1,113 @@
+"""What verl loads of this package, in every process, at the end of `import verl`.
+
+verl only imports entry points of the group `verl.plugins`, so this module acts when it is
+imported: it adds a CPU platform, and has engines and rollout registered once verl's own ones are
+imported, which takes seconds that many of verl's processes don't need to spend.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from types import ModuleType
+
+from torchtitan.tools.logging import logger
+
+
+def register_engines() -> None:
+    """Make our engines verl's "torchtitan" backend, on CPU and CUDA."""
+    from verl.workers.engine.base import EngineRegistry
+
+    from torchtitan.integrations.verl.engine import LanguageModelEngine, ValueModelEngine
+
+    for model_type, engine in (
+        ("language_model", LanguageModelEngine),
+        ("value_model", ValueModelEngine),
+    ):
+        EngineRegistry.register(model_type, "torchtitan", device=["cpu", "cuda"])(engine)
+
+
+def register_replica() -> None:
+    """Make our rollout's server known to verl, as `actor_rollout_ref.rollout.name=torchtitan`."""
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    def load() -> type:
+        from torchtitan.integrations.verl.rollout import Replica  # loads Ray
+
+        return Replica
+
+    RolloutReplicaRegistry.register("torchtitan", load)
+
+
+def register_weight_sender() -> None:
+    """Make the training ranks' side of our rollout known to verl."""
+    from verl.workers.rollout import base
+
+    base._ROLLOUT_REGISTRY["torchtitan", "async"] = (
+        "torchtitan.integrations.verl.rollout.WeightSender"
+    )
+
+
+# Module of verl -> what is to be registered once it is imported.
+_AFTER = {
+    "verl.workers.engine": register_engines,
+    "verl.workers.rollout.base": register_weight_sender,
+    "verl.workers.rollout.replica": register_replica,
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Acts when a module of verl is imported, whoever does it first."""
+
+    def __init__(self, actions: dict[str, Callable[[], None]]):
+        self.actions = actions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.actions:
+            return None
+        act = self.actions.pop(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            with warnings.catch_warnings():
+                # verl's own engine is for another torchtitan; ours takes its place.
+                warnings.filterwarnings("ignore", "torchtitan engine is not available")
+                execute(module)
+            act()
+
+        spec.loader.exec_module = execute_and_act
+        return spec
+
+
+def _plug_in() -> None:
+    from verl.plugin.platform import PlatformRegistry
+
+    from torchtitan.integrations.verl.platform import CPUPlatform, mend_process_groups
+
+    PlatformRegistry.register("cpu")(CPUPlatform)
+    mend_process_groups()
+    for name in [name for name in _AFTER if name in sys.modules]:
+        _AFTER.pop(name)()
+    sys.meta_path.insert(0, _AfterImport(_AFTER))
+
+
+try:
+    _plug_in()
+except Exception as error:
+    # verl goes on without plug-ins that fail, and says so at the level DEBUG only.
+    logger.error(
+        "torchtitan is no backend of verl here, because its plug-in failed (%s: %s); it was made for "
+        "verl 0.9.1 and found %s: install that version, or set VERL_USE_EXTERNAL_PLUGINS=none to go "
+        "without it",
+        type(error).__name__,
+        error,
+        version("verl"),
+    )
+    raise
