@@ -1,7 +1,10 @@
 """Generators on several ranks: what is drawn does not depend on the layout."""
 
+from unittest import mock
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import (
     ONE_PROCESS,
@@ -13,6 +16,7 @@ from tests.distributed.layout_matrix import (
     whole,
 )
 from tests.unit.rl.test_weight_sync import tiny, weights_of
+from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
 from torchtitan.rl.job_config import JobConfig
@@ -136,3 +140,40 @@ def _send_or_receive(family):
 def test_weights_sent_to_another_rank_arrive_with_version_and_digest():
     sent, received = run_ranks(_send_or_receive, 2, "deepseek_v3")
     assert sent == received
+
+
+def gathers_on_rank(folder: str) -> list[int]:
+    """All-gathers of one call: with room for all weights, without, and of a training step after."""
+    layout = Layout("FSDP 2", dp_shard=2)
+    extra = ["--parallelism.fsdp_reshard_after_forward=always"]
+    engine = build_engine("qwen3", [*layout.overrides(), *extra], folder)
+    generator, counts, drawn = LocalGenerator(engine), [], []
+    for room in (float("inf"), 0.0):
+        with (
+            mock.patch.object(decoding, "free_memory", return_value=room),
+            CountingGathers() as gathers,
+        ):
+            drawn.append(generator.generate(PROMPTS, SAMPLING))
+        counts.append(gathers.count)
+    assert drawn[0] == drawn[1]
+    with CountingGathers() as gathers:
+        run_step(engine, layout, 0)
+    counts.append(gathers.count)
+    engine.close()
+    return counts
+
+
+class CountingGathers(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather_base" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_gathered_once_where_memory_allows(tmp_path):
+    for once, for_each_token, step in run_ranks(gathers_on_rank, 2, str(tmp_path)):
+        # Embedding, blocks, norm and output; for each token but the last again.
+        assert for_each_token == once * SAMPLING.max_tokens
+        # Backward gathers again what forward freed, afterwards as before.
+        assert step > once

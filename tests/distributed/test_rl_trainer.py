@@ -1,9 +1,12 @@
 """`PolicyTrainer` gives every layout the gradients, log-probs and numbers of one process."""
 
+import dataclasses
 import math
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.rl.batcher import Batcher
@@ -83,3 +86,45 @@ def test_split_calls_are_the_step_of_one_call(one_process):
         assert one_process[mode, "split"]["grad_norm"] == pytest.approx(
             one_process[mode, "many"]["grad_norm"], rel=1e-5
         )
+
+
+def mistakes_on_this_rank(dump_folder, overrides, same_batch):
+    """(what each mistake said, whether the trainer trains afterwards)"""
+    trainer = PolicyTrainer(toy_config(dump_folder, "--rl.loss.kl_coef=0.1", *overrides))
+    rank, dp_size, said = dist.get_rank(), trainer.engine.dp_size, []
+
+    def batch(dp_size, with_reference=True, n=4):
+        samples = toy_samples(n)
+        if with_reference:
+            samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
+        return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
+
+    good, wrong = batch(dp_size), batch(3 - dp_size)
+    for own in (
+        wrong if same_batch or rank == 1 else good,
+        batch(dp_size, with_reference=False) if same_batch or rank == 1 else good,
+        batch(dp_size, n=4 if rank == 0 else 8),
+    ):
+        started = time.monotonic()
+        try:
+            trainer.forward_backward(own)
+        except ValueError as error:
+            said.append(str(error))
+        assert time.monotonic() - started < 5
+    trainer.forward_backward(good)
+    finite = math.isfinite(trainer.optim_step().grad_norm)
+    trainer.close()
+    return said, finite
+
+
+@pytest.mark.parametrize("layout, same_batch", [("FSDP", True), ("FSDP", False), ("PP", True)])
+def test_batch_that_does_not_fit_the_layout_stops_all_ranks_with_a_sentence(
+    layout, same_batch, tmp_path
+):
+    dp_size = 2 if layout == "FSDP" else 1
+    for said, finite in run_ranks(mistakes_on_this_rank, 2, tmp_path, LAYOUTS[layout], same_batch):
+        for_other_layout, without_reference, unlike = said
+        assert f"made for {3 - dp_size} data-parallel ranks" in for_other_layout
+        assert "needs ref_logprobs in the samples, got none" in without_reference
+        assert "all ranks must give the same batch, got rank 0: " in unlike
+        assert finite

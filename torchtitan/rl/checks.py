@@ -31,7 +31,13 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 def check_trainer_config(job_config: JobConfig) -> None:
     """The same for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
-    refuse(choices(job_config), _numbers(job_config), _loss(job_config), _rows(job_config))
+    refuse(
+        choices(job_config),
+        _policy(job_config),
+        _numbers(job_config),
+        _loss(job_config),
+        _rows(job_config),
+    )
     check_gradients_add_up(job_config)
 
 
@@ -47,6 +53,14 @@ def check_gradients_add_up(job_config: BaseJobConfig) -> None:
         raise ConfigError(
             "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
             "which updates weights in every backward pass; set it to false"
+        )
+
+
+def _policy(job_config: JobConfig) -> Iterator[str]:
+    if job_config.model.value_head:
+        yield (
+            "RL trains a policy, which gives logits of tokens, got model.value_head = True; set it "
+            "to false, and train a critic with an engine of its own"
         )
 
 
@@ -213,6 +227,11 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
                 f"tokens over the whole vocabulary and not over those that were kept, got "
                 f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
             )
+    if any(token < 0 for token in sampling.stop_token_ids):
+        yield (
+            f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "
+            f"take out what is below 0"
+        )
     if sampling.max_tokens >= seq_len:
         yield (
             f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "

@@ -14,12 +14,14 @@ with the same data.
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.rl.batcher import Batcher
@@ -146,6 +148,58 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class _Thread:
+    """Runs calls in the order they were made, on one thread; equal ones in a row at once."""
+
+    def __init__(self, device: torch.device):
+        self._pool = ThreadPoolExecutor(
+            1, "training client", initializer=use_device, initargs=(device,)
+        )
+        self._lock = threading.Lock()
+        # The last call, if more may join it: its key, and each item with its future.
+        self._open: tuple[Any, list[tuple[Any, Future]]] | None = None
+
+    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
+        with self._lock:
+            self._open = None
+            return self._pool.submit(call, *args, **kwargs)
+
+    def submit_item(self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any) -> Future[_T]:
+        """Have `call` get this item together with others of the same key, made one after the other.
+
+        They wait while the thread is busy. Under torchrun ranks may be busy for unlike times, and
+        have to call alike: there each item has a call of its own.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._open is None or self._open[0] != key or _num_ranks() > 1:
+                self._open = key, []
+                self._pool.submit(self._run, call, self._open[1])
+            self._open[1].append((item, future))
+        return future
+
+    def _run(self, call: Callable[[list[Any]], list[_T]], items: list[tuple[Any, Future]]) -> None:
+        with self._lock:
+            if self._open is not None and self._open[1] is items:
+                self._open = None
+        items = [entry for entry in items if entry[1].set_running_or_notify_cancel()]
+        try:
+            results = call([item for item, _ in items]) if items else []
+        except BaseException as error:
+            for _, future in items:
+                future.set_exception(error)
+            return
+        for (_, future), result in zip(items, results, strict=True):
+            future.set_result(result)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown()
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
     """Run the method on the client's thread, after all earlier calls; calls return futures."""
 
@@ -175,9 +229,7 @@ class LocalTrainingClient:
         self._folder = os.path.join(job_config.job.dump_folder, "states")
         self._weights = object()  # replaced whenever the weights change
         self._failure: Exception | None = None  # of a forward_backward in this step
-        self._thread = ThreadPoolExecutor(
-            1, "training client", initializer=use_device, initargs=(engine.device,)
-        )
+        self._thread = _Thread(engine.device)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
@@ -301,6 +353,11 @@ class LocalTrainingClient:
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
+        if not data:
+            raise ValueError(
+                "forward_backward_custom needs the sequences that its loss is about, got no Datum; "
+                "leave the call out"
+            )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
         # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
@@ -343,27 +400,47 @@ class LocalSamplingClient:
         self._client, self._weights = client, client._weights
         self._thread = client._thread
 
-    @_on_thread
     def sample(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
-    ) -> SampleResponse:
-        """Continue a prompt; log-probs are of the distribution that tokens were drawn from."""
+    ) -> Future[SampleResponse]:
+        """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
+
+        Calls in a row with the same settings and without a seed are drawn at once: ask for all
+        futures before the first result.
+        """
+        if sampling_params.seed is not None:  # draws depend on what else is drawn
+            return self._thread.submit(
+                lambda: self._sample([prompt], num_samples, sampling_params)[0]
+            )
+        draw = functools.partial(
+            self._sample, num_samples=num_samples, sampling_params=sampling_params
+        )
+        key = self._weights, num_samples, replace(sampling_params, stop=tuple(sampling_params.stop))
+        return self._thread.submit_item(draw, prompt, key)
+
+    def _sample(
+        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
+    ) -> list[SampleResponse]:
         self._check_weights()
         completions = self._client._generator.generate(
-            [prompt.to_ints()], sampling_params.to_config(), num_samples
+            [prompt.to_ints() for prompt in prompts], sampling_params.to_config(), num_samples
         )
-        return SampleResponse(
-            [
-                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-                for c in completions
-            ]
-        )
+        sequences = [
+            SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+            for c in completions
+        ]
+        return [
+            SampleResponse(sequences[first : first + num_samples])
+            for first in range(0, len(sequences), num_samples)
+        ]
 
     @_on_thread
     def compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
         """Log-prob of each token after those before it; None for the first."""
         self._check_weights()
         tokens = prompt.to_ints()
+        if len(tokens) < 2:  # nothing comes before the first
+            return [None] * len(tokens)
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
         (logprobs,) = self._client._logprobs([datum])
         return [None, *logprobs.tolist()]

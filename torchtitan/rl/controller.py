@@ -145,7 +145,8 @@ class Controller:
         self.rollouts.start_until(min(step + async_steps, self.job_config.training.steps))
         episodes = with_advantages(self.rollouts.take(step), self.advantages)
         lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
-        if not 0 <= lag <= async_steps:
+        is_restored = step in self.rollouts.restored_steps
+        if lag < 0 or (lag > async_steps and not is_restored):
             raise RuntimeError(
                 f"step {step} got episodes that are {lag} weight updates old, and "
                 f"rl.async_steps = {async_steps} allows no more than that"

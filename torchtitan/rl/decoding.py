@@ -21,6 +21,8 @@ from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.step.runner import Runner
+from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.utils import free_memory
 
 N_FIELDS = len(Drawn._fields)
 
@@ -71,11 +73,39 @@ class LocalDecoder:
             # Modules would be compiled again for each new shape of the cache. This holds for all
             # threads, so a model that no trainer compiles does without it.
             as_written = torch.compiler.set_stance("force_eager")
-        with self.runner.mode(training=False), torch.no_grad(), self.runner.amp, as_written:
+        gathered = contextlib.nullcontext
+        if self._may_keep_gathered():
+            gathered = self.runner.keep_gathered
+        evaluation = self.runner.mode(training=False)
+        with evaluation, torch.no_grad(), self.runner.amp, as_written, gathered():
             try:
                 yield
             finally:
                 self.runner.reshard()
+
+    def _may_keep_gathered(self) -> bool:
+        """Whether every rank has room for all weights at once. Collective over the group.
+
+        Otherwise each forward, which is one token, gathers every layer.
+        """
+        needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
+        if not needed:  # on all ranks alike
+            return False
+        # Keys and values need room, too.
+        fits = needed <= free / 2
+        if self.group is not None:
+            on_all = torch.tensor(int(fits), device=self.runner.device)
+            dist.all_reduce(on_all, dist.ReduceOp.MIN, group=self.group)
+            fits = bool(on_all)
+        if not fits:
+            warn_once(
+                logger,
+                f"generation gathers the weights of each layer for each token: all of them take "
+                f"{needed / 2**30:.1f} GiB, which has to be at most half of what each rank has free, "
+                f"and here {free / 2**30:.1f} GiB are; more ranks, or tensor parallelism, make "
+                "generation several times as fast",
+            )
+        return fits
 
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """The model's forward; None on ranks that don't see logits.

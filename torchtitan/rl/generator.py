@@ -274,7 +274,7 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.generator.backend == "vllm":
-        from torchtitan.rl.vllm_generator import VLLMGenerator  # imports this module
+        from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size

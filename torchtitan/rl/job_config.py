@@ -109,6 +109,8 @@ class RLSampling:
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
     max_tokens: int = 16  # Longest completion
+    # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
+    stop_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -129,7 +131,7 @@ class RL:
     eval_samples: int = 200  # Prompts per evaluation, the same each time
     seed: int = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
-    log_samples: int = -1
+    log_samples: int = 16
     task: RLTask = field(default_factory=RLTask)  # Prompts and rewards
     advantage: RLAdvantage = field(default_factory=RLAdvantage)  # From rewards to advantages
     loss: RLLoss = field(default_factory=RLLoss)  # The policy loss and how it is summed

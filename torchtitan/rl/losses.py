@@ -85,6 +85,14 @@ class PolicyLoss(ABC):
             names += ["kl_ref", "kl_loss"]
         return tuple(names)
 
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError if the entries of a microbatch lack what the loss reads."""
+        if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
+            raise ValueError(
+                f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
+                f"fill them by a forward pass of the reference policy, or set it to 0"
+            )
+
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
         """Return the loss of one microbatch and its metrics; logprobs, batch: as for `per_token`.
 
@@ -96,11 +104,7 @@ class PolicyLoss(ABC):
                 f"rl.loss.entropy_coef = {self.entropy_coef} needs the entropy of every token, got "
                 f"none; have it computed with TokenLogProbs(entropy=True)"
             )
-        if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
-            raise ValueError(
-                f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
-                f"fill them by a forward pass of the reference policy, or set it to 0"
-            )
+        self.check(batch)
         weights, mask = batch["loss_weights"], batch["loss_mask"]
         losses, measured = self.per_token(logprobs, batch)
         policy_loss = loss = weighted_sum(losses, weights)

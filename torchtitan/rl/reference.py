@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingBatch
 
@@ -54,13 +55,19 @@ class ReferencePolicy:
                     if is_saved and buffer.is_floating_point():
                         yield name_without_wrappers(f"{prefix}.{name}"), buffer
 
+    def _name_in_whole_model(self, name: str) -> str:
+        for part in self._trainer.engine.model_parts:
+            name = name_in_whole_model(part, name)
+        return name
+
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._weights)
+        return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """The loader usually fills our tensors in place; other tensors are copied."""
         self.is_loaded = True
         with torch.no_grad():
-            for name, tensor in state_dict.items():
-                if tensor is not self._weights[name]:
-                    self._weights[name].copy_(tensor)
+            for name, weight in self._weights.items():
+                tensor = state_dict[self._name_in_whole_model(name)]
+                if tensor is not weight:
+                    weight.copy_(tensor)

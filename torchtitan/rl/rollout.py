@@ -34,8 +34,9 @@ class Rollouts:
     def __init__(self, task: Task, generator: Generator, config: RL, device: torch.device):
         self.task, self.generator, self.config = task, generator, config
         eos_id = task.tokenizer.eos_id
-        stops = () if eos_id is None else (eos_id,)
-        self.sampling = SamplingConfig(**vars(config.sampling), stop_token_ids=stops)
+        stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
+        settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
+        self.sampling = SamplingConfig(**settings)
         self._thread = None
         if config.async_steps:
             self._thread = ThreadPoolExecutor(
@@ -44,6 +45,8 @@ class Rollouts:
         self._next_step = 1
         # step -> its episodes, or what returns or raises this rank's share of them
         self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
+        # Steps that an earlier run drew ahead, as far as its `rl.async_steps` allowed.
+        self.restored_steps: frozenset[int] = frozenset()
 
     # ---- training ----
 
@@ -139,6 +142,7 @@ class Rollouts:
             step: [Episode.from_dict(values) for values in episodes]
             for step, episodes in state_dict["pending"]
         }
+        self.restored_steps = frozenset(self._ahead)
 
 
 def make_episodes(

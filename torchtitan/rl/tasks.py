@@ -242,7 +242,15 @@ class JsonlTask(Task):
                         f"{path}, line {number}: rl.task.prompt_key = {self._prompt_key!r} must "
                         f"name a text in every line, got {text!r}; correct the line or the key"
                     )
-                prompts.append(self.make_prompt(text, str(values.get(self._answer_key, ""))))
+                answer = values.get(self._answer_key, "")
+                if isinstance(answer, dict | list | None):
+                    raise ValueError(
+                        f"{path}, line {number}: rl.task.answer_key = {self._answer_key!r} must "
+                        f"name a text or a number, got {json.dumps(answer)}; correct the line or "
+                        "the key"
+                    )
+                answer = answer if isinstance(answer, str) else json.dumps(answer)
+                prompts.append(self.make_prompt(text, answer))
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
         if len(kept) < len(prompts):
             logger.warning(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.batch import Batch
+from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
@@ -70,7 +71,8 @@ class PolicyTrainer:
         return_logprobs: also gather and return the log-probs of the labels.
 
         If it raises, part of the batch may be in the gradients: those of the whole step are
-        zeroed, and the step begins again.
+        zeroed, and the step begins again. Raises ValueError on all ranks, before anything is
+        computed, if on one of them the batch is for another layout or differs from the others'.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
@@ -84,6 +86,7 @@ class PolicyTrainer:
                 "the batches of one optimizer step must all have final weights or all leave the "
                 "normalisation to the step; batch them in one way, or call optim_step in between"
             )
+        self._check_on_all_ranks(batch, loss_fn)
         try:
             output = self._forward_backward(batch, loss_fn, return_logprobs)
         except BaseException:
@@ -147,8 +150,10 @@ class PolicyTrainer:
     def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
         """Log-probs of the labels, one 1-D fp32 tensor per sample, on the CPU; no gradients.
 
-        0 where the loss does not count; None for samples that did not fit a row.
+        0 where the loss does not count; None for samples that did not fit a row. Raises
+        ValueError as `forward_backward` does.
         """
+        self._check_on_all_ranks(batch)
         return self._per_sample(batch, self._score(batch) or [])
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
@@ -156,11 +161,12 @@ class PolicyTrainer:
 
         The forward sees the same microbatches that are trained on: until the weights change, a
         training forward gives the same bits, and every ratio is exactly 1. Cached decoding sums in
-        another order and differs by 1e-6 in fp32.
+        another order and differs by 1e-6 in fp32. Raises ValueError as `forward_backward` does.
 
         Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
         last stage, where the loss is computed.
         """
+        self._check_on_all_ranks(batch)
         dp_rank, largest = self.engine.dp_rank, torch.zeros(())
         rows = [list(row) for row in batch.microbatches]
         for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
@@ -251,6 +257,29 @@ class PolicyTrainer:
         self.engine.close()
 
     # ---- helpers ----
+
+    def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: PolicyLoss | None = None) -> None:
+        """Collective, and before all other collectives, in which ranks would wait for each other."""
+        dp_size = self.engine.dp_size
+
+        def check() -> tuple:
+            for of_ranks in batch.microbatches:
+                if len(of_ranks) != dp_size:
+                    raise ValueError(
+                        f"the batch was made for {len(of_ranks)} data-parallel ranks, got a "
+                        f"trainer with {dp_size}; make it with Batcher(dp_size={dp_size})"
+                    )
+                for microbatch in of_ranks if loss_fn is not None else ():
+                    loss_fn.check(microbatch.engine_batch())
+            return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
+
+        found = on_all_ranks(check)
+        if len(set(found)) > 1:
+            listed = "; ".join(
+                f"rank {rank}: {n} microbatches of {samples} samples with {tokens} tokens"
+                for rank, (n, samples, tokens) in enumerate(found[:8])
+            )
+            raise ValueError(f"all ranks must give the same batch, got {listed}")
 
     def _head(self, entropy: bool) -> TokenLogProbs:
         # Logits were divided by this temperature when tokens were drawn.

@@ -7,6 +7,7 @@ fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
 B rows, T slots per row, n slots of one sequence.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -287,13 +288,29 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class OptimParams:
-    """Optimizer settings for one step; None keeps what the config says."""
+    """Optimizer settings for one step; None keeps what the config says.
+
+    Raises ValueError for numbers that would make the weights useless.
+    """
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
     max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
+        for i, beta in enumerate(self.betas or (), start=1):
+            if not 0 <= beta < 1:
+                raise ValueError(
+                    f"beta{i} must be at least 0 and below 1, got {beta}; 0.9 and 0.95 are usual"
+                )
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {self.max_norm}; inf clips nothing")
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,16 +124,7 @@ class WeightSync:
         if self.generator.weight_names == "hf":
             weights = engine.iter_hf_weights(dtype=dtype)
         elif self.generator.weight_names == "ours":
-            schedule = engine.pp_schedule
-            weights = WeightStream(
-                engine.model_parts,
-                OurNames(),
-                engine.device,
-                dtype=dtype,
-                current_version=lambda: engine.weights_version,
-                stage_indices=schedule and [stage.stage_index for stage in schedule.stages],
-                pp_group=schedule and schedule.group,
-            )
+            weights = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
         failure = None
         try:
             self.generator.update_weights(weights, check_digest=self.check_digest)

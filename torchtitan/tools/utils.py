@@ -1,10 +1,13 @@
 """Small helpers: the device, its peak speed, Python's garbage collection, colours."""
 
 import gc
+import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +46,25 @@ def use_device(device: torch.device) -> None:
 def get_device_type() -> str:
     """Return "cuda", "xpu", ... for the accelerator of this machine, "cpu" without one."""
     return get_device_info()[0]
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process may still allocate there; inf if the system does not say.
+
+    Of the host's memory, an equal share of what is free for the ranks on it.
+    """
+    if device.type == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+        except OSError:
+            return math.inf
+        kib = next((int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), math.inf)
+        return kib * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    module = getattr(torch, device.type)
+    if not hasattr(module, "mem_get_info"):
+        return math.inf
+    free, _ = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
 
 
 def has_cuda_capability(major: int, minor: int) -> bool:

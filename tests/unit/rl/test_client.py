@@ -1,3 +1,6 @@
+import math
+import threading
+
 import pytest
 import torch
 
@@ -142,6 +145,11 @@ def test_loaded_state_is_the_saved_one(client):
             "needs target_tokens",
         ),
         (lambda c: c.forward([datum(list(range(30)))]).result(), "a row of 24 tokens, got 29"),
+        (
+            lambda c: c.optim_step(AdamParams(learning_rate=math.nan)).result(),
+            "lr must be at least 0 and finite, got nan",
+        ),
+        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
     ],
 )
 def test_mistakes_are_named(client, call, message):
@@ -217,3 +225,51 @@ def test_unseeded_sampling_goes_on_after_loading_as_it_would_have(client):
     assert draw() != first
     client.load_state_with_optimizer(saved.path).result()
     assert draw() == first
+
+
+def test_concurrent_samples_are_drawn_at_once_and_each_gets_its_own(client, monkeypatch):
+    sampler = client.save_weights_and_get_sampling_client().result()
+    generator, asked = client._generator, []
+    generate = generator.generate
+    monkeypatch.setattr(
+        generator, "generate", lambda p, *args: (asked.append(p), generate(p, *args))[1]
+    )
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    prompts = [[i, i + 1] for i in range(6)]
+
+    started = threading.Event()
+    busy = client._thread.submit(started.wait)
+    futures = [sampler.sample(ModelInput.from_ints(p), 2, greedy) for p in prompts]
+    other = sampler.sample(ModelInput.from_ints([1]), 1, greedy)
+    started.set()
+    together = [[list(s.tokens) for s in future.result().sequences] for future in futures]
+    assert len(other.result().sequences) == 1 and busy.result()
+    assert asked == [prompts, [[1]]]
+    alone = [sampler.sample(ModelInput.from_ints(p), 2, greedy).result() for p in prompts]
+    assert together == [[list(s.tokens) for s in response.sequences] for response in alone]
+
+
+def test_error_of_a_joint_draw_comes_out_of_every_future(client, monkeypatch):
+    sampler = client.save_weights_and_get_sampling_client().result()
+    monkeypatch.setattr(client._generator, "generate", lambda *_: 1 / 0)
+    started = threading.Event()
+    client._thread.submit(started.wait)
+    prompt = ModelInput.from_ints([1])
+    futures = [sampler.sample(prompt, 1, SamplingParams()) for _ in range(3)]
+    started.set()
+    for future in futures:
+        with pytest.raises(ZeroDivisionError):
+            future.result()
+
+
+def test_logprobs_of_one_token_are_those_of_the_first(client):
+    sampler = client.save_weights_and_get_sampling_client().result()
+    assert sampler.compute_logprobs(ModelInput.from_ints([3])).result() == [None]
+    assert sampler.compute_logprobs(ModelInput.from_ints([])).result() == []
+
+
+def test_custom_loss_of_nothing_is_refused(client):
+    with pytest.raises(ValueError, match="got no Datum; leave the call out"):
+        client.forward_backward_custom([], lambda *_: None).result()
+    with pytest.raises(RuntimeError, match="a forward_backward of this step failed"):
+        client.optim_step(AdamParams()).result()

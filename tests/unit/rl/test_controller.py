@@ -104,6 +104,23 @@ def test_pending_episodes_survive_a_checkpoint(tmp_path):
     controller.close()
 
 
+def test_run_goes_on_with_fewer_steps_ahead(tmp_path):
+    ahead = Controller(toy_config(tmp_path, "--rl.async_steps=3"))
+    ahead.setup()
+    for _ in range(4):
+        ahead.train_step()
+    ahead.trainer.save_checkpoint(str(tmp_path / "state"))
+    ahead.close()
+
+    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
+    controller.trainer.load_checkpoint(str(tmp_path / "state"))
+    controller.trainer.push_model_state_dict(controller.generator)
+    lags = [controller.train_step()["rl/lag"] for _ in range(6)]
+    # Steps 5 to 7 were drawn by then, with the weights of steps 1 to 3.
+    assert lags == [3, 3, 3, 1, 1, 1]
+    controller.close()
+
+
 def test_steps_with_one_seed_are_the_same_and_with_another_are_not(tmp_path):
     def first_step(*overrides):
         controller = Controller(toy_config(tmp_path, *overrides))

@@ -183,3 +183,18 @@ def test_prompts_do_not_end_whatever_the_tokenizer_does_by_itself(tmp_path):
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "1+1="})
     task = JsonlTask(path, reward_fn=len, tokenizer=EndsEverything("0123456789+="))
     assert task.tokenizer.eos_id not in task.prompt(0).token_ids
+
+
+def test_answers_are_texts_or_numbers(tmp_path):
+    path = tmp_path / "answers.jsonl"
+
+    def answers(*values):
+        lines = [json.dumps({"prompt": "1+1=", "answer": value}) for value in values]
+        path.write_text("\n".join(lines))
+        task = JsonlTask(str(path), lambda *_: 0.0, CharTokenizer("1+= "))
+        return [prompt.answer for prompt in task.held_out(9)]
+
+    assert answers("2", 2, 2.5, True) == ["2", "2", "2.5", "true"]
+    for value in ({"a": 1}, [1], None):
+        with pytest.raises(ValueError, match="line 2: rl.task.answer_key = 'answer' must name"):
+            answers("2", value)

@@ -188,3 +188,19 @@ def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer
 def test_config_that_would_train_on_something_else_is_refused(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         PolicyTrainer(toy_config(tmp_path, override))
+
+
+@pytest.mark.parametrize("method", ["forward_backward", "forward", "rescore"])
+def test_batch_for_another_layout_is_refused_before_anything_is_computed(trainer, method):
+    batch = batcher(dp_size=2).batch(toy_samples(8))
+    with pytest.raises(ValueError, match="made for 2 data-parallel ranks, got a trainer with 1"):
+        getattr(trainer, method)(batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lr": math.nan}, {"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"max_norm": 0.0}],
+)
+def test_settings_that_would_destroy_the_weights_are_refused(settings):
+    with pytest.raises(ValueError, match="must be"):
+        OptimParams(**settings)
