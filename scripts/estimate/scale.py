@@ -94,6 +94,28 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
     return Bound(compute, in_line, beside, step, mfu)
 
 
+def depths_of(config: Any) -> tuple[int, int]:
+    """Numbers of layers to rehearse: of a pipeline, one more in each stage."""
+    pp = config.parallelism.pipeline_parallel_degree
+    # First layers may be unlike others.
+    return (2 * pp - 2, 3 * pp - 2) if pp > 1 else (4, 6)
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peak-tflops", type=float, default=989, help="of one GPU in bf16")
+    parser.add_argument(
+        "--nvlink-gbs", type=float, default=450, help="GB/s of a GPU, one direction"
+    )
+    parser.add_argument("--network-gbs", type=float, default=50, help="GB/s of a GPU's share")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    return Machine(
+        args.peak_tflops * 1e12, args.nvlink_gbs * 1e9, args.network_gbs * 1e9, args.gpus_per_node
+    )
+
+
 _HEADERS = (
     "| model | GPUs | layout | tokens | states | peak | sends: fsdp, replicas | tp, cp, ep | pp "
     "| out of the node | collectives |\n|" + "---|" * 11,
@@ -143,17 +165,10 @@ def rows_of(name: str, layout: str, estimate: Any, machine: Machine) -> tuple[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="cases whose name or layout contains this")
-    parser.add_argument("--peak-tflops", type=float, default=989, help="of one GPU in bf16")
-    parser.add_argument(
-        "--nvlink-gbs", type=float, default=450, help="GB/s of a GPU, one direction"
-    )
-    parser.add_argument("--network-gbs", type=float, default=50, help="GB/s of a GPU's share")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    add_machine_options(parser)
     parser.add_argument("--whole", action="store_true", help="all layers instead of two depths")
     args = parser.parse_args()
-    machine = Machine(
-        args.peak_tflops * 1e12, args.nvlink_gbs * 1e9, args.network_gbs * 1e9, args.gpus_per_node
-    )
+    machine = machine_of(args)
     os.environ["LOCAL_RANK"] = "0"
     prepare_device()
     from scripts.estimate.step import estimate_from_depths, estimate_step
@@ -178,10 +193,7 @@ def main() -> None:
             if args.whole:
                 estimate = estimate_step(*job)
             else:
-                # Of a pipeline, one layer more in each stage; first layers may be unlike others.
-                pp = config.parallelism.pipeline_parallel_degree
-                depths = (2 * pp - 2, 3 * pp - 2) if pp > 1 else (4, 6)
-                estimate = estimate_from_depths(*job, depths)
+                estimate = estimate_from_depths(*job, depths_of(config))
             rows = rows_of(name, layout + stage, estimate, machine)
             for table, row in zip(tables, rows, strict=True):
                 table.append(row)

@@ -26,6 +26,7 @@ from scripts.estimate._step_counter import StepCounter, StepCounts
 from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
+from torchtitan.config.job_config import Parallelism
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.tools import utils
@@ -167,6 +168,16 @@ def estimate_from_depths(
     return low.towards(high, (n_layers - depths[0]) / (depths[1] - depths[0]))
 
 
+def num_params_of(job_config: JobConfig) -> int:
+    """Of the job's model. Raises ConfigError for one that does not exist."""
+    config = _config_to_estimate(job_config)
+    config.parallelism = Parallelism()  # whatever the layout
+    spec = resolve_job(config, builds_data=False)
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[config.model.flavor])
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _run_step(engine: TrainingEngine) -> Iterator[str]:
     """One step on an invented batch; yields the name of each phase when it has ended.
 
@@ -178,16 +189,25 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
+    has_values = getattr(engine.model_args, "value_head", False)
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
         with nullcontext() if is_last else engine.runner.more_microbatches_follow():
             engine.forward_backward_step(
-                input_dict={"input": tokens}, labels=tokens, global_valid_tokens=1.0
+                input_dict={"input": tokens},
+                labels=tokens,
+                global_valid_tokens=1.0,
+                loss_fn=_squared_values if has_values else None,
             )
         yield "forward and backward"
     engine.optim_step()
     yield "optimizer step"
+
+
+def _squared_values(values: Tensor, *_: Any) -> Tensor:
+    """Stands for the loss of a model with a value head, which has none of its own."""
+    return values.square().sum()
 
 
 def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) -> StepEstimate:

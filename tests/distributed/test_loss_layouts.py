@@ -150,6 +150,9 @@ def _measure(engine) -> dict:
     given, _ = batches("token-mean", group=group)
     keep("logits", backward(given, loss_fn=with_entropy_of_logits))
     keep("sum", backward(given, head=TokenLogProbs(temperature=0.5)))
+    for name, chunk in (("whole cross entropy", 0), ("chunked cross entropy", 5)):
+        engine.job_config.training.loss_chunk = chunk
+        keep(name, backward(given))
 
     outputs = engine.forward_step(given, head=head)
     scores = {} if outputs is None else scores_of_sequences(dealt, outputs)
@@ -204,6 +207,9 @@ def test_head_gives_what_logits_give_and_deferring_the_denominator_changes_nothi
         gradients = run["gradients"]
         assert run["losses"]["logits"] == pytest.approx(run["losses"]["token-mean"], rel=1e-6)
         assert largest_difference(gradients["logits"], gradients["token-mean"]) < TOLERANCE
+        whole, chunked = (f"{kind} cross entropy" for kind in ("whole", "chunked"))
+        assert run["losses"][chunked] == pytest.approx(run["losses"][whole], rel=1e-6)
+        assert largest_difference(gradients[chunked], gradients[whole]) < TOLERANCE
         norms = [g.double().norm() for g in gradients["seq-mean-token-mean"].values()]
         assert run["deferred"] == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
 

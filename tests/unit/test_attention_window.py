@@ -196,3 +196,71 @@ def test_window_below_one_and_kernels_that_cannot_are_refused():
             DocumentMask.of_documents(ids),
             return_lse=True,
         )
+
+
+@pytest.mark.parametrize("window", [None, 40, 200, 1000])
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_long_documents_equal_dense_attention(window, n_heads, n_kv_heads, return_lse):
+    ids = ids_of([700, 1, 3], [150, 500, 54])
+    check_long_documents(tensors(2, 704, n_heads, n_kv_heads, 8, 4), ids, window, return_lse)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0, 3000.0])
+def test_large_scores_of_either_sign_neither_overflow_nor_vanish(size):
+    q, k, v = tensors(1, 300, 2, 2)
+    with torch.no_grad():
+        q *= size**0.5
+        k *= size**0.5
+        k[:, :, 200:] = -q[:, :, 200:]  # these see themselves least, and others far from the bound
+        q[:, 1, :10] = 0
+    # The last bit of a score of 3,000 is 2e-4.
+    digits = max(2e-5, size * 3e-7)
+    check_long_documents([q, k, v], ids_of([300]), None, True, digits)
+
+
+def check_long_documents(inputs, ids, window, return_lse, digits=2e-5):
+    mask = DocumentMask.of_documents(ids).lower("varlen")
+    attention = build_inner_attention("varlen")
+    results = attend(attention, *inputs, mask, 0.3, window, return_lse)
+    out, lse = results if return_lse else (results, None)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted, wanted_lse = dense(*exact, allowed_pairs(ids, window), 0.3)
+    generator = torch.Generator().manual_seed(1)
+    grads = (
+        torch.randn(out.shape, generator=generator),
+        torch.randn(lse.shape if return_lse else ()),
+    )
+    loss, wanted_loss = (out * grads[0]).sum(), (wanted.transpose(1, 2) * grads[0]).sum()
+    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=0, atol=digits)
+    if return_lse:
+        torch.testing.assert_close(lse.double(), wanted_lse.transpose(1, 2), rtol=1e-6, atol=digits)
+        loss = loss + (lse * grads[1]).sum()
+        wanted_loss = wanted_loss + (wanted_lse.transpose(1, 2) * grads[1]).sum()
+    found = torch.autograd.grad(loss, inputs)
+    for gradient, expected in zip(found, torch.autograd.grad(wanted_loss, exact), strict=True):
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=2 * digits * largest)
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 4), (4, 2)])
+def test_causal_rows_equal_torchs_kernel(n_heads, n_kv_heads):
+    inputs = tensors(3, 260, n_heads, n_kv_heads, 16, 16)
+    out = build_inner_attention("sdpa")(*inputs, enable_gqa=n_heads != n_kv_heads)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, is_causal=True, enable_gqa=n_heads != n_kv_heads
+    )
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found, expected = (torch.autograd.grad((x * factors).sum(), inputs) for x in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_later_tokens_change_nothing_before_them():
+    q, k, v = tensors(1, 300, 2, 2)
+    attention = build_inner_attention("sdpa")
+    before = attention(q, k, v)[:, :, :200].detach().clone()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[:, :, 200:] *= 1000
+    assert torch.equal(attention(q, k, v)[:, :, :200], before)

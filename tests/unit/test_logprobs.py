@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
+from torchtitan.loss.logprobs import SummedCrossEntropy, TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -62,6 +62,33 @@ def test_head_has_the_values_and_gradients_of_log_softmax(chunk_tokens, entropy)
     some_loss(outputs).backward()
     for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
         torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 14, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, dtype):
+    h, weight, bias, labels = make_inputs(dtype)
+    logits = torch.nn.functional.linear(h, weight, bias)
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    expected = -3 * reference(logits, labels, 1.0).logprobs.sum()
+    gradients = torch.autograd.grad(expected, (h, weight, bias))
+    loss = 3 * SummedCrossEntropy(chunk_tokens)(h, weight, bias, labels=labels)
+    digits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(loss, expected, rtol=min(digits, 1e-6), atol=0)
+    loss.backward()
+    for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
+
+
+def test_summed_loss_keeps_no_gradient_where_none_is_wanted():
+    h, weight, _, labels = make_inputs()
+    whole = -reference(torch.nn.functional.linear(h, weight), labels, 1.0).logprobs.sum()
+    with torch.no_grad():
+        loss = SummedCrossEntropy(3)(h, weight, labels=labels)
+    torch.testing.assert_close(loss, whole.detach())
+    SummedCrossEntropy(3)(h, weight.detach(), labels=labels).backward()
+    assert h.grad is not None and weight.grad is None
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -142,6 +169,9 @@ def test_logits_of_one_chunk_are_the_largest_tensor_in_forward_and_backward(entr
         loss = outputs.logprobs.sum() + (outputs.entropy.sum() if entropy else 0)
         loss.backward()
     assert largest.numel == chunk * vocab
+    with LargestTensor() as largest:
+        SummedCrossEntropy(chunk)(h, weight, labels=labels).backward()
+    assert largest.numel == chunk * vocab
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
@@ -153,6 +183,9 @@ def test_batch_without_tokens_has_outputs_without_tokens(shape):
     assert outputs.logprobs.shape == outputs.entropy.shape == shape
     outputs.logprobs.sum().backward()
     assert weight.grad.count_nonzero() == 0
+    loss = SummedCrossEntropy()(h, weight, labels=labels)
+    loss.backward()
+    assert loss == 0 and weight.grad.count_nonzero() == 0
     assert token_logprobs(torch.zeros(*shape, VOCAB), labels).logprobs.shape == shape
 
 

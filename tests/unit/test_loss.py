@@ -9,8 +9,11 @@ from torchtitan.loss.cross_entropy import (
     build_cross_entropy_loss,
     build_mse_loss,
     cross_entropy_loss,
+    default_head,
     mse_loss,
 )
+from torchtitan.loss.logprobs import SummedCrossEntropy
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
 VOCAB = 100
 
@@ -129,3 +132,24 @@ def test_compiled_loss_equals_the_eager_one():
     torch.testing.assert_close(
         build_cross_entropy_loss(config)(logits, labels), cross_entropy_loss(logits, labels)
     )
+
+
+def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large():
+    def head(vocab_size=256, chunk=-1, loss_fn=cross_entropy_loss, **part):
+        with torch.device("meta"):
+            model = Transformer(TransformerModelArgs(dim=32, n_layers=1, vocab_size=vocab_size))
+        for name, module in part.items():
+            setattr(model, name, module)
+        return default_head(loss_fn, [model], chunk)
+
+    assert head() is None and head(vocab_size=32767) is None
+    assert head(vocab_size=32768) == SummedCrossEntropy(None)
+    assert head(chunk=100) == SummedCrossEntropy(100)
+    assert head(vocab_size=32768, chunk=0) is None
+    # A client's loss gets logits; a compiled one is the same loss.
+    assert head(chunk=100, loss_fn=mse_loss) is None
+    compiled = torch.compile(cross_entropy_loss, backend="eager")
+    assert head(chunk=100, loss_fn=compiled) == SummedCrossEntropy(100)
+    # Other stages of a pipeline, and outputs that take no head.
+    assert head(chunk=100, output=None) is None
+    assert head(chunk=100, output=torch.nn.Linear(32, 256)) is None

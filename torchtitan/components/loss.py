@@ -15,5 +15,6 @@ from torchtitan.loss.cross_entropy import (
     build_cross_entropy_loss,
     build_mse_loss,
     cross_entropy_loss,
+    default_head,
     mse_loss,
 )

@@ -3,18 +3,24 @@
 B sequences, T tokens, V vocabulary entries.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.loss.logprobs import SummedCrossEntropy
 from torchtitan.tools.logging import logger
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
+
+# With fewer entries logits are no larger than what the layers keep for backward.
+_LARGE_VOCABULARY = 32768
 
 
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -41,6 +47,27 @@ def mse_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def build_cross_entropy_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
     """Return `cross_entropy_loss`, compiled if the config says so. Keywords are ignored."""
     return _maybe_compile(cross_entropy_loss, job_config)
+
+
+def default_head(
+    loss_fn: LossFunction, model_parts: Sequence[nn.Module], chunk_tokens: int
+) -> SummedCrossEntropy | None:
+    """What computes `loss_fn` inside the output projection, if that is due and possible.
+
+    loss_fn: the engine's; a client may have put another one there. chunk_tokens: the config's
+    `training.loss_chunk`. None on pipeline ranks without the output, for models whose output takes
+    no head, and for small vocabularies unless a number of tokens is given.
+    """
+    last = model_parts[-1]
+    output = getattr(last, "output", None)
+    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)  # of a compiled one
+    if loss_fn is not cross_entropy_loss or output is None or chunk_tokens == 0:
+        return None
+    if not all("head" in inspect.signature(m.forward).parameters for m in (last, output)):
+        return None
+    if chunk_tokens == -1 and output.weight.shape[0] < _LARGE_VOCABULARY:
+        return None
+    return SummedCrossEntropy(None if chunk_tokens == -1 else chunk_tokens)
 
 
 def build_mse_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

@@ -1,8 +1,10 @@
-"""Log-probabilities and entropies of tokens, without logits of the whole batch.
+"""Log-probabilities and entropies of tokens, and their loss, without logits of the whole batch.
 
-Training and scoring need one or two numbers per token of the logits [B, T, V]. The head below
-computes them in chunks of tokens from hidden states and the output projection's weight; backward
-recomputes each chunk's logits, so [chunk, V] is the largest block that ever exists.
+Training and scoring need one or two numbers per token of the logits [B, T, V]. The heads below
+compute them in chunks of tokens from hidden states and the output projection's weight, so that
+[chunk, V] is the largest block that ever exists. `TokenLogProbs` computes each chunk's logits a
+second time in backward. `SummedCrossEntropy` returns one number, whose gradient is known up to a
+factor: it takes the gradient in forward, from the logits that it has.
 
 Under tensor parallelism each rank works on its vocabulary entries, and ranks exchange a few numbers
 per token once.
@@ -11,8 +13,9 @@ B rows, T tokens, M model dim, V vocabulary entries, v = V / tp of them on this 
 chunk, N of all chunks.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -42,28 +45,36 @@ class TokenOutputs(NamedTuple):
 class TokenLogProbs:
     """A head: turns hidden states into `TokenOutputs` inside a decoder's output projection.
 
-    temperature: logits are divided by it, for the entropy too.
+    temperature: logits are divided by it, for the entropy too. A number; a tensor with one per
+        row [B] or token [B, T]; or, in an engine's steps, the name of the batch's entry with that
+        tensor.
     entropy: whether it is computed; about a tenth slower.
     chunk_tokens: tokens whose logits exist at a time; None is 1,024 on a CPU and 4,096 elsewhere.
 
-    Raises ValueError for a temperature or a chunk that is not positive.
+    Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
+    batch does not have; tensors on an accelerator are not looked at.
     """
 
-    temperature: float = 1.0
+    temperature: float | str | Tensor = 1.0
     entropy: bool = False
     chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not isinstance(self.temperature, str | Tensor):
+            _check_temperature(self.temperature)
+        _check_chunk("TokenLogProbs", self.chunk_tokens)
+
+    def with_batch(self, batch: Mapping[str, Any]) -> Self:
+        """The head for one batch, whose entry is the temperature if a name was given."""
+        if not isinstance(self.temperature, str):
+            return self
+        values = batch.get(self.temperature)
+        if not isinstance(values, Tensor):
             raise ValueError(
-                f"the temperature of log-probabilities must be above 0, got {self.temperature}; "
-                "greedy choices have no distribution, score them with temperature = 1"
+                f"TokenLogProbs.temperature = {self.temperature!r} names an entry of the batch, "
+                f"which has {sorted(batch)}; put a tensor [B] or [B, T] there"
             )
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ValueError(
-                f"TokenLogProbs.chunk_tokens must be at least 1, got {self.chunk_tokens}; 1024 "
-                "tokens keep matrix products large"
-            )
+        return replace(self, temperature=values)
 
     def __call__(
         self,
@@ -79,24 +90,74 @@ class TokenLogProbs:
         group: ranks that each hold a part of the vocabulary, in their order: weight is [v, M], the
             rest is the same on all of them. Collective; the gradient of h is one summand.
         """
-        rank, n_ranks = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
-        _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
-        device = h.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            h, weight = h.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        first = rank * weight.shape[0]
-        with torch.autocast(device, enabled=False):
+        first = _first_entry(h, weight, labels, group)
+        x, weight, bias = _operands(h, weight, bias)
+        with torch.autocast(h.device.type, enabled=False):
             return TokenOutputs(
-                *_LogProbs.apply(h.flatten(0, -2), weight, bias, labels, self, first, group)
+                *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
             )
+
+    def _of_tokens(self, labels: Tensor) -> Self:
+        """The head with a temperature per token, [B * T, 1] fp32, in place of one per row."""
+        temperature = self.temperature
+        if isinstance(temperature, str):
+            raise ValueError(
+                f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which "
+                "only the engine's steps look up; give the tensor [B] or [B, T]"
+            )
+        if not isinstance(temperature, Tensor):
+            return self
+        if temperature.shape not in (labels.shape, labels.shape[:1]):
+            raise ValueError(
+                f"TokenLogProbs.temperature must have one entry per row [{labels.shape[0]}] or "
+                f"token {list(labels.shape)}, got {list(temperature.shape)}"
+            )
+        if temperature.dim() == 1:
+            temperature = temperature[:, None].expand(labels.shape)
+        temperature = temperature.to(labels.device, torch.float32)
+        # What fills a row up has none, and no gradient but what a division by 0 would make.
+        is_padding = (labels == IGNORE_INDEX) & (temperature == 0)
+        temperature = temperature.masked_fill(is_padding, 1).reshape(-1, 1)
+        if temperature.device.type == "cpu" and temperature.numel():
+            _check_temperature(float(temperature.min()))
+        return replace(self, temperature=temperature)
+
+
+@dataclass(frozen=True)
+class SummedCrossEntropy:
+    """A head: the summed cross entropy of every label that is not IGNORE_INDEX, fp32, a scalar.
+
+    chunk_tokens: as in `TokenLogProbs`. Raises ValueError if it is not positive.
+    """
+
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_chunk("SummedCrossEntropy", self.chunk_tokens)
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """The arguments of `TokenLogProbs`. Collective if there is a group."""
+        first = _first_entry(h, weight, labels, group)
+        x, weight, bias = _operands(h, weight, bias)
+        size = self.chunk_tokens
+        with torch.autocast(h.device.type, enabled=False):
+            return _SummedLoss.apply(x, weight, bias, labels.flatten(), size, first, group)
 
 
 def token_logprobs(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
 ) -> TokenOutputs:
     """Return the same as a head for logits [B, T, V] that exist already.
 
@@ -121,8 +182,42 @@ def token_logprobs(
         first = -(-logits.shape[-1] // mesh.size()) * mesh.get_local_rank()
         logits = logits.to_local()
     return TokenOutputs(
-        *_LogProbs.apply(logits.flatten(0, -2), None, None, labels, head, first, group)
+        *_LogProbs.apply(
+            logits.flatten(0, -2), None, None, labels, head._of_tokens(labels), first, group
+        )
     )
+
+
+def _first_entry(h: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> int:
+    """The vocabulary entry that this rank's weight begins with. Checks the labels."""
+    rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
+    return rank * weight.shape[0]
+
+
+def _operands(h: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+    """[N, M], [v, M] and [v], in the dtype that autocast wants."""
+    operands = [h.flatten(0, -2), weight, bias]
+    if torch.is_autocast_enabled(h.device.type):
+        dtype = torch.get_autocast_dtype(h.device.type)
+        operands = [None if t is None else t.to(dtype) for t in operands]
+    return operands
+
+
+def _check_chunk(head: str, chunk_tokens: int | None) -> None:
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(
+            f"{head}.chunk_tokens must be at least 1, got {chunk_tokens}; 1024 tokens keep matrix "
+            "products large"
+        )
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"the temperature of log-probabilities must be above 0, got {temperature}; "
+            "greedy choices have no distribution, score them with temperature = 1"
+        )
 
 
 def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
@@ -159,28 +254,15 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         own_labels = labels.flatten() - first
         of_chunks = [
-            _statistics(_logits(x[rows], weight, bias, head), own_labels[rows], head.entropy)
-            for rows in _chunks(x, head)
+            _statistics(
+                _logits(x, weight, bias, head.temperature, rows), own_labels[rows], head.entropy
+            )
+            for rows in _chunks(x, head.chunk_tokens)
         ]
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
-        n_ranks = 1
-        if group is not None:
-            n_ranks = dist.get_world_size(group)
-            statistics = _OPS.wait_tensor(
-                _OPS.all_gather_into_tensor(statistics, n_ranks, group.group_name)
-            )
         # No views are returned: FSDP's hooks on outputs don't support them.
-        highest, sums, label_logits, dots = statistics.view(n_ranks, *labels.shape, 4).unbind(-1)
-        top = highest.amax(0)
-        shift = highest - top  # from each rank's highest logit to the highest of all
-        scale = shift.exp()
-        total = (scale * sums).sum(0)
-        # Relative to the highest logit: sums of large numbers would lose digits.
-        logprobs = (label_logits.sum(0) - top) - total.log()
-        logprobs = logprobs.masked_fill(labels == IGNORE_INDEX, 0)
-        entropy = None
-        if head.entropy:
-            entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
+        top, total, logprobs, entropy = _over_ranks(statistics, labels, group)
+        entropy = entropy if head.entropy else None
         ctx.save_for_backward(x, weight, bias, labels, top + total.log(), entropy)
         ctx.head, ctx.first = head, first
         ctx.set_materialize_grads(False)
@@ -191,63 +273,143 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         x, weight, bias, *of_tokens = ctx.saved_tensors
         of_tokens = [None if t is None else t.flatten() for t in (*of_tokens, *grads)]
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_x = torch.empty_like(x) if wants_x else None
-        grad_weight = grad_bias = None
+        gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(x.device.type, enabled=False):
-            for rows in _chunks(x, ctx.head):
+            for rows in _chunks(x, ctx.head.chunk_tokens):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
                 grad_logits = _gradient_of_logits(
-                    _logits(x[rows], weight, bias, ctx.head),
+                    _logits(x, weight, bias, ctx.head.temperature, rows),
                     labels,
                     ctx.first,
                     log_normalizer,
                     entropy,
-                    None if grad is None else grad / ctx.head.temperature,
-                    None if grad_entropy is None else grad_entropy / ctx.head.temperature,
-                ).to(x.dtype)
-                if wants_x:
-                    grad_x[rows] = (
-                        grad_logits if weight is None else linear(grad_logits, weight.t())
-                    )
-                if wants_weight:
-                    if grad_weight is not None and x.dtype in (torch.float32, torch.float64):
-                        grad_weight.addmm_(grad_logits.t(), x[rows])
-                    else:
-                        part = linear(grad_logits.t(), x[rows].t())
-                        grad_weight = _sum_in_fp32(grad_weight, part)
-                if wants_bias:
-                    grad_bias = _sum_in_fp32(grad_bias, grad_logits.sum(0))
+                    None if grad is None else grad / _temperature(ctx.head, rows),
+                    None if grad_entropy is None else grad_entropy / _temperature(ctx.head, rows),
+                )
+                gradients.add(rows, grad_logits)
                 del grad_logits  # or two chunks' would exist
-        if wants_weight:
-            grad_weight = _of_parameter(grad_weight, weight)
-        if wants_bias:
-            grad_bias = _of_parameter(grad_bias, bias)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return *gradients.sums(), None, None, None, None
 
 
-def _chunks(x: Tensor, head: TokenLogProbs) -> list[slice]:
+class _SummedLoss(torch.autograd.Function):
+    """(x [N, M], weight [v, M], bias [v], labels [N]) -> their summed cross entropy, a scalar.
+
+    first: as in `_LogProbs`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk_tokens: int | None,
+        first: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
+        losses = []
+        for rows in _chunks(x, chunk_tokens):
+            logits = _logits(x, weight, bias, 1.0, rows)
+            own_labels = labels[rows] - first
+            statistics = _statistics(logits, own_labels, wants_entropy=False)
+            top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
+            losses.append(-logprobs.sum())
+            if gradients.wanted:
+                # `logits` hold exp(z - this rank's highest). Of a label: p_j - [j is the label].
+                scale = (statistics[:, 0] - top).exp() / total
+                is_ignored = labels[rows] == IGNORE_INDEX
+                grad_logits = logits.mul_(scale.masked_fill(is_ignored, 0)[:, None])
+                index, is_elsewhere = _own_index(own_labels, logits.shape[1])
+                minus_one = -(~(is_elsewhere | is_ignored)).to(logits.dtype)
+                gradients.add(rows, grad_logits.scatter_add_(1, index, minus_one[:, None]))
+                del grad_logits
+            del logits  # or two chunks' would exist
+        # Unlike attributes of ctx, these are freed after this node's backward.
+        ctx.save_for_backward(*gradients.sums())
+        return torch.stack(losses).sum() if losses else x.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        scaled = [None if t is None else t * grad for t in ctx.saved_tensors]
+        return *scaled, None, None, None, None
+
+
+class _Gradients:
+    """Of x, weight and bias, those that are wanted, from the gradients of chunks of logits."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
+    ):
+        self.operands, self.wanted = (x, weight, bias), any(wanted)
+        self.wants_x, self.wants_weight, self.wants_bias = wanted
+        self.of_x = torch.empty_like(x) if self.wants_x else None
+        self.of_weight = self.of_bias = None
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        """grad_logits: [n, v], in any dtype."""
+        x, weight, _ = self.operands
+        grad_logits = grad_logits.to(x.dtype)
+        if self.wants_x:
+            self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
+        if self.wants_weight:
+            if self.of_weight is not None and x.dtype in (torch.float32, torch.float64):
+                self.of_weight.addmm_(grad_logits.t(), x[rows])
+            else:
+                part = linear(grad_logits.t(), x[rows].t())
+                self.of_weight = _sum_in_fp32(self.of_weight, part)
+        if self.wants_bias:
+            self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
+
+    def sums(self) -> list[Tensor | None]:
+        """Of x, weight and bias, in their dtypes; None where not wanted."""
+        _, weight, bias = self.operands
+        if self.wants_weight:
+            self.of_weight = _of_parameter(self.of_weight, weight)
+        if self.wants_bias:
+            self.of_bias = _of_parameter(self.of_bias, bias)
+        return [self.of_x, self.of_weight, self.of_bias]
+
+
+def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators multiply fast
     # and have memory for [4096, V]; with small chunks they would spend much of the time there.
-    size = head.chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
+    size = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
     return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
-def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, head: TokenLogProbs) -> Tensor:
+def _temperature(head: TokenLogProbs, rows: slice) -> float | Tensor:
+    """One for all tokens, or [n] of these."""
+    temperature = head.temperature
+    return temperature[rows, 0] if isinstance(temperature, Tensor) else temperature
+
+
+def _logits(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    rows: slice,
+) -> Tensor:
     """[n, v] divided by the temperature, in fp32 (fp64 if x is); memory that may be overwritten."""
+    x = x[rows]
     logits = x if weight is None else linear(x, weight, bias)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype, copy=weight is None)
-    return logits if head.temperature == 1 else logits.div_(head.temperature)
+    if isinstance(temperature, Tensor):
+        return logits.div_(temperature[rows])
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tensor:
     """What ranks need of each other's logits z [n, v], which are overwritten: [n, 4].
 
     Their maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it;
-    the sum of e * (z - maximum), 0 if no entropy is wanted.
+    the sum of e * (z - maximum), 0 if no entropy is wanted. In that case e is left in `logits`.
     """
     index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
@@ -261,6 +423,31 @@ def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tens
         sums = centered.exp_().sum(1)
         dots = torch.zeros_like(sums)
     return torch.stack((highest, sums, label_logits, dots), dim=1)
+
+
+def _over_ranks(
+    statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From `_statistics` [n, 4] of all ranks, in the shape of the n labels:
+
+    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
+    IGNORE_INDEX; the entropy, which means nothing if it was not wanted.
+    """
+    n_ranks = 1
+    if group is not None:
+        n_ranks = dist.get_world_size(group)
+        statistics = _OPS.wait_tensor(
+            _OPS.all_gather_into_tensor(statistics, n_ranks, group.group_name)
+        )
+    highest, sums, label_logits, dots = statistics.view(n_ranks, *labels.shape, 4).unbind(-1)
+    top = highest.amax(0)
+    shift = highest - top  # from each rank's highest logit to the highest of all
+    scale = shift.exp()
+    total = (scale * sums).sum(0)
+    # Relative to the highest logit: sums of large numbers would lose digits.
+    logprobs = (label_logits.sum(0) - top) - total.log()
+    entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
+    return top, total, logprobs.masked_fill(labels == IGNORE_INDEX, 0), entropy
 
 
 def _gradient_of_logits(

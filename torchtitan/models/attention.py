@@ -207,6 +207,15 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Return [B, H, T, Dv]. attn_mask: bool [B, 1, T, T], in place of `is_causal`."""
+        (n_rows, _, seq_len, _), n_keys = q.shape, k.shape[2]
+        if q.device.type == "cpu" and is_causal and attn_mask is None and seq_len == n_keys:
+            from torchtitan.models.attention_cpu import LONGEST_SPLIT, SHORTEST_SPLIT
+
+            if SHORTEST_SPLIT <= seq_len <= LONGEST_SPLIT:
+                ends = torch.arange(0, n_rows * seq_len + 1, seq_len, dtype=torch.int32)
+                rows = VarlenMetadata(ends, ends, seq_len, seq_len)
+                out = _varlen(*map(_pack, (q, k, v)), rows, scale)
+                return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
         is_for_flash = attn_mask is None and q.dtype.itemsize == 2
         if enable_gqa and q.device.type != "cpu" and not is_for_flash:
             # The memory-efficient kernel does not group heads, which would leave only "math".
@@ -306,8 +315,8 @@ def _varlen(
     v: Tensor,
     metadata: VarlenMetadata | NeededKeys,
     scale: float | None,
-    window: int | None,
-    return_lse: bool,
+    window: int | None = None,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv], packed. See `VarlenAttentionWrapper`."""
     # The kernels want one head size. Zeros added to both operands of a dot product don't

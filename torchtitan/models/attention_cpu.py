@@ -40,6 +40,9 @@ _library.define(
 # Queries of one call of the kernel under a sliding window. Each call looks at this many keys and
 # the window's: fewer queries waste less of the square, more of them need fewer calls.
 _WINDOW_QUERIES = 64
+# torch's kernel looks at whole blocks of 512 keys, causal or not. Documents of these lengths are given
+# to it in pieces of so many queries, each with the keys up to its last: about half of the square.
+SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 129, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,14 +74,18 @@ def _calls(
     for (start, end), (first_key, end_key) in bounds:
         if end == start or end_key - first_key < 2:
             continue
-        if window is not None and end_key - first_key > window:
-            for first in range(start, end, _WINDOW_QUERIES):
-                last = min(first + _WINDOW_QUERIES, end)
+        n_keys = end_key - first_key
+        is_windowed = window is not None and n_keys > window
+        if is_windowed or (end - start == n_keys and SHORTEST_SPLIT <= n_keys <= LONGEST_SPLIT):
+            reach = window if is_windowed else n_keys
+            size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
+            for first in range(start, end, size):
+                last = min(first + size, end)
                 last_key = end_key - (end - last)
-                seen_from = max(first_key, last_key - (last - first) - window + 1)
+                seen_from = max(first_key, last_key - (last - first) - reach + 1)
                 shape = (last - first, last_key - seen_from)
                 if shape not in masks:
-                    masks[shape] = _window_mask(*shape, window, dtype)
+                    masks[shape] = _window_mask(*shape, reach, dtype)
                 yield _Call(slice(first, last), slice(seen_from, last_key), mask=masks[shape])
             continue
         own_key = end_key - (end - start)  # of the first query
@@ -194,20 +201,17 @@ def _backward(
     queries had their keys in two calls, each call's probabilities follow from the log-sum-exp of
     both.
     """
-    # Under a window several calls see the same key, and bf16 is too coarse for the sum of its
-    # gradients.
-    one_call_each = window is None and len(q) == len(k)
-    dtype = q.dtype if one_call_each else lse.dtype
-    grads = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+    # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
+    grads = [torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
     n_kv_heads = k.shape[1]
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        grads[2][lone_keys] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(dtype)
+        grads[2][lone_keys] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(lse.dtype)
         if grad_lse is not None:
             factor = grad_lse[lone].unsqueeze(-1) * scale
-            grads[0][lone] = (factor * _for_queries(k[lone_keys], q.shape[1])).to(dtype)
+            grads[0][lone] = (factor * _for_queries(k[lone_keys], q.shape[1])).to(lse.dtype)
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
-            grads[1][lone_keys] = to_keys.to(dtype)
+            grads[1][lone_keys] = to_keys.to(lse.dtype)
     go, qs, ks, vs, outs, lses = (
         _as_kernel_input(x) for x in (grad_out, q, k, v, out, lse.unsqueeze(-1))
     )

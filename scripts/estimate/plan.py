@@ -1,0 +1,212 @@
+"""Which layout to take for a model on some GPUs: those that fit, by the time that a step takes at least.
+
+    python -m scripts.estimate.plan --gpus 64 --memory 80 --job.config_file X.toml [config overrides]
+
+Tries data, tensor and pipeline parallelism of all sizes, keeps the config's context and expert
+parallelism, and its global batch: `training.global_batch_size`, or `local_batch_size` rows on each GPU.
+A rank works on as many rows at once as fit, and accumulates gradients over the rest. Each layout is
+rehearsed without a GPU, at two depths of the model (`scripts.estimate.step`), which takes a quarter
+of a minute; what its states alone leave no room for is not. Times are bounds from the peaks given
+as options, see docs/scale.md: they rank layouts that differ by much.
+"""
+
+import argparse
+import copy
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scripts.estimate.estimation import prepare_device
+from scripts.estimate.scale import Bound, add_machine_options, bound_of, depths_of, machine_of
+
+# Of the memory, left to the allocator, CUDA and NCCL: see docs/estimate.md.
+USABLE, RESERVED_GIB = 0.9, 1.0
+# Parameters, gradients and two moments in fp32.
+BYTES_OF_STATES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Ranks of each axis; rows is how many a data-parallel rank gets of the global batch."""
+
+    replicas: int
+    shards: int
+    tp: int
+    pp: int
+    cp: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        parts = [f"PP {self.pp}", f"FSDP {self.shards}", f"CP {self.cp}", f"TP {self.tp}"]
+        if self.replicas > 1:
+            parts[1] = f"HSDP {self.replicas} x {self.shards}"
+        kept = [part for part in parts if not part.endswith(" 1")]
+        return ", ".join(kept) or "one GPU"
+
+    def config(self, base: Any, rows_at_once: int) -> Any:
+        config = copy.deepcopy(base)
+        parallelism, training = config.parallelism, config.training
+        parallelism.data_parallel_replicate_degree = self.replicas
+        parallelism.data_parallel_shard_degree = self.shards
+        parallelism.tensor_parallel_degree = self.tp
+        parallelism.pipeline_parallel_degree = self.pp
+        training.local_batch_size = rows_at_once
+        training.global_batch_size = self.rows * self.replicas * self.shards
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    layout: Layout
+    rows_at_once: int
+    estimate: Any
+    bound: Bound
+
+
+def layouts(config: Any, n_gpus: int, gpus_per_node: int, global_rows: int) -> Iterator[Layout]:
+    """All that use every GPU and deal the rows of the global batch evenly."""
+    cp = config.parallelism.context_parallel_degree
+    for tp in _divisors(min(n_gpus, gpus_per_node)):
+        for pp in _divisors(n_gpus // tp):
+            if n_gpus % (tp * pp * cp):
+                continue
+            dp = n_gpus // (tp * pp * cp)
+            if global_rows % dp:
+                continue
+            for replicas in {1, max(1, dp * tp * cp // gpus_per_node)}:
+                # Replicas pay where each keeps to a node.
+                if dp % replicas == 0:
+                    yield Layout(replicas, dp // replicas, tp, pp, cp, global_rows // dp)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def least_states(num_params: int, layout: Layout) -> float:
+    """Bytes of one rank, if stages were equal."""
+    return num_params * BYTES_OF_STATES / (layout.shards * layout.cp * layout.tp * layout.pp)
+
+
+def plan_of(
+    layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
+) -> tuple[int, Any] | None:
+    """(rows at once, estimate) of the most rows that fit; None if one doesn't.
+
+    estimate: (config, rank) -> `StepEstimate`. Memory grows along a line with the rows.
+    """
+    ranks = {0, layout.replicas * layout.shards * layout.tp * layout.pp * layout.cp - 1}
+    ranks = sorted(ranks) if layout.pp > 1 else [0]
+
+    def largest(rows: int) -> Any:
+        """Of the first and the last stage."""
+        estimates = [estimate(layout.config(base, rows), rank) for rank in ranks]
+        return max(estimates, key=lambda estimate: estimate.peak)
+
+    # A pipeline works on microbatches, of which there should be many.
+    if layout.pp > 1:
+        found = largest(layout.rows)
+        return (layout.rows, found) if found.peak <= usable else None
+    one = largest(1)
+    if one.peak > usable or layout.rows == 1:
+        return (1, one) if one.peak <= usable else None
+    two = largest(2)
+    growth = max(two.peak - one.peak, 1)
+    most = 1 + int((usable - one.peak) / growth)
+    rows = max(n for n in _divisors(layout.rows) if n <= most)
+    return rows, {1: one, 2: two}.get(rows) or largest(rows)
+
+
+def table_of(plans: list[Planned], memory_gib: float) -> str:
+    lines = [
+        "| layout | rows at once | of | peak, GiB | room | compute | in line | beside | bubble | step, "
+        "at least | tokens/s of a GPU |\n|" + "---|" * 11
+    ]
+    for plan in sorted(plans, key=lambda plan: plan.bound.step):
+        peak, bound, estimate = plan.estimate.peak / 2**30, plan.bound, plan.estimate
+        cells = [
+            plan.layout.name,
+            str(plan.rows_at_once),
+            str(plan.layout.rows),
+            f"{peak:.1f}",
+            f"{100 * (1 - peak / memory_gib):.0f} %",
+            f"{bound.compute:.2f} s",
+            f"{bound.in_line:.2f} s",
+            f"{bound.beside:.2f} s",
+            f"{100 * estimate.bubble:.0f} %",
+            f"{bound.step:.2f} s",
+            f"{estimate.tokens / estimate.world_size / bound.step:,.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--memory", type=float, default=80, help="GiB of one GPU")
+    parser.add_argument("--most", type=int, default=16, help="layouts to rehearse")
+    add_machine_options(parser)
+    args, config_args = parser.parse_known_args()
+    machine = machine_of(args)
+    os.environ["LOCAL_RANK"], os.environ["NGPU"] = "0", str(args.gpus)
+    prepare_device()
+    from scripts.estimate.step import estimate_from_depths, num_params_of
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.checks import ConfigError
+    from torchtitan.config.manager import exit_on_config_error
+
+    with exit_on_config_error():
+        base = ConfigManager().parse_args(config_args)
+        num_params = num_params_of(base)
+    base.model.converters = []  # in bf16, whose peak is given
+    training = base.training
+    global_rows = training.global_batch_size
+    if global_rows < 0:
+        global_rows = training.local_batch_size * args.gpus
+    usable = USABLE * args.memory * 2**30 - RESERVED_GIB * 2**30
+
+    def estimate(config: Any, rank: int) -> Any:
+        return estimate_from_depths(config, rank, machine.gpus_per_node, depths_of(config))
+
+    tried, plans = 0, []
+    candidates = list(layouts(base, args.gpus, machine.gpus_per_node, global_rows))
+    # Few ranks in line first: what comes late waits most for others.
+    candidates.sort(key=lambda layout: (layout.tp * layout.pp, layout.replicas))
+    for layout in candidates:
+        states = least_states(num_params, layout)
+        if states > usable:
+            _tell(f"{layout.name}: states alone take {states / 2**30:.0f} GiB")
+            continue
+        if tried == args.most:
+            _tell(f"{layout.name}: not rehearsed, see --most")
+            continue
+        tried += 1
+        try:
+            found = plan_of(layout, base, usable, estimate)
+        except (ConfigError, ValueError) as error:
+            _tell(f"{layout.name}: {error}")
+            continue
+        if found is None:
+            _tell(f"{layout.name}: does not fit")
+            continue
+        rows, estimated = found
+        plans.append(Planned(layout, rows, estimated, bound_of(estimated, machine)))
+        _tell(f"{layout.name}: {estimated.peak / 2**30:.1f} GiB, {plans[-1].bound.step:.2f} s")
+    if not plans:
+        sys.exit(
+            f"no layout of {args.gpus} GPUs with {args.memory:g} GiB fits; give more GPUs, shorter "
+            "rows (training.seq_len), or activation_checkpoint.mode = 'full'"
+        )
+    print(table_of(plans, args.memory))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

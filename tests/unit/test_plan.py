@@ -1,0 +1,77 @@
+"""The planner's choice of layouts; what a rehearsal tells is made up here."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.estimate.plan import Layout, Planned, layouts, least_states, plan_of, table_of
+from scripts.estimate.scale import Bound
+from torchtitan.config import JobConfig
+
+GIB = 2**30
+
+
+def test_layouts_use_every_gpu_and_deal_whole_rows():
+    config = JobConfig()
+    config.parallelism.context_parallel_degree = 2
+    found = list(layouts(config, 32, gpus_per_node=8, global_rows=8))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        dp = layout.replicas * layout.shards
+        assert dp * layout.tp * layout.pp * layout.cp == 32 and layout.cp == 2
+        assert layout.rows * dp == 8 and layout.tp <= 8
+    names = {layout.name for layout in found}
+    # 16 data-parallel ranks would have half a row each.
+    assert "FSDP 16, CP 2" not in names
+    assert {"FSDP 8, CP 2, TP 2", "HSDP 4 x 2, CP 2, TP 2", "PP 4, FSDP 4, CP 2"} <= names
+
+
+def test_rows_at_once_are_as_many_as_fit():
+    layout = Layout(replicas=1, shards=4, tp=1, pp=1, cp=1, rows=12)
+    asked = []
+
+    def estimate(config, rank):
+        rows = config.training.local_batch_size
+        assert config.training.global_batch_size == 48
+        asked.append(rows)
+        return SimpleNamespace(peak=(10 + 5 * rows) * GIB, rows=rows)
+
+    for usable, rows in ((14, None), (15, 1), (20, 2), (34, 4), (40, 6), (1000, 12)):
+        found = plan_of(layout, JobConfig(), usable * GIB, estimate)
+        assert (found and found[0]) == rows
+        if rows:
+            assert found[1].rows == rows
+    assert set(asked) == {1, 2, 4, 6, 12}
+
+
+def test_of_a_pipeline_the_fuller_stage_counts():
+    layout = Layout(replicas=1, shards=2, tp=1, pp=2, cp=1, rows=4)
+    peaks = {0: 20 * GIB, 3: 30 * GIB}
+
+    def estimate(config, rank):
+        assert config.training.local_batch_size == 4
+        return SimpleNamespace(peak=peaks[rank])
+
+    assert plan_of(layout, JobConfig(), 25 * GIB, estimate) is None
+    rows, found = plan_of(layout, JobConfig(), 30 * GIB, estimate)
+    assert rows == 4 and found.peak == 30 * GIB
+
+
+def test_fastest_layout_comes_first():
+    layout = Layout(replicas=2, shards=8, tp=4, pp=1, cp=1, rows=2)
+    assert layout.name == "HSDP 2 x 8, TP 4"
+    assert least_states(8 * GIB, layout) == 16 * 8 * GIB / 32
+    estimate = SimpleNamespace(peak=40 * GIB, bubble=0.0, tokens=64_000, world_size=64)
+    plans = [
+        Planned(dataclasses.replace(layout, tp=tp), 1, estimate, Bound(1, 1, 1, seconds, 0.5))
+        for tp, seconds in ((1, 3.0), (2, 2.0))
+    ]
+    rows = table_of(plans, memory_gib=80).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| HSDP 2 x 8, TP 2", "| HSDP 2 x 8"]
+    assert "50 %" in rows[0] and rows[0].endswith("| 500 |")
+
+
+@pytest.mark.parametrize("n_gpus", [1, 7, 12])
+def test_any_number_of_gpus_has_a_layout(n_gpus):
+    assert list(layouts(JobConfig(), n_gpus, gpus_per_node=8, global_rows=n_gpus))
