@@ -28,12 +28,15 @@ LAYERS = (
     ("listeners",),
     ("models",),
     ("generation", "checkpoint", "quantization"),
-    ("build", "job"),
+    ("job",),
+    ("rank_layout",),
+    ("build",),
     ("engine",),
     ("trainer",),
     ("train",),
     ("rl",),
     ("experiments", "testing"),
+    ("integrations",),
 )
 # Old names of modules above, for other programs: nothing of the package imports them.
 REFERENCE_PATHS = ("components/", "hf_datasets/", "tools/profiling.py", "experiments/rl/")

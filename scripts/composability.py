@@ -56,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sdpa": {"model.attn_type": "sdpa"},
     "varlen": {"model.attn_type": "varlen"},
     "packed documents": {"model.attn_mask_type": "block_causal"},
+    "value head": {"model.value_head": True},
     "fp32": {"training.mixed_precision_param": "float32"},
     "compile": {"compile.enable": True},
     "full AC": {"activation_checkpoint.mode": "full"},

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import json
 import os
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +15,9 @@ from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import filler_batch
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.run_record import record_of
+from torchtitan.checkpoint.states import LR_SCHEDULER, OPTIMIZER
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.config.checks import ConfigError
+from torchtitan.config.checks.common import has_value_head
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.determinism import (
@@ -22,24 +25,86 @@ from torchtitan.distributed.determinism import (
     set_determinism,
     use_deterministic_kernels,
 )
-from torchtitan.distributed.process_group import init_distributed
+from torchtitan.distributed.fsdp import scale_gradients
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.loss.cross_entropy import LossFunction
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.offload import Offloader
+from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model_converter import build_model_converters
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
 from torchtitan.step.runner import Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger, warn_once
 
+if TYPE_CHECKING:
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
-def build_engine(engine: Any) -> None:
+
+class EngineParts:
+    """What `build_engine` makes, in this order, and what is read off it."""
+
+    layout: RankLayout
+    device: torch.device
+    parallel_dims: ParallelDims
+    context_sharding: ContextSharding | None
+    seed: int
+    model_args: Any
+    model_converters: Any
+    num_params: int
+    num_flops_per_token: float  # of rows of `training.seq_len` tokens
+    flops_without_attention: float  # of them
+    global_batch_size: int
+    gradient_accumulation_steps: int
+    loss_fn: LossFunction
+    model_parts: list[nn.Module]
+    # Set under pipeline parallelism.
+    pp_schedule: "PipelineSchedule | None" = None
+    pp_has_first_stage: bool | None = None
+    pp_has_last_stage: bool | None = None
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+    offloader: Offloader
+    update: Update
+    checkpointer: CheckpointManager
+    train_context: Callable[[], AbstractContextManager[None]]
+    maybe_enable_amp: AbstractContextManager[None]
+    runner: Runner
+
+    @property
+    def dp_size(self) -> int:
+        """How many groups of ranks read different batches."""
+        return self.layout.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.layout.dp_rank
+
+    @property
+    def dp_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that read different batches of one step; None if there is only one."""
+        return self.layout.dp_group if self.dp_size > 1 else None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the schedule has for the next step."""
+        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+
+
+def build_engine(engine: Any, layout: RankLayout | None) -> None:
     """Give a `TrainingEngine` its parts. The device comes first and the checkpointer late: each
     part is made of those before it."""
     config, spec = engine.job_config, engine.train_spec
     training = config.training
-    engine.device = set_device()
+    if layout is not None:
+        engine.layout = layout
+    engine.device = set_device() if layout is None else layout.device
     engine.parallel_dims = dims = engine.init_distributed()
+    if layout is None:
+        engine.layout = RankLayout(engine.device, dims, has_last_stage(config, dims))
     engine.context_sharding = ContextSharding.of(dims, config.parallelism)
     config.maybe_log()
     engine.seed = choose_seed(config, dims, engine.device)
@@ -103,56 +168,17 @@ def build_engine(engine: Any) -> None:
     engine.runner = build_runner(engine, gradient_factor)
 
 
-def set_device() -> torch.device:
-    """Return the device of this rank, made the current one."""
-    device_type, device_module = utils.get_device_info()
-    if device_type == "cpu":
-        return torch.device("cpu")
-    # Without a launcher, the device that the host program has chosen.
-    index = os.environ.get("LOCAL_RANK")
-    index = device_module.current_device() if index is None else int(index)
-    if index >= device_module.device_count():
-        raise ConfigError(
-            f"LOCAL_RANK = {index} asks for device {index} of this machine, counted from 0, and "
-            f"it shows {device_module.device_count()}; start as many processes on it as it has"
-        )
-    host.change(index, device_module.set_device, device_module.current_device)
-    return torch.device(device_type, index)
-
-
-def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
-    """Join or reuse the process group and return the layout of ranks."""
-    world_size = init_distributed(
-        config.comm,
-        enable_cpu_backend=config.training.enable_cpu_offload,
-        base_folder=config.job.dump_folder,
-    )
-    degrees = config.parallelism
-    return ParallelDims(
-        dp_replicate=degrees.data_parallel_replicate_degree,
-        dp_shard=degrees.data_parallel_shard_degree,
-        cp=degrees.context_parallel_degree,
-        tp=degrees.tensor_parallel_degree,
-        pp=degrees.pipeline_parallel_degree,
-        ep=degrees.expert_parallel_degree,
-        etp=degrees.expert_tensor_parallel_degree,
-        world_size=world_size,
-        always_fsdp=is_fsdp_wanted_always(config, spec, device),
-    )
-
-
-def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.device) -> bool:
-    """Whether FSDP holds the parameters of a single rank, too."""
-    degrees = config.parallelism
-    if degrees.always_fsdp is not None:
-        return degrees.always_fsdp
-    if spec.build_dataloader_fn is None:
-        return True
-    if device.type == "cpu" or degrees.data_parallel_replicate_degree > 1:
-        return False
-    # Autocast would keep an fp32 residual stream, and cast all weights in every step. Others'
-    # functions may leave one rank's model as it is.
-    return getattr(spec.parallelize_fn, "__module__", None) == "torchtitan.models.parallelize"
+def job_of_hf(
+    folder: str | os.PathLike[str], job_config: JobConfig | None, spec: TrainSpec | None
+) -> tuple[JobConfig, TrainSpec]:
+    """(config, train spec) of the model in a Hugging Face folder; see `TrainingEngine.from_hf`."""
+    match = from_hf_config(folder)
+    job_config = JobConfig() if job_config is None else copy.deepcopy(job_config)
+    flavor = os.path.basename(os.path.abspath(folder))
+    job_config.model.name, job_config.model.flavor = match.family, flavor
+    job_config.model.hf_assets_path = os.fspath(folder)
+    spec = spec or get_train_spec(match.family)
+    return job_config, dataclasses.replace(spec, model_args={flavor: match.model_args})
 
 
 def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> int:
@@ -216,9 +242,6 @@ def average_gradients(engine: Any) -> float:
     if not (is_mean or (replicas_only and has_clients_backward)):
         return 1.0
     if engine.pp_has_last_stage is not False:
-        # Imports torch's FSDP, which takes a second.
-        from torchtitan.distributed.fsdp import scale_gradients
-
         scale_gradients(engine.model_parts[-1], 1 / engine.dp_size)
     return 1.0 if is_mean else float(engine.dp_size)
 
@@ -262,7 +285,10 @@ def build_checkpointer(engine: Any) -> CheckpointManager:
         sd_adapter=adapter,
         base_folder=config.job.dump_folder,
     )
-    checkpointer.model_description = f"{config.model.name} {config.model.flavor}"
+    if engine.forward_only:
+        del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
+    with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
+    checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
     checkpointer.run_record = record_of(config, engine.global_batch_size, engine.tokenizer)
     for other in host.engines():
         theirs = getattr(other, "checkpointer", None)

@@ -3,16 +3,32 @@
 A program that brings its own batches, loss and loop builds a `TrainingEngine` inside its own
 process; `torchtitan.train.Trainer` is this engine plus tokenizer, data, metrics and a loop.
 
-Letters used below: B sequences, T tokens, V vocabulary entries.
+In its host process an engine is a guest: it draws no random numbers from the host's generators, and
+seeds them only if `debug.seed` is set. Settings that it changes, and a default process group that
+it makes, are given back by the last `close()` of the process's engines. The groups of its mesh live
+as long as the default group: torch's caches may have passed them on to others.
+
+Letters used below: B sequences, T tokens, V vocabulary entries. What steps are given:
+
+    microbatches    one batch on every rank, or a list of them. Rows and T may differ between them,
+                    and data-parallel ranks may have lists of different lengths, empty ones too;
+                    all ranks of a pipeline give the same.
+    head            computed in place of logits, such as `TokenLogProbs()`, which then never exist
+                    whole; functions get its outputs.
+    functions       of the caller, for outputs or a loss: they get logits [B, T, V], or values
+                    [B, T, 1] from a model with `model.value_head`, and the batch. Logits are whole
+                    under tensor parallelism. Under context parallelism they are those of this
+                    rank's tokens, [B, T/cp, ...], and so are the batch's tensors [B, T, ...].
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
-from torchtitan import build
+from torchtitan import build, rank_layout
 from torchtitan.batch.batch import (
     Batch,
     Microbatches,
@@ -20,42 +36,37 @@ from torchtitan.batch.batch import (
     batch_to,
     dict_if_overridden,
 )
-from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
-from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.job import resolve_job
-from torchtitan.loss.cross_entropy import LossFunction
-from torchtitan.optim.lr_scheduler import LRSchedulersContainer
-from torchtitan.optim.offload import Offloader
-from torchtitan.optim.optimizer import OptimizersContainer
-from torchtitan.step.forward_backward import forward, forward_backward
-from torchtitan.step.runner import Head, Runner, on_error
-from torchtitan.step.update import OptimStepResult, Update
+from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.rank_layout import RankLayout
+from torchtitan.step.forward_backward import check_trains, forward, forward_backward
+from torchtitan.step.runner import Head, on_error
+from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
-from torchtitan.tools.logging import logger, warn_once
-
-if TYPE_CHECKING:
-    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
+from torchtitan.tools.logging import logger
 
 ENGINE_API_VERSION = 1
 
+__all__ = ["ENGINE_API_VERSION", "RankLayout", "TrainingEngine"]
 
-class TrainingEngine:
+
+class TrainingEngine(build.EngineParts):
     """Everything between a config and an optimizer step, wired once.
 
     Never builds a tokenizer, dataloader or validator. An existing default process group is
     reused. The config is checked here, before a device or a process group is touched, and
     never written to. As a context manager it closes itself.
 
-    In its host process it is a guest: it draws no random numbers from the host's generators, and
-    seeds them only if `debug.seed` is set. Settings that it changes, and a default process group
-    that it makes, are given back by the last `close()` of the process's engines. The groups of
-    its mesh live as long as the default group: torch's caches may have passed them on to others.
+    train_spec: in place of the registered one of `model.name`; nothing is registered.
+    layout: from `RankLayout.join`, whose groups this engine then shares; None makes new ones.
+    forward_only: an engine for scoring. It has no optimizer state, takes no training step, and
+        reads and writes no more of checkpoints than the weights and the counters.
 
-    Raises ConfigError for a config that cannot run.
+    Raises ConfigError for a config that cannot run, ValueError for a layout of other degrees.
     """
 
     # Trainer replaces these; an engine has no data.
@@ -64,79 +75,55 @@ class TrainingEngine:
     dataloader: Any = None
     metrics_processor: Any = None
 
-    # Set by `build_engine`, in this order.
-    device: torch.device
-    parallel_dims: ParallelDims
-    context_sharding: ContextSharding | None
-    seed: int
-    model_args: Any
-    model_converters: Any
-    num_params: int
-    num_flops_per_token: float  # of rows of `training.seq_len` tokens
-    flops_without_attention: float  # of them
-    global_batch_size: int
-    gradient_accumulation_steps: int
-    loss_fn: LossFunction
-    model_parts: list[torch.nn.Module]
-    optimizers: OptimizersContainer
-    lr_schedulers: LRSchedulersContainer
-    offloader: Offloader
-    update: Update
-    checkpointer: CheckpointManager
-    train_context: Callable[[], contextlib.AbstractContextManager[None]]
-    maybe_enable_amp: contextlib.AbstractContextManager[None]
-    runner: Runner
-
     step: int = 0
     ntokens_seen: int = 0
     _loaded_step = _loaded_version = 0
 
-    # Set under pipeline parallelism.
-    pp_schedule: "PipelineSchedule | None" = None
-    pp_has_first_stage: bool | None = None
-    pp_has_last_stage: bool | None = None
-
-    def __init__(self, job_config: JobConfig):
+    def __init__(
+        self,
+        job_config: JobConfig,
+        *,
+        train_spec: TrainSpec | None = None,
+        layout: RankLayout | None = None,
+        forward_only: bool = False,
+    ):
         torch._C._log_api_usage_once("torchtitan.train")
         self.job_config = job_config
         logger.info("job: %s", job_config.job.description)
 
-        self.train_spec = resolve_job(job_config, self.builds_data)
+        self.train_spec = resolve_job(job_config, self.builds_data, train_spec)
+        self.forward_only = forward_only
         host.move_in(self)
         with on_error(self.close):
-            build.build_engine(self)
+            build.build_engine(self, layout)
+
+    @classmethod
+    def from_hf(
+        cls, folder: str | os.PathLike[str], job_config: JobConfig | None = None, **options: Any
+    ) -> Self:
+        """Return an engine with the model and the weights of a Hugging Face folder. Collective.
+
+        folder: with config.json and safetensors files.
+        job_config: everything else; its `model.name`, `.flavor` and `.hf_assets_path` are not
+            asked. options: those of the constructor; a train_spec, of the folder's family, gives
+            everything but the model's arguments.
+        Raises ValueError for a folder that describes no model of ours, or whose files do not fit
+        its config.json.
+        """
+        job_config, spec = build.job_of_hf(folder, job_config, options.pop("train_spec", None))
+        engine = cls(job_config, train_spec=spec, **options)
+        with on_error(engine.close):
+            engine.load(os.fspath(folder), model_only=True)
+        return engine
 
     def init_distributed(self) -> ParallelDims:
         """Join or reuse the process group and return the layout of ranks."""
-        return build.join_ranks(self.job_config, self.train_spec, self.device)
+        if hasattr(self, "layout"):  # a given one
+            return self.layout.dims_for(self.job_config, self.train_spec)
+        return rank_layout.join_ranks(self.job_config, self.train_spec, self.device)
 
     def build_data(self) -> None:
         """Hook for subclasses that own data; called before the model is built."""
-
-    # ---- where this rank stands ----
-
-    @property
-    def _batch_mesh(self):
-        return self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-
-    @property
-    def dp_size(self) -> int:
-        """How many groups of ranks read different batches."""
-        return self._batch_mesh.size() if self._batch_mesh else 1
-
-    @property
-    def dp_rank(self) -> int:
-        return self._batch_mesh.get_local_rank() if self._batch_mesh else 0
-
-    @property
-    def dp_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that read different batches of one step; None if there is only one."""
-        return self._batch_mesh.get_group() if self._batch_mesh else None
-
-    @property
-    def lr(self) -> float:
-        """The learning rate that the schedule has for the next step."""
-        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     @property
     def packing(self) -> PackingPolicy:
@@ -190,18 +177,13 @@ class TrainingEngine:
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        microbatches: one batch on every rank, or a list of them; rows and T may differ between
-            them, and data-parallel ranks may have lists of different lengths, empty ones too.
-        output_fn: applied to (logits [B, T, V], batch) on the spot, so that logits need not
-            be kept; its results are returned instead.
-        head: computed in place of logits, such as `TokenLogProbs()`, of `batch["labels"]` [B, T];
-            its outputs are returned, or go to output_fn. Then logits never exist whole.
+        microbatches, head: see the top of this module; a head gets `batch["labels"]` [B, T].
+        output_fn: (logits, batch) -> what is returned instead, so that logits need not be kept.
+            Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
-        Under context parallelism output_fn sees this rank's tokens, in logits and in the batch's
-        tensors [B, T, ...]; what it returns for them, [B, T/cp, ...], is joined to [B, T, ...].
-        Raises ValueError for a head and a batch without labels.
+        Raises ValueError for a head and a batch without labels, or a model with a value head.
         """
         self.offloader.check_here("forward_step", "model")
         return forward(self, microbatches, output_fn, head)
@@ -214,34 +196,39 @@ class TrainingEngine:
         global_valid_tokens: torch.Tensor | float,
         loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
         head: Head | None = None,
+        whole_rows: bool = False,
     ) -> torch.Tensor:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
-        input_dict, labels: one batch and its labels [B, T] on every rank, or equally long lists
-            of them. Data-parallel ranks may have lists of different lengths, empty ones too.
+        input_dict, labels: microbatches, see the top of this module, and the labels [B, T] of each.
             Under pipeline parallelism one batch is split into microbatches of
-            `pipeline_parallel_microbatch_size` rows, a list is taken as it is; all ranks of a
-            pipeline give the same.
+            `pipeline_parallel_microbatch_size` rows, a list is taken as it is.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
             ranks, all microbatches).
-        loss_fn: (logits [B, T, V], labels [B, T], batch) -> sum over tokens; default is the
-            train spec's loss. It gets whole logits under tensor parallelism too, where the train
-            spec's loss gets a DTensor split along V, unless `disable_loss_parallel` is set. Under
-            context parallelism it sees this rank's tokens, as `forward_step`'s output_fn does.
-        head: computed in place of logits, such as `TokenLogProbs()`; loss_fn gets its outputs.
-            Without a loss_fn the loss is minus the sum of their log-probs.
+        loss_fn: (logits, labels, batch) -> sum over tokens. Default is the train spec's loss, which
+            under tensor parallelism gets a DTensor split along V, unless `disable_loss_parallel`
+            is set.
+        head: without a loss_fn the loss is minus the sum of its log-probs.
+        whole_rows: under context parallelism loss_fn sees whole rows of what the model or head
+            gave, of labels and batch, too. Tensors [B, T/cp, ...] are gathered for that, logits
+            included. Each of the ranks that share the rows computes the whole loss and takes the
+            gradient of its own tokens, and an equal part of the loss.
         Returns this rank's sum divided by the denominator, fp32; summed over data- and
         context-parallel ranks it is the loss of the global batch. All ranks of a pipeline return
         the same.
 
         Raises ValueError for a second microbatch before `optim_step` under
-        `optimizer.early_step_in_backward`, which cannot accumulate.
+        `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
+        head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
         are those of a part of the microbatches then: call `optimizers.zero_grad()`.
         """
         self.offloader.check_here("forward_backward_step", "model", "grad")
-        return forward_backward(self, input_dict, labels, global_valid_tokens, loss_fn, head)
+        check_trains(self, "forward_backward_step")
+        return forward_backward(
+            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
+        )
 
     def optim_step(
         self,
@@ -249,6 +236,7 @@ class TrainingEngine:
         lr: float | None = None,
         max_norm: float | None = None,
         denominator: torch.Tensor | float | None = None,
+        advance_schedule: bool = True,
     ) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
 
@@ -259,18 +247,17 @@ class TrainingEngine:
             that learn it only while they go through the microbatches: its sum over the
             data-parallel ranks counts, or its mean, as `training.gradient_reduction` says.
             Where that is 0, nothing is divided.
+        advance_schedule: False leaves the learning rate to `lr_schedulers.step()`, for callers
+            with several updates per step of the schedule.
 
         A norm that is not finite is handled by `training.nonfinite_grad_norm`: "skip" leaves
         weights and optimizer state as they are and goes on (at most 10 times in a row),
-        "stop" raises FloatingPointError, "ignore" updates all the same.
-
-        On an accelerator the optimizer leaves everything as it is by itself, and the host learns
-        of it a step late: the warning and the error, and a ValueError for a `denominator` whose sum
-        is negative or not finite, come with the next `optim_step` before it updates, or with the
-        next `save` or look at `weights_version` if that is earlier. Hooks of the optimizers run in
-        skipped steps, too. Optimizers other than "fused" have the host wait instead.
-        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`.
+        "stop" raises FloatingPointError, "ignore" updates all the same. On an accelerator the host
+        learns of it a step late; see `OptimStepResult`.
+        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`, and for
+        a `denominator` whose sum is negative or not finite.
         """
+        check_trains(self, "optim_step")
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
         self.runner.reshard()  # parameters that a client's forward left gathered have no gradients
@@ -280,6 +267,7 @@ class TrainingEngine:
             denominator,
             number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
             before_update=self.checkpointer.maybe_wait_for_staging,
+            advance_schedule=advance_schedule,
         )
 
     # ---- state ----
@@ -341,6 +329,16 @@ class TrainingEngine:
         self.update.settle()
         self.checkpointer.save(self._steps_done, path=path, force=force)
 
+    def save_hf(self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Write the weights as safetensors files with an index, into a folder. Collective.
+
+        dtype: what floating-point tensors are cast to; None keeps each one's own. Files that stand
+        there under other names, such as a config.json, are left as they are.
+        Raises ValueError for a model without a state_dict_adapter, RunError if it fails.
+        """
+        self.update.settle()
+        self.checkpointer.save_hf(os.fspath(path), dtype)
+
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
 
@@ -378,19 +376,10 @@ class TrainingEngine:
         Raises ValueError for another device, and where hooks on parameters would be lost.
         """
         target = self.offloader.check_target(device)
-        if self.job_config.optimizer.early_step_in_backward:
-            raise ValueError(
-                "to(device) cannot move parameters whose optimizer steps in their gradient's "
-                "hooks; set optimizer.early_step_in_backward = false"
-            )
-        if self.job_config.training.enable_cpu_offload and self.device.type != "cpu":
-            warn_once(
-                logger, "to(device) moves nothing: training.enable_cpu_offload keeps all on the CPU"
-            )
-            return
-        self.checkpointer.maybe_wait_for_staging()
-        self.checkpointer.release_model()
-        self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
+        if self.offloader.can_move(self.job_config):
+            self.checkpointer.maybe_wait_for_staging()
+            self.checkpointer.release_model()
+            self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
 
     def iter_hf_weights(
         self, *, dtype: torch.dtype | None = None, sharded: bool = False
@@ -401,17 +390,8 @@ class TrainingEngine:
         sharded: what this rank holds, without communication. Whole tensors are collective.
         See `WeightStream`. Raises ValueError for a model without a state_dict_adapter.
         """
-        schedule = self.pp_schedule
-        return WeightStream(
-            self.model_parts,
-            self.checkpointer.require_adapter(),
-            self.device,
-            dtype=dtype,
-            sharded=sharded,
-            current_version=lambda: self.weights_version,
-            stage_indices=[s.stage_index for s in schedule.stages] if schedule else None,
-            pp_group=schedule.group if schedule else None,
-        )
+        adapter = self.checkpointer.require_adapter()
+        return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
 
     def close(self) -> None:
         """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""

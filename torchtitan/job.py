@@ -12,16 +12,22 @@ from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.tools.errors import ConfigError
 
 
-def resolve_job(job_config: JobConfig, builds_data: bool = True) -> "train_spec_module.TrainSpec":
-    """Return the train spec of `model.name`; raises ConfigError if the job cannot run.
+def resolve_job(
+    job_config: JobConfig,
+    builds_data: bool = True,
+    train_spec: "train_spec_module.TrainSpec | None" = None,
+) -> "train_spec_module.TrainSpec":
+    """Return the train spec of the job; raises ConfigError if the job cannot run.
 
     builds_data: False leaves out the rules for tokenizer, data and their files.
+    train_spec: in place of the registered one of `model.name`.
     """
     # Before the checks: it may register converters, which they look up.
     _import_custom_module(job_config)
     world_size = _world_size(job_config)
     check_job_config(job_config, world_size, known_converter_names(), builds_data)
-    train_spec = find_train_spec(job_config)
+    if train_spec is None:
+        train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, world_size, builds_data)
     if builds_data:
         # Loads torchdata, which a bare engine does not need.

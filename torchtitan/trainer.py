@@ -37,8 +37,8 @@ class Trainer(TrainingEngine):
     builds_data = True
     _stop: StopRequest | None = None  # while it trains
 
-    def __init__(self, job_config: JobConfig):
-        super().__init__(job_config)
+    def __init__(self, job_config: JobConfig, **options: Any):
+        super().__init__(job_config, **options)
         with on_error(self.close):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             self._steps_ahead: StepsAhead | None = None
@@ -50,7 +50,18 @@ class Trainer(TrainingEngine):
             self.metrics_processor = metrics
             self._check_batch_fits()
             self._build_validator()
-            self._build_isolation_probe()
+            self.isolation_probe = None
+            if job_config.debug.check_document_isolation_freq > 0:
+                pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+                self.isolation_probe = IsolationProbe(
+                    lambda batch: (self.forward_step(batch) or [None])[0],
+                    self.model_parts,
+                    self.packing,
+                    self.model_args.vocab_size,
+                    self.seed,
+                    self.device,
+                    pipeline_group=None if pp_mesh is None else pp_mesh.get_group(),
+                )
             training = job_config.training
             logger.info(
                 f"trainer ready: local batch {training.local_batch_size}, global batch "
@@ -116,25 +127,6 @@ class Trainer(TrainingEngine):
             pp_has_first_stage=self.pp_has_first_stage,
             pp_has_last_stage=self.pp_has_last_stage,
         )
-
-    def _build_isolation_probe(self) -> None:
-        self.isolation_probe = None
-        if self.job_config.debug.check_document_isolation_freq > 0:
-            self.isolation_probe = IsolationProbe(
-                self._logits_for_probe,
-                self.model_parts,
-                self.packing,
-                self.model_args.vocab_size,
-                self.seed,
-                self.device,
-                pipeline_group=(
-                    self.parallel_dims.get_mesh("pp").get_group() if self.pp_schedule else None
-                ),
-            )
-
-    def _logits_for_probe(self, batch: PackedBatch) -> torch.Tensor | None:
-        outputs = self.forward_step(batch)
-        return None if outputs is None else outputs[0]
 
     # ---- data ----
 
@@ -301,7 +293,9 @@ class Trainer(TrainingEngine):
             dist_utils.dist_max(local_avg_loss, loss_mesh),
             grad_norm,
             extra_metrics={
-                "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, self._batch_mesh),
+                "n_tokens_seen": dist_utils.dist_sum(
+                    ntokens_seen, self.parallel_dims.get_optional_mesh("batch")
+                ),
                 "lr": lr,
             },
         )

@@ -48,9 +48,12 @@ DEGREES = {
 
 
 class Client:
-    """degrees: of [parallelism], all others 1."""
+    """degrees: of [parallelism], all others 1. sizes: dim, layers and vocabulary of its flavor.
 
-    def __init__(self, hf_folder, attn_type, degrees, training=None):
+    sections: of the config, over those that it passes.
+    """
+
+    def __init__(self, hf_folder, attn_type, degrees, sizes=SIZES, **sections):
         import torchtitan.protocols.train_spec as train_spec_module
         from torchtitan.train import Trainer
 
@@ -66,37 +69,35 @@ class Client:
         flavor = next(
             name
             for name, args in flavors.items()
-            if (args.dim, args.n_layers, args.vocab_size) == SIZES
+            if (args.dim, args.n_layers, args.vocab_size) == sizes
         )
         flavors.get(flavor).attn_type = attn_type
         self.degrees = {
             "data_parallel_replicate_degree": 1,
             "data_parallel_shard_degree": 1,
         } | degrees
-        self.trainer = Trainer(
-            JobConfig(
-                model=Model(name="qwen3", flavor=flavor, hf_assets_path=hf_folder),
-                optimizer=Optimizer(
-                    name="AdamW", lr=1e-2, eps=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0
-                ),
-                lr_scheduler=LRScheduler(warmup_steps=0, decay_type="linear", min_lr_factor=0.0),
-                parallelism=Parallelism(
-                    fsdp_reshard_after_forward="default",
-                    pipeline_parallel_degree=1,
-                    expert_parallel_degree=1,
-                    expert_tensor_parallel_degree=1,
-                    **self.degrees,
-                ),
-                checkpoint=Checkpoint(
-                    enable=True,
-                    initial_load_in_hf=True,
-                    initial_load_model_only=True,
-                    initial_load_path=hf_folder,
-                ),
-                compile=Compile(enable=False),
-                training=Training(**(training or {})),
-            )
+        parts = dict(
+            model=Model(name="qwen3", flavor=flavor, hf_assets_path=hf_folder),
+            optimizer=Optimizer(
+                name="AdamW", lr=1e-2, eps=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0
+            ),
+            lr_scheduler=LRScheduler(warmup_steps=0, decay_type="linear", min_lr_factor=0.0),
+            parallelism=Parallelism(
+                fsdp_reshard_after_forward="default",
+                pipeline_parallel_degree=1,
+                expert_parallel_degree=1,
+                expert_tensor_parallel_degree=1,
+                **self.degrees,
+            ),
+            checkpoint=Checkpoint(
+                enable=True,
+                initial_load_in_hf=True,
+                initial_load_model_only=True,
+                initial_load_path=hf_folder,
+            ),
+            compile=Compile(enable=False),
         )
+        self.trainer = Trainer(JobConfig(**parts | sections))
         (self.model,) = self.trainer.model_parts
         self.dims = ParallelDims(
             dp_shard=self.degrees["data_parallel_shard_degree"],
@@ -178,6 +179,10 @@ class Client:
         loss_mesh = self.dims.get_optional_mesh("loss")
         if loss_mesh is not None:
             torch.distributed.all_reduce(total, group=loss_mesh.get_group())
+        return total.item(), self.optimizer_step().item()
+
+    def optimizer_step(self):
+        """The norm of all gradients, which are clipped."""
         norm = dist_utils.clip_grad_norm_(
             [parameter for parameter in self.model.parameters()],
             self.trainer.job_config.training.max_norm,
@@ -189,7 +194,7 @@ class Client:
         self.trainer.optimizers.step()
         self.trainer.lr_schedulers.step()
         self.trainer.optimizers.zero_grad()
-        return total.item(), norm.item()
+        return norm
 
     def padded_forward(self, documents):
         """Log-probabilities of each document, as rows of a padded batch with a dense mask."""
@@ -210,7 +215,8 @@ class Client:
 
 def run_client(folder, hf_folder, attn_type, name):
     """(losses and norms of steps, log-probabilities of padded rows) that one client sees."""
-    client = Client(hf_folder, attn_type, DEGREES[name], {"mixed_precision_param": "float32"})
+    training = Training(mixed_precision_param="float32")
+    client = Client(hf_folder, attn_type, DEGREES[name], training=training)
     trainer = client.trainer
     assert isinstance(client.model, FSDPModule)
     assert trainer.dataloader is None

@@ -181,7 +181,7 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
 
 
 def pytest_configure() -> None:
-    from torchtitan import build
+    from torchtitan import rank_layout
     from torchtitan.distributed import process_group
     from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
@@ -198,13 +198,13 @@ def pytest_configure() -> None:
     dist.init_process_group = dist.distributed_c10d.init_process_group = with_gloo
     process_group._check_existing_group = lambda *_: None
     # FSDP resizes storages, which these tensors don't have.
-    join_ranks = build.join_ranks
+    join_ranks = rank_layout.join_ranks
 
     def join_without_fsdp(*args: Any) -> Any:
-        with mock.patch.object(build, "is_fsdp_wanted_always", lambda *_: False):
+        with mock.patch.object(rank_layout, "is_fsdp_wanted_always", lambda *_: False):
             return join_ranks(*args)
 
-    build.join_ranks = join_without_fsdp
+    rank_layout.join_ranks = join_without_fsdp
     torch.compile = lambda *_args, **_kwargs: pytest.skip("compiles, which needs a real device")
 
 

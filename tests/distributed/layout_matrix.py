@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.distributed.training_runs import DealtRows
+from torchtitan.distributed.tied_copies import FIRST, copies_in, name_in_whole_model
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -93,6 +94,7 @@ LAYOUTS = [
     Layout("TP 2, CP 2", tp=2, cp=2),
     Layout("FSDP 2, PP 2", dp_shard=2, pp=2),
     Layout("TP 2, PP 2, Interleaved1F1B", tp=2, pp=2, extra=_schedule("Interleaved1F1B")),
+    Layout("TP 2, PP 2, ZBVZeroBubble", tp=2, pp=2, extra=_schedule("ZBVZeroBubble")),
     Layout("CP 2, PP 2", cp=2, pp=2),
     Layout("PP 4, 1F1B", pp=4),
     Layout("CP 4", cp=4),
@@ -275,19 +277,27 @@ def run_step(engine, layout: Layout, step: int) -> float:
 def measure_on_rank(
     layout: Layout, family: str, batch: str, dump_folder: str, flags: tuple[str, ...] = ()
 ) -> Run:
-    """One run; every rank has the tensors of its own pipeline stages."""
+    """One run; every rank has the tensors of its own pipeline stages.
+
+    The second copy of a tied embedding has the first one's name; `_merge` compares the two.
+    """
     engine = build_engine(
         family, [*layout.overrides(), *batch_flags(family, batch), *flags], dump_folder
     )
-    named = [item for part in engine.model_parts for item in part.named_parameters()]
-    named = [(_without_wrappers(name), parameter) for name, parameter in named]
+    named = [
+        (name_in_whole_model(part, _without_wrappers(name)), parameter)
+        for part in engine.model_parts
+        for name, parameter in part.named_parameters()
+    ]
     hashes = {name: hash_of(whole(parameter)) for name, parameter in named}
     losses, grad_norms, gradients = [], [], {}
     for step in range(STEPS):
         losses.append(run_step(engine, layout, step))
         if step == 0:
             gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+            assert_equal_copies(engine, lambda copy: copy.grad)
         grad_norms.append(float(whole(engine.optim_step().grad_norm)))
+    assert_equal_copies(engine, lambda copy: copy)
     state = engine.optimizers.state_dict()
     buffers = [item for part in engine.model_parts for item in part.named_buffers()]
     run = Run(
@@ -307,6 +317,12 @@ def measure_on_rank(
     )
     engine.close()
     return run
+
+
+def assert_equal_copies(engine, tensor_of) -> None:
+    """Of a tied embedding, where one rank has both copies: bit for bit."""
+    copies = copies_in(engine.model_parts)
+    assert all(torch.equal(whole(tensor_of(copy)), whole(tensor_of(copies[0]))) for copy in copies)
 
 
 def measure(
@@ -343,6 +359,10 @@ def _merge(runs: tuple[Run, ...]) -> Run:
     for run in runs[1:]:
         assert run.losses == first.losses, "ranks report different losses"
         assert run.grad_norms == first.grad_norms, "ranks report different gradient norms"
+        if FIRST in first.weights and FIRST in run.weights:
+            assert run.hashes[FIRST] == first.hashes[FIRST]
+            assert torch.equal(run.gradients[FIRST], first.gradients[FIRST])
+            assert torch.equal(run.weights[FIRST], first.weights[FIRST])
         for field in ("hashes", "gradients", "weights", "optimizer_state", "expert_bias"):
             getattr(first, field).update(getattr(run, field))
     return first

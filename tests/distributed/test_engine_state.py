@@ -187,6 +187,7 @@ EXPORTS = [
     ("FSDP 2, TP 2", "llama3"),
     ("TP 2, PP 2, Interleaved1F1B", "llama3"),
     ("HSDP 2x2", TIED),
+    ("FSDP 2, PP 2", TIED),
     ("FSDP 4, EP 2", "qwen3 MoE"),
     ("FSDP 2, PP 2, EP 2", "deepseek_v3"),
     ("FSDP 2, TP 2, EP 2, ETP 2", "llama4"),

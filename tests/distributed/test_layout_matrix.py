@@ -27,6 +27,8 @@ DENSE_AND_EXPERTS = [("llama3", "documents, varlen"), ("deepseek_v3", "whole row
 EXPERTS = [("qwen3 MoE", "documents, flex")]
 # Masks that differ between layers, within documents.
 CHUNKS_AND_WINDOWS = [("llama4", "documents, flex"), ("gpt_oss", "documents, varlen")]
+# A pipeline has two copies of its embedding.
+TIED = [("qwen3, tied", "whole rows")]
 # layout -> (family, rows)
 QUICK = {
     "DDP 2": DENSE_AND_EXPERTS,
@@ -34,11 +36,13 @@ QUICK = {
     "TP 2, whole logits, op AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2, alltoall, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
-    "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS,
-    "PP 2, ZBVZeroBubble": DENSE_AND_EXPERTS,
+    "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS + TIED,
+    "PP 2, ZBVZeroBubble": DENSE_AND_EXPERTS + TIED,
     "FSDP 2, TP 2": DENSE_AND_EXPERTS,
     "TP 2, CP 2": DENSE_AND_EXPERTS,
-    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS,
+    "FSDP 2, PP 2": TIED,
+    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS + TIED,
+    "TP 2, PP 2, ZBVZeroBubble": TIED,
     "CP 2, PP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "TP 2, EP 2": CHUNKS_AND_WINDOWS,
     "CP 2, EP 2": EXPERTS + CHUNKS_AND_WINDOWS,
@@ -50,7 +54,7 @@ QUICK_LAYOUTS = [layout for layout in LAYOUTS + MOE_LAYOUTS if layout.name in QU
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS
+    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS + TIED
     runs = measure(ONE_PROCESS, cases, str(tmp_path_factory.mktemp("one")))
     return dict(zip(cases, runs, strict=True))
 

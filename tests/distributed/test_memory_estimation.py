@@ -93,6 +93,7 @@ LAYERS = 2
 # name -> (ranks, overrides, rank, GPUs in each node, layers)
 FORMULAS = {
     "fsdp": (8, PLAIN, 0, 8, LAYERS),
+    "value head": (8, [*PLAIN, "--model.value_head"], 0, 8, LAYERS),
     "fsdp, 3 layers": (8, PLAIN, 0, 8, 3),
     "fsdp, 5 layers": (8, PLAIN, 0, 8, 5),
     "accumulation, 2 nodes": (8, [*PLAIN, "--training.global_batch_size=64"], 0, 4, LAYERS),
@@ -182,10 +183,11 @@ def test_fsdp_gathers_twice_in_bf16_and_reduces_once_in_fp32(estimates):
 
 
 @pytest.mark.slow
-def test_matrix_products_are_six_flops_per_weight_and_token(estimates):
-    estimate = estimates["fsdp"]
+@pytest.mark.parametrize("name", ["fsdp", "value head"])
+def test_matrix_products_are_six_flops_per_weight_and_token(estimates, name):
+    estimate = estimates[name]
     tokens = BATCH * SEQ_LEN
-    norms = (2 * LAYERS + 1) * DIM
+    norms = (2 * LAYERS + 1) * DIM + (name == "value head")  # and its bias
     weights = estimate.num_params - norms - VOCABULARY * DIM  # embeddings are looked up
     assert estimate.counts.flops["matrix products"] == 6 * weights * tokens
     # Two products forward, five backward, of half of the scores: causal.

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.tiny_hf import tiny_hf_model
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.testing.tiny_jobs import (
     EPS,
     MAX_NORM,
-    VOCAB,
     add_tiny_flavors,
     layout_of,
     make_documents,
@@ -52,36 +52,10 @@ class Record:
 # ---- transformers ----
 
 
-def transformers_model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
-    return Qwen3ForCausalLM(config).float()
-
-
 @functools.cache
 def reference():
     """(weights in Hugging Face's names, record of the plain loop)."""
-    model = transformers_model()
-    with torch.no_grad():  # away from ones, and to logits that tell tokens apart
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(3)
+    model = tiny_hf_model("qwen3")
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0

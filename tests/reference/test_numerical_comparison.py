@@ -10,6 +10,7 @@ from scripts.checkpoint_conversion.numerical_tests_example import (
     main,
     numerical_test,
 )
+from tests.tiny_hf import tiny_hf_config
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import train_spec
 
@@ -34,17 +35,7 @@ FLAVORS = {
 
 @pytest.fixture
 def hf_folder(tmp_path, monkeypatch):
-    config = transformers.Qwen3Config(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
+    config = tiny_hf_config(vocab_size=50, head_dim=16, intermediate_size=48)
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     spec = train_spec.get_train_spec("qwen3")

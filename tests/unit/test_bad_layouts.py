@@ -240,12 +240,6 @@ BAD_LAYOUTS = {
         {"changes": {"n_layers": 1}},
         ["lists in module_fqns_per_model_part give 3 stages for 2 ranks", "change one"],
     ),
-    "pp, tied embeddings": (
-        2,
-        {"pipeline_parallel_degree": 2},
-        {"changes": {"enable_weight_tying": True}},
-        ["ties its embedding to its output", "pipeline_parallel_degree = 2", "set it to 1"],
-    ),
     "pp, model that is never cut": (
         2,
         {"pipeline_parallel_degree": 2},

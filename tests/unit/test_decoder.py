@@ -14,6 +14,8 @@ from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.context_parallel import ContextPart, TokenShards
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.distributed.tied_copies import copies_in, mark_copy
 from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.parallelize import apply_compile
@@ -165,11 +167,21 @@ def test_tied_embedding_is_one_parameter_also_after_allocation():
     assert "output.weight" in model.state_dict()
 
 
-def test_tied_embedding_over_two_pipeline_stages_is_refused():
-    model = meta_model(tiny_args(enable_weight_tying=True))
-    model.output = None
-    with pytest.raises(ValueError, match="one pipeline stage"):
-        model.init_weights()
+@pytest.mark.parametrize("left_out", ["tok_embeddings", "output"])
+def test_copy_of_a_tied_embedding_on_a_stage_has_the_weights_of_the_whole(left_out):
+    def drawn(model, whole):
+        mark_copy(model, whole)
+        model.to_empty(device="cpu")
+        with torch.no_grad(), seeded_init(model, 3):
+            model.init_weights()
+        return model
+
+    whole = meta_model(tiny_args(enable_weight_tying=True))
+    stage = copy.deepcopy(whole)
+    setattr(stage, left_out, None)
+    (found,) = copies_in([drawn(stage, whole)])
+    assert torch.equal(found, drawn(whole, whole).output.weight)
+    assert not copies_in([whole])
 
 
 def test_future_tokens_do_not_change_a_logit():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from torchtitan import build
+from torchtitan import rank_layout
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import token_counters, without_counting
 from torchtitan.config import ConfigManager, JobConfig
@@ -530,7 +530,7 @@ def test_without_a_launcher_the_device_is_the_one_of_the_host(local_rank, expect
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert build.set_device() == torch.device("cuda", expected)
+    assert rank_layout.set_device() == torch.device("cuda", expected)
     assert accelerator.current == expected
 
 
@@ -549,12 +549,12 @@ def test_fsdp_holds_the_parameters_of_one_accelerator(device, replicas, wanted, 
     config.parallelism.always_fsdp = wanted
     config.parallelism.data_parallel_replicate_degree = replicas
     spec = get_train_spec("llama3")
-    assert build.is_fsdp_wanted_always(config, spec, torch.device(device)) is expected
+    assert rank_layout.is_fsdp_wanted_always(config, spec, torch.device(device)) is expected
 
 
 def test_one_accelerator_leaves_a_clients_own_parallelize_function_its_autocast():
     spec = dataclasses.replace(get_train_spec("llama3"), parallelize_fn=lambda model, *_: model)
-    assert build.is_fsdp_wanted_always(JobConfig(), spec, torch.device("cuda")) is False
+    assert rank_layout.is_fsdp_wanted_always(JobConfig(), spec, torch.device("cuda")) is False
 
 
 def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):

@@ -425,7 +425,7 @@ def test_importing_metrics_loads_neither_tensorboard_nor_wandb():
 
 
 @pytest.mark.parametrize(
-    "schedule, rank", [("1F1B", 6), ("Interleaved1F1B", 6), ("ZBVZeroBubble", 0), ("DualPipeV", 0)]
+    "schedule, rank", [("1F1B", 6), ("Interleaved1F1B", 6), ("zbvzerobubble", 0), ("DualPipeV", 0)]
 )
 def test_metrics_rank_holds_the_last_pipeline_stage(tmp_path, schedule, rank):
     config = job(tmp_path)

@@ -154,7 +154,8 @@ def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
     if isinstance(value, Tensor):
         # A row for each of the batch's, one for all (no row of lengths is), or one number for all.
         is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
-        if value.dim() == 0 or is_shared or (value.dim() >= 2 and len(value) == num_rows):
+        has_rows = value.dim() > 0 and len(value) == num_rows and key != "cu_seqlens"
+        if value.dim() == 0 or is_shared or has_rows:
             return
         key = f"{key!r} of shape {list(value.shape)}"
     elif key == "attention_masks":

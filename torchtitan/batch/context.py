@@ -108,7 +108,8 @@ def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int)
     """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...], others stay.
 
     n_tokens: T/cp. seq_len: what is left of T after padding is cut off. Collective over the
-    ranks that share the rows; they have to give outputs of the same structure. No gradient.
+    ranks that share the rows; they have to give outputs of the same structure. Each rank gets the
+    gradient for its own tokens.
     """
 
     def join(x: Tensor) -> Tensor:

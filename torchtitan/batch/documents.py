@@ -218,8 +218,8 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     win; otherwise attn_mask_type "block_causal" means the end-of-text token and
     "position_block_causal" the positions.
 
-    Warns once per process if the batch has another source as well, `positions` included, and
-    once if the two disagree, with the first place where they do. To find that out on an
+    Warns once per process if the batch has another source as well, and once if the two disagree,
+    `positions` included, with the first place where they do. To find that out on an
     accelerator one has to wait for it: there only the first such batch is compared, on the CPU
     all until a disagreement was found.
     Raises ValueError if the batch lacks the source in force or the end-of-text token is wanted and
@@ -265,7 +265,11 @@ def _warn_of_second_source(
         return
     _seen_together.add(pair)
     theirs = _READ[other]({"input": batch["input"], other: batch[other]})
-    readings = [_reading(ids) for ids in (document_ids, theirs)]
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    readings = [  # indices into `_READINGS`: what the documents are numbered is no matter
+        (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
+        for ids in (document_ids, theirs)
+    ]
     differs = readings[0] != readings[1]
     disagree = bool(differs.any())
     message = f"document boundaries come from {name!r}; the {other!r} of the batch are not asked"
@@ -277,15 +281,9 @@ def _warn_of_second_source(
             f", and they disagree: in row {row} token {index} {ours_says} by {name!r} and "
             f"{theirs_says} by {other!r}"
         )
-    if is_new or disagree:
+    # Positions that agree are there for RoPE.
+    if disagree or (is_new and other != "positions"):
         logger.warning(message)
 
 
 _READINGS = ("continues a document", "begins a document", "is padding")
-
-
-def _reading(document_ids: Tensor) -> Tensor:
-    """Index into `_READINGS` for each token, [B, T]; what the documents are numbered is no matter."""
-    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    begins = (document_starts(document_ids) == columns).long()
-    return begins.masked_fill(document_ids == PADDING, 2)

@@ -146,7 +146,7 @@ class DocumentMask:
         Written down from the boundaries, without evaluating any pair of tokens and without
         waiting for the device.
         """
-        from torch.nn.attention.flex_attention import BlockMask  # takes most of a second
+        from torch.nn.attention.flex_attention import BlockMask  # kernels load where they run
 
         assert self.starts is not None
         starts = self.starts[:1] if self.whole_rows else self.starts
@@ -285,10 +285,7 @@ def cp_shard(
     starts: dict[str, Tensor] = {}
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = {name: x for name, x in boundaries.items() if x is not None}
-        starts = {
-            name: x if x.dim() == 2 else _starts_of_lengths(x, n_rows, seq_len)
-            for name, x in zip(known, _read_all([*known.values()]), strict=True)
-        }
+        starts = _starts_on_host(known, n_rows, seq_len)
     # With several masks, the one that is wider decides what is balanced.
     widest = None
     if attention_masks is not None and starts:
@@ -307,20 +304,23 @@ def cp_shard(
     return parts, sharded if is_dict else sharded[""]
 
 
-def _read_all(tensors: list[Tensor]) -> list[Tensor]:
-    """The same on the host; waits for the device once if any is there and no copy of the host's."""
-    tensors = [on_host(x) for x in tensors]
-    away = [x for x in tensors if x.device.type != "cpu"]
-    if not away:
-        return tensors
-    read = iter(torch.cat([x.flatten() for x in away]).cpu().split([x.numel() for x in away]))
-    return [x if x.device.type == "cpu" else next(read).view(x.shape) for x in tensors]
+def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
+    """[1 or B, T], the column where each token's document begins, from what `boundaries` gives.
 
-
-def _starts_of_lengths(cu_seqlens: Tensor, n_rows: int, seq_len: int) -> Tensor:
-    """[B, T], the column where each token's document begins; on the host."""
-    first = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=n_rows * seq_len)
-    return first.view(n_rows, seq_len) % seq_len
+    Waits for the device once if any is there and no copy of the host's.
+    """
+    starts = {name: on_host(x) for name, x in boundaries.items()}
+    away = {name: x for name, x in starts.items() if x.device.type != "cpu"}
+    if away:
+        sizes = [x.numel() for x in away.values()]
+        read = torch.cat([x.flatten() for x in away.values()]).cpu().split(sizes)
+        starts |= {name: x.view(away[name].shape) for name, x in zip(away, read, strict=True)}
+    for name, lengths in starts.items():
+        if lengths.dim() == 1:  # cumulative ones, through all rows
+            size = n_rows * seq_len
+            first = lengths[:-1].repeat_interleave(lengths.diff(), output_size=size)
+            starts[name] = first.view(n_rows, seq_len) % seq_len
+    return starts
 
 
 def prepare_context_parallel_input(

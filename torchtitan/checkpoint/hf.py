@@ -70,6 +70,8 @@ def load_from_hf(
         ) from error
     reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it for every part
     saved = from_rank_zero(lambda: saved_shapes(reader))
+    if problem := adapter.problem_with(saved):
+        raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
     parts += [{}] * (max(all_ranks(len(parts))) - len(parts))

@@ -44,6 +44,7 @@ from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.data.dataloader import BaseDataLoader
+from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
@@ -255,6 +256,18 @@ class CheckpointManager:
         )
         self._purge()  # last, so that a save that fails costs no older checkpoint
 
+    @torch.no_grad()
+    def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
+        """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
+
+        The folder is no step of this run; nothing here removes it. Raises RunError if this fails.
+        """
+        self._wait_for_save()
+        self.states[MODEL].refresh()
+        states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
+        with self._explaining_failure(f"The Hugging Face files in {path} could not be written"):
+            save_to_hf(states, adapter, path, dtype)
+
     def maybe_wait_for_staging(self) -> None:
         """Call before the optimizer changes the weights: a pinned save may still be copying.
 
@@ -408,7 +421,7 @@ class CheckpointManager:
             )
         else:
             self._retention.given.add(os.path.realpath(path))
-            source = self._selection.at(os.fspath(path))
+            source = self._selection.at(os.fspath(path), model_only)
         if source is None:
             logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             return False
@@ -448,6 +461,9 @@ class CheckpointManager:
     ) -> None:
         """Read `checkpoint_id` into `state_dict` and the model."""
         if from_hf:
+            if any(map(tied_copies.holds_second, self.states[MODEL].model)):
+                # Files have the parameter once, under the name of the embedding.
+                state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             state_dict = load_from_hf(
                 state_dict,
                 self.require_adapter(),

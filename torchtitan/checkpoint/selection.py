@@ -96,8 +96,8 @@ class Selection:
         self._newest = folders, chosen
         return chosen
 
-    def at(self, path: str) -> Source:
-        """The checkpoint in the folder `path`, in either format."""
+    def at(self, path: str, model_only: bool = False) -> Source:
+        """The checkpoint in the folder `path`, in either format. model_only: no more is asked for."""
 
         def check() -> Contents:
             if not os.path.isdir(path):
@@ -109,7 +109,7 @@ class Selection:
 
         contents = from_rank_zero(check)
         self._check_whole(path, contents)
-        from_hf = _warns_of_hf(path, contents)
+        from_hf = contents == Contents.HF if model_only else _warns_of_hf(path, contents)
         return Source(path, from_hf, from_hf, from_hf and self._config.initial_load_in_hf_quantized)
 
     def initial(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> Source | None:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,20 @@ class WeightStream:
         self._pp_group = pp_group
         self.version, self.digest = current_version(), None
 
+    @classmethod
+    def of_engine(cls, engine: Any, adapter: BaseStateDictAdapter, **options: Any) -> Self:
+        """A `TrainingEngine`'s weights. options: dtype, sharded."""
+        schedule = engine.pp_schedule
+        return cls(
+            engine.model_parts,
+            adapter,
+            engine.device,
+            current_version=lambda: engine.weights_version,
+            stage_indices=schedule and [stage.stage_index for stage in schedule.stages],
+            pp_group=schedule and schedule.group,
+            **options,
+        )
+
     def __iter__(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
         self.version, self.digest = self._current_version(), None
         digest = WeightDigest()
@@ -103,26 +117,22 @@ class WeightStream:
         dist.all_gather_object(stages, list(self._parts), group=self._pp_group)
         holder = {stage: rank for rank, held in enumerate(stages) for stage in held}
         for stage in sorted(holder):
-            yield from self._from_stage(stage, holder[stage])
-
-    def _from_stage(self, stage: int, holder: int) -> Iterator[tuple[str, Tensor]]:
-        """What the rank `holder` of the pipeline has of one stage, on all of its ranks."""
-        source = dist.get_global_rank(self._pp_group, holder)
-        groups = self._groups(self._parts[stage]) if stage in self._parts else None
-        while True:
-            group = next(groups, None) if groups else None
-            header = [group and [(name, t.shape, t.dtype) for name, t in group]]
-            dist.broadcast_object_list(header, src=source, group=self._pp_group)
-            if header[0] is None:
-                return
-            if groups is None:
-                group = [
-                    (name, torch.empty(shape, dtype=dtype, device=self._device))
-                    for name, shape, dtype in header[0]
-                ]
-            for _, tensor in group:
-                dist.broadcast(tensor, src=source, group=self._pp_group)
-            yield from group
+            source = dist.get_global_rank(self._pp_group, holder[stage])
+            groups = self._groups(self._parts[stage]) if stage in self._parts else None
+            while True:
+                group = next(groups, None) if groups else None
+                header = [group and [(name, t.shape, t.dtype) for name, t in group]]
+                dist.broadcast_object_list(header, src=source, group=self._pp_group)
+                if header[0] is None:
+                    break
+                if groups is None:
+                    group = [
+                        (name, torch.empty(shape, dtype=dtype, device=self._device))
+                        for name, shape, dtype in header[0]
+                    ]
+                for _, tensor in group:
+                    dist.broadcast(tensor, src=source, group=self._pp_group)
+                yield from group
 
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:

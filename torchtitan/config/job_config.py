@@ -71,6 +71,9 @@ class Model:
     # end-of-text token (block_causal), or one document whose positions count up by one
     # (position_block_causal); None keeps what the flavor says
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
+    # One value per token, [B, T, 1], in place of logits, for critics and reward models. They need a
+    # loss of their own, so an engine that is driven from Python
+    value_head: bool = False
 
 
 @dataclass
@@ -151,6 +154,10 @@ class Training:
     # Leave out of the loss what a document's last token predicts, the first token of the next; None
     # does so where the model keeps documents apart, and not under a causal mask
     mask_boundary_loss: bool | None = None
+    # Tokens whose logits exist at a time, where the loss is computed inside the output projection,
+    # chunk by chunk. 0 computes logits of the whole microbatch; -1 does so for vocabularies below
+    # 32,768, and takes 1,024 tokens on a CPU and 4,096 elsewhere for larger ones
+    loss_chunk: int = -1
     gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
     dataloader: DataLoader = field(default_factory=DataLoader)  # How training data is loaded
@@ -208,10 +215,11 @@ class Parallelism:
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
     def __post_init__(self) -> None:
-        if self.context_parallel_load_balancer == "":
+        balancer = self.context_parallel_load_balancer
+        if balancer is not None and not balancer:
             raise ValueError(
-                "parallelism.context_parallel_load_balancer must not be an empty string; "
-                "use headtail, ptrr, or None for no balancing"
+                "parallelism.context_parallel_load_balancer = '' names no way to balance rows; take "
+                "'headtail' or 'ptrr', or None for none"
             )
 
 

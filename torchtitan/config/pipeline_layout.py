@@ -22,6 +22,11 @@ def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
     return name.lower() in {schedule.lower() for schedule in schedules}
 
 
+def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
+    """The pipeline rank that holds the end of the model."""
+    return 0 if is_one_of(schedule, V_SCHEDULES) else pp_degree - 1
+
+
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
     """The stages that a pipeline rank holds, in the order of the model.
 

@@ -12,6 +12,7 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,11 @@ class PythonDocs:
     def __init__(self, split: str = "train") -> None:
         if split not in ("train", "validation"):
             raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
-        by_name = {**_topics(), **_modules()}
+        by_name = _modules()
+        with suppress(ImportError):  # some distributions package it apart
+            from pydoc_data.topics import topics  # 0.7 MB of text
+
+            by_name |= {f"topic {name}": partial(str, text) for name, text in topics.items()}
         if not by_name:
             raise ValueError(
                 "this Python ships neither pydoc_data nor the sources of its standard library, so "
@@ -82,14 +87,6 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(child, f"{name}.{child.name}")
-
-
-def _topics() -> dict[str, Callable[[], str]]:
-    try:
-        from pydoc_data.topics import topics  # 0.7 MB of text
-    except ImportError:  # some distributions package it apart
-        return {}
-    return {f"topic {name}": partial(str, text) for name, text in topics.items()}
 
 
 def _modules() -> dict[str, Callable[[], str]]:

@@ -116,22 +116,22 @@ class HuggingFaceTokenizer(BaseTokenizer):
         """Text of `token_ids`; the options are those of `tokenizers.Tokenizer.decode`."""
         return self.tokenizer.decode(token_ids, **options)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.get_vocab_size()
-
-    def get_vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return self.tokenizer.get_vocab_size()
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.tokenizer.get_vocab()
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.tokenizer.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
-    def id_to_token(self, token_id: int) -> str | None:
-        return self.tokenizer.id_to_token(token_id)
+    def get_vocab(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self.tokenizer.get_vocab_size()
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
 
 
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:

@@ -1,15 +1,8 @@
 """How a model is spread over processes: meshes, data parallelism, checkpointed activations."""
 
-from typing import Any
-
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.tools.lazy_names import load_on_access
 
 __all__ = ["NoParallel", "ParallelDims"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "NoParallel":  # loads DTensor, which few importers of this package need
-        from torchtitan.distributed.no_parallel import NoParallel
-
-        return NoParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loads DTensor, which few importers of this package need.
+__getattr__ = load_on_access(__name__, {"NoParallel": "torchtitan.distributed.no_parallel"})

@@ -79,7 +79,12 @@ def apply_ac(
             f"block), got {option!r}"
         )
     every = max(int(option), 1) if mode == "selective" and not by_op else 1
-    saved_ops = _expand_packets(op_sac_save_list or set())
+    # A packet stands for its overloads: those are what runs.
+    saved_ops = frozenset(
+        op if overload is None else getattr(op, overload)
+        for op in op_sac_save_list or ()
+        for overload in (op.overloads() if isinstance(op, OpOverloadPacket) else [None])
+    )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
         # By the block's number in the whole model, so that pipeline stages wrap the same blocks.
@@ -149,29 +154,8 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-def _expand_packets(ops: set[Any]) -> frozenset[Any]:
-    """The ops, with each overload packet replaced by its overloads: those are what runs."""
-    expanded = set()
-    for op in ops:
-        if isinstance(op, OpOverloadPacket):
-            expanded.update(getattr(op, overload) for overload in op.overloads())
-        else:
-            expanded.add(op)
-    return frozenset(expanded)
-
-
 def _selective_contexts(saved_ops: frozenset[Any], recomputed_shapes: _Shapes) -> tuple[Any, Any]:
     """Contexts for one forward pass and for its recomputation."""
-    policy = _op_policy(saved_ops, recomputed_shapes)
-    forward, _ = create_selective_checkpoint_contexts(policy)
-    recompute = _RecomputeMode(policy, forward.storage, False)
-    recompute.maybe_saved_ops = saved_ops | {_COPY}
-    return forward, recompute
-
-
-def _op_policy(
-    saved_ops: frozenset[Any], recomputed_shapes: _Shapes
-) -> Callable[..., CheckpointPolicy]:
     num_products: Counter[bool] = Counter()  # in forward, in recompute
 
     def policy(
@@ -190,7 +174,10 @@ def _op_policy(
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
-    return policy
+    forward, _ = create_selective_checkpoint_contexts(policy)
+    recompute = _RecomputeMode(policy, forward.storage, False)
+    recompute.maybe_saved_ops = saved_ops | {_COPY}
+    return forward, recompute
 
 
 class _RecomputeMode(_CachedTorchDispatchMode):

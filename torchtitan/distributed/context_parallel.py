@@ -80,11 +80,10 @@ class TokenShards:
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens in their order from those of each rank, [.., T/cp, ..] -> [.., T, ..].
 
-        Every rank of the axis has to call this, with tensors of one shape. No gradient.
+        Every rank of the axis has to call this, with tensors of one shape. The gradient of its own
+        tokens goes back: all ranks are to compute the same of what is returned.
         """
-        x = x.movedim(dim, 0).contiguous()
-        gathered = _OPS.all_gather_into_tensor(x, self.cp, self.group_name)
-        return self.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
+        return _Unshard.apply(x, self, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
         """Sort tokens [T, ...] that stand rank after rank, as gathering leaves them."""
@@ -97,6 +96,19 @@ class TokenShards:
     def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
         x = x.unflatten(0, (self.chunks.numel(), -1))
         return x.index_select(0, order.to(x.device)).flatten(0, 1)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: TokenShards, dim: int) -> Tensor:
+        ctx.shards, ctx.dim = shards, dim
+        x = x.movedim(dim, 0).contiguous()
+        gathered = _OPS.all_gather_into_tensor(x, shards.cp, shards.group_name)
+        return shards.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shards.shard(grad, ctx.dim), None, None
 
 
 def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Debug
+from torchtitan.distributed.dtensor import load_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
@@ -52,8 +53,7 @@ def set_determinism(
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
-            from torch.distributed.tensor import _random  # slow, and config errors need none of it
-
+            _random = load_dtensor()._random
             before = _random._rng_tracker
             _random.manual_seed(seed, world_mesh)
             host.change(
@@ -96,16 +96,12 @@ def use_deterministic_kernels(warn_only: bool) -> None:
         host.change_attribute(
             attention.FlexAttentionWrapper,
             "_compiled_flex_attn",
-            _flex_attention_without_autotuning,
+            lambda *args, **kwargs: _compile_flex_attention()(*args, **kwargs),
         )
-
-
-def _flex_attention_without_autotuning(*args: Any, **kwargs: Any) -> Any:
-    return _compile_flex_attention()(*args, **kwargs)
 
 
 @functools.cache
 def _compile_flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # loads inductor
+    from torch.nn.attention.flex_attention import flex_attention  # see batch/mask.py
 
     return torch.compile(flex_attention)

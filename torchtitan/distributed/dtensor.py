@@ -1,6 +1,7 @@
 """Telling DTensors apart without loading them, and computing with a rank's part of one."""
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ def is_dtensor(x: Any) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def load_dtensor() -> ModuleType:
+    """The module `torch.distributed.tensor`, for functions that work on a DTensor or make one."""
+    import torch.distributed.tensor  # slow; see `is_dtensor`
+
+    return torch.distributed.tensor
+
+
+def local_shape_and_offsets(
+    shape: torch.Size, mesh: Any, placements: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What this rank holds of a DTensor of this shape, and where that begins."""
+    utils = load_dtensor()._utils
+    return utils.compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def whole_tensor(x: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ tokens divided by the number of valid tokens in the global batch, so the sum ove
 gradient of the global mean, however unevenly the valid tokens are spread.
 
 The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`
-and `output`, each but `layers` possibly None on a pipeline stage.
+and `output`, or `score` in its place, each but `layers` possibly None on a pipeline stage.
 """
 
+import contextlib
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -75,7 +77,8 @@ def apply_fsdp(
     shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
     # Backward begins with the last unit: freeing it after forward would only gather it again.
     reshard_last = reshard_after_forward_policy == "always"
-    embeddings, norm, output = model.tok_embeddings, model.norm, model.output
+    embeddings, norm = model.tok_embeddings, model.norm
+    output = model.output or getattr(model, "score", None)
     if embeddings is not None and output is not None and embeddings.weight is output.weight:
         # A parameter belongs to one unit, so the modules that share it are one unit too.
         tied = [module for module in (embeddings, norm, output) if module is not None]
@@ -223,6 +226,37 @@ def reshard_model(model: nn.Module) -> None:
             if hasattr(group.comm_ctx, "post_forward_order"):  # there was a forward
                 group.comm_ctx.post_forward_order.clear()
                 group._post_forward_indices.clear()
+
+
+def bytes_to_keep_gathered(model: nn.Module) -> int:
+    """What this rank would hold besides, if forwards did not free the parameters they gather."""
+    total = 0
+    for unit in _units_of(model):
+        for group in _param_groups(unit):
+            if group.post_forward_mesh_info is None:  # its forward frees nothing
+                continue
+            for parameter in group.fsdp_params:
+                dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
+                total += math.prod(parameter._orig_size) * dtype.itemsize
+    return total
+
+
+@contextlib.contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, each unit is gathered by its first forward and stays so; freed at the end."""
+    before = [
+        (group, group.post_forward_mesh_info)
+        for unit in _units_of(model)
+        for group in _param_groups(unit)
+    ]
+    for group, _ in before:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        reshard_model(model)
+        for group, mesh_info in before:
+            group.post_forward_mesh_info = mesh_info
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:

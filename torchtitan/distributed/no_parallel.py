@@ -1,8 +1,6 @@
 """Modules that every rank of a tensor-parallel mesh computes whole."""
 
-from functools import partial
-
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -26,30 +24,26 @@ class NoParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layout = input_layout or Replicate()
-        self.desired_input_layout = Replicate()
-        self.output_layout = output_layout or Replicate()
+        whole = self.desired_input_layout = Replicate()
+        self.input_layout, self.output_layout = input_layout or whole, output_layout or whole
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def redistributed(x: DTensor, layout: Placement) -> DTensor:
+            if x.placements == (layout,):
+                return x
+            return x.redistribute(placements=(layout,), async_op=True)
+
+        def gather_first_input(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+            first, *others = inputs
+            if not isinstance(first, DTensor):
+                first = DTensor.from_local(first, mesh, (self.input_layout,), run_check=False)
+            return (redistributed(first, self.desired_input_layout), *others)
+
+        def lay_out_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            output = redistributed(output, self.output_layout)
+            return output.to_local() if self.use_local_output else output
+
         return distribute_module(
-            module,
-            device_mesh,
-            input_fn=partial(_gather_first_input, self.input_layout, self.desired_input_layout),
-            output_fn=partial(_lay_out_output, self.output_layout, self.use_local_output),
+            module, device_mesh, input_fn=gather_first_input, output_fn=lay_out_output
         )
-
-
-def _gather_first_input(given, desired, module, inputs, mesh):
-    first, *others = inputs
-    if not isinstance(first, DTensor):
-        first = DTensor.from_local(first, mesh, (given,), run_check=False)
-    if first.placements != (desired,):
-        first = first.redistribute(placements=(desired,), async_op=True)
-    return (first, *others)
-
-
-def _lay_out_output(desired, use_local_output, module, output, mesh):
-    if output.placements != (desired,):
-        output = output.redistribute(placements=(desired,), async_op=True)
-    return output.to_local() if use_local_output else output

@@ -60,9 +60,6 @@ class ParallelDims:
     _world_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._validate()
-
-    def _validate(self) -> None:
         for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp"):
             degree = getattr(self, name)
             assert degree >= 1, f"parallel degree {name} must be at least 1, got {degree}"

@@ -23,6 +23,7 @@ from torchtitan.config.pipeline_layout import (
     stage_ids_of_rank,
 )
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.tied_copies import mark_copy
 from torchtitan.tools.logging import logger
 
 # Every train spec names `pipeline_llm`, and a config error is to be told before slow modules are
@@ -64,12 +65,15 @@ def pipeline_llm(
             f"a model is cut into pipeline stages by its layers, but {type(model_args).__name__} "
             "has no n_layers; add it, or give the train spec a pipelining_fn of its own"
         )
+    *module_names, last = modules_of_stages(parallelism, n_layers)
+    if getattr(model_args, "value_head", False):
+        last = [*last[:-1], "score"]  # in place of the output
     stages, parts = pipeline_module_split(
         model,
         parallel_dims.get_mesh("pp"),
         parallelism.pipeline_parallel_schedule,
         device,
-        modules_of_stages(parallelism, n_layers),
+        [*module_names, last],
     )
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
@@ -108,6 +112,7 @@ def pipeline_module_split(
     for stage_id in ids:
         model = copy.deepcopy(whole_model)
         _keep_modules(model, set(module_names_per_stage[stage_id]))
+        mark_copy(model, whole_model)
         stage = VariableShapeStage(
             model,
             stage_id,

@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, VariableShapeStage
 
@@ -166,7 +167,7 @@ class PipelineSchedule:
         for stage in self.stages:
             stage.begin_step(input_shapes, not forward_only, context_mbs)
         try:
-            with self._summed_over_replicas(forward_only):
+            with self._summed(forward_only):
                 _run_microbatches(
                     schedule,
                     [()] * n if arg_mbs is None else arg_mbs,
@@ -218,20 +219,28 @@ class PipelineSchedule:
         return dist.get_global_rank(group, self.stages[0].stage_index_to_group_rank[stage])
 
     @contextmanager
-    def _summed_over_replicas(self, forward_only: bool) -> Iterator[None]:
-        """Sum over replicas the gradients that appear inside; earlier steps' were summed then."""
-        if self.replicas is None or forward_only:
+    def _summed(self, forward_only: bool) -> Iterator[None]:
+        """Sum the gradients that appear inside: all of them over replicas, a tied embedding's over
+        its two copies. Earlier steps' were summed then."""
+        parts = [stage.submod for stage in self.stages]
+        copies = tied_copies.copies_in(parts)
+        parameters = copies
+        if self.replicas is not None:
+            parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        if forward_only or not parameters:
             yield
             return
-        parameters = [
-            p for stage in self.stages for p in stage.submod.parameters() if p.requires_grad
-        ]
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
             yield
-            sum_gradients(parameters, self.replicas)
+            if self.replicas is not None:
+                sum_gradients(parameters, self.replicas)
+            if copies:
+                other = self.num_stages - 1 if self.has_first_stage else 0
+                other_rank = self.stages[0].stage_index_to_group_rank[other]
+                tied_copies.sum_gradients(copies, self.group, other_rank)
         except BaseException:
             # Drop what the failed step left, and keep what the steps before it did.
             for parameter, gradient in zip(parameters, earlier, strict=True):

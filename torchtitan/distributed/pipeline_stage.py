@@ -123,6 +123,9 @@ class VariableShapeStage(PipelineStage):
             # Torch expects a flat tuple of tensors, and a head returns a tuple inside it. No
             # gradient flows to keywords, so only the first input is kept.
             tensors = tuple(x for x in tree_leaves(stage_output) if isinstance(x, Tensor))
+            # Zero-bubble schedules detach outputs in place, which views don't allow, such as the
+            # whole rows that tensor parallelism joins.
+            tensors = tuple(x.clone() if x._is_view() else x for x in tensors)
             self.fwd_cache[fwd_chunk_id] = tensors, inputs[:1]
         return output
 

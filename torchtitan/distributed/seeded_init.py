@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_shape_and_offsets, local_tensor
+from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.tools.logging import logger, warn_once
 
 # What wrappers of modules put into names.
@@ -52,8 +53,8 @@ class seeded_init(TorchDispatchMode):
     Inside, in-place `normal_` and `uniform_` (and all of `torch.nn.init` that ends in them) and
     our `trunc_normal_` fill parameters of `model` from `seed`, the parameter's name and the
     element's global index. Parameters may be plain or DTensors, in any dtype. Tied parameters
-    go by the first of their names. Any other random draw goes to torch's generator, with one
-    warning, since its result depends on the layout.
+    go by the first of their names, on two pipeline stages too. Any other random draw goes to
+    torch's generator, with one warning, since its result depends on the layout.
 
     Enter after the parameters exist for real (`to_empty`), under `torch.no_grad()`.
     """
@@ -65,7 +66,7 @@ class seeded_init(TorchDispatchMode):
         self._name_by_id: dict[int, str] = {}
         self._name_by_memory: dict[tuple, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            name = name_without_wrappers(name)
+            name = name_in_whole_model(model, name_without_wrappers(name))
             self._name_by_id.setdefault(id(parameter), name)
             memory = _memory_of(parameter)
             if memory is not None:
@@ -192,10 +193,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     """Index in the flattened whole parameter of every local element, in order. [n] int64 each."""
     offsets: tuple[int, ...] = (0,) * local.ndim
     if is_dtensor(tensor):
-        # Loaded by now, and slow to load for those without one.
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offsets = compute_local_shape_and_global_offset(
+        shape, offsets = local_shape_and_offsets(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         assert tuple(shape) == tuple(local.shape), f"{shape} != {local.shape} for {tensor._spec}"

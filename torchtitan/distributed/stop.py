@@ -164,14 +164,14 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # tells who sent the signal, which handlers don't learn
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_end_with_trainer, name="signals", daemon=True).start()
+        trainer = multiprocessing.parent_process()  # not the fork server, if it was started by one
 
+        def end_with_trainer() -> None:
+            while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
+                pass
+            os._exit(0)
 
-def _end_with_trainer() -> None:
-    trainer = multiprocessing.parent_process()  # not the fork server, if it was started by one
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
-        pass
-    os._exit(0)
+        threading.Thread(target=end_with_trainer, name="signals", daemon=True).start()
 
 
 def _exit_now(number: int, message: str) -> None:

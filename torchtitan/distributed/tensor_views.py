@@ -3,7 +3,7 @@
 Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
 The functions here make views of the local memory of a DTensor: what a reader writes into a view is
 in the parameter, and no rank handles more than it holds. The letters: E experts, R rows, C columns.
-DTensor is imported where there is one: it is slow to load, and a train spec names this module.
+A train spec names this module, so DTensor is not imported here; see `is_dtensor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
-
-# DTensor's module is imported inside functions that are given one, as `is_dtensor` explains.
+from torchtitan.distributed.dtensor import (
+    is_dtensor,
+    load_dtensor,
+    local_shape_and_offsets,
+    local_tensor,
+)
 
 
 class LocalShard(NamedTuple):
@@ -98,9 +101,7 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
     if tensors:
         local = _stack_plain([local_tensor(tensor) for tensor in tensors])
     else:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, _ = compute_local_shape_and_global_offset(layout.shape, mesh, placements)
+        shape, _ = local_shape_and_offsets(layout.shape, mesh, placements)
         local = torch.empty(shape, dtype=layout.dtype, device=layout.device)
     return _from_local(local, mesh, placements, layout.shape)
 
@@ -162,9 +163,8 @@ def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -
     """
     if not is_dtensor(like):
         return change(*tensors)
-    from torch.distributed.tensor import Replicate
-
-    placements = [p if p.is_replicate() or p.dim != 1 else Replicate() for p in like.placements]
+    whole = load_dtensor().Replicate()
+    placements = [p if p.is_replicate() or p.dim != 1 else whole for p in like.placements]
     local = change(*(t.redistribute(placements=placements).to_local() for t in tensors))
     n_rows = local.shape[1]
     shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
@@ -198,11 +198,11 @@ def _from_local(
 
     stride: of the whole tensor, None if contiguous; `contiguous()` of the result goes by it.
     """
-    from torch.distributed.tensor import DTensor
-
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return load_dtensor().DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _on_dim(placement: Any, dim: int) -> Any:

@@ -21,6 +21,7 @@ from torchtitan.distributed.determinism import set_determinism
 from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.process_group import init_distributed, init_fake_mode, set_pg_timeouts
+from torchtitan.distributed.tied_copies import second_copies
 from torchtitan.tools.linear import cpu_multiplies_bf16
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
@@ -97,10 +98,9 @@ def create_context_parallel_ctx(
 ) -> Generator[None, None, None]:
     """Torch's own context-parallel context: shards `cp_buffers` on `cp_seq_dims` while inside."""
     # Experimental: torch may rename them, which is to break only those who call this.
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.distributed.tensor.experimental import _attention, context_parallel
 
-    set_rotate_method(cp_rotate_method)
+    _attention.set_rotate_method(cp_rotate_method)
     return context_parallel(
         cp_mesh,
         buffers=cp_buffers,
@@ -161,8 +161,9 @@ def clip_grad_norm_(
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
     The norm is that of the whole model: sharded gradients count in full, and with `pp_mesh`
-    those of all pipeline stages (then all ranks of it must call). Parameters may lie on
-    different meshes, and be plain tensors too unless `ep_enabled`.
+    those of all pipeline stages (then all ranks of it must call), a tied embedding of the first and
+    the last once. Parameters may lie on different meshes, and be plain tensors too unless
+    `ep_enabled`.
 
     Returns a plain scalar tensor. Raises RuntimeError if the norm is not finite and
     `error_if_nonfinite`.
@@ -182,10 +183,12 @@ def clip_grad_norm_(
         by_mesh.setdefault(mesh, []).append(parameter)
 
     norms = []
+    counted_elsewhere = set() if pp_mesh is None else second_copies()
     for group in by_mesh.values():
-        grads = [_row_norms(parameter.grad, norm_type) for parameter in group]
-        norms.append(whole_tensor(nn.utils.get_total_norm(grads, norm_type, foreach=foreach)))
-    if not norms:  # a rank without trainable parameters still takes part in the reductions
+        grads = [_row_norms(p.grad, norm_type) for p in group if id(p) not in counted_elsewhere]
+        if grads:
+            norms.append(whole_tensor(nn.utils.get_total_norm(grads, norm_type, foreach=foreach)))
+    if not norms:  # a rank with nothing to count still takes part in the reductions
         norms = [torch.zeros((), device=get_device_info()[0])]
     total_norm = norms[0]
     if len(norms) > 1:

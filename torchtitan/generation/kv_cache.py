@@ -185,8 +185,8 @@ def kv_cache(
     max_length: of a row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
         for parts of a model.
-    Raises ValueError for a model whose layers don't have an attention kernel to replace, and for
-    max_length beyond the RoPE table.
+    Raises ValueError for a model whose layers don't have an attention kernel to replace or that has
+    a value head, and for max_length beyond the RoPE table.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     layers = []
@@ -196,6 +196,11 @@ def kv_cache(
             raise ValueError(
                 f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have "
                 f"an inner_attention each, got {type(part).__name__}"
+            )
+        if part.model_args.value_head:
+            raise ValueError(
+                "generation draws tokens from logits, and a model with a value head has none; give "
+                "the policy's model"
             )
         layers += found
     n_positions = getattr(parts[0], parts[0].rope_buffer_name).shape[0]

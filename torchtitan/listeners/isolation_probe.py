@@ -169,13 +169,20 @@ class IsolationProbe:
         )
 
     def _layer_outputs(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Name of a block, called with (x, rope, masks) -> its output for whole rows."""
         outputs: dict[str, Tensor] = {}
         seq_len = batch.tokens.shape[1]
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 output = output[0] if isinstance(output, tuple) else output
-                outputs[name] = self._whole_rows(output, *args)[:, :seq_len].clone()
+                _, rope, masks = (*args, None, None)[:3]
+                if rope is not None:  # under tensor parallelism ranks hold different tokens of it
+                    sequence = getattr(self.models[0], "sequence", WholeSequence())
+                    output = sequence.join(output, rope.shape[1])
+                if (shards := shards_of(masks)) is not None:
+                    output = shards.unshard(output)
+                outputs[name] = output.detach()[:, :seq_len].clone()
 
             return hook
 
@@ -190,16 +197,6 @@ class IsolationProbe:
             for hook in hooks:
                 hook.remove()
         return outputs
-
-    def _whole_rows(
-        self, output: Tensor, x: Tensor, rope: Tensor | None = None, masks: Any = None
-    ) -> Tensor:
-        """A layer's output, called with (x, rope, masks), for all tokens of the rows."""
-        if rope is not None:  # under tensor parallelism ranks hold different tokens of it
-            sequence = getattr(self.models[0], "sequence", WholeSequence())
-            output = sequence.join(output, rope.shape[1])
-        shards = shards_of(masks)
-        return (output if shards is None else shards.unshard(output)).detach()
 
     def _message(
         self,

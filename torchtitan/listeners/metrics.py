@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.config.pipeline_layout import V_SCHEDULES
+from torchtitan.config.pipeline_layout import V_SCHEDULES, is_one_of, rank_of_last_stage
 from torchtitan.distributed import ParallelDims
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -219,7 +219,7 @@ def ensure_pp_loss_visible(
     shown_ranks = os.environ.get("LOG_RANK")
     loss_rank = _get_metrics_rank(parallel_dims, job_config)
     # V-shaped schedules have the loss on rank 0.
-    if not shown_ranks or job_config.parallelism.pipeline_parallel_schedule in V_SCHEDULES:
+    if not shown_ranks or is_one_of(job_config.parallelism.pipeline_parallel_schedule, V_SCHEDULES):
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
@@ -377,11 +377,10 @@ def build_metrics_processor(
 
 def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     """The rank that writes metrics: the first of those that hold the pipeline's last stage."""
-    # In schedules shaped like a V, the rank with the first stage also has the last one.
-    schedule = job_config.parallelism.pipeline_parallel_schedule
-    if not parallel_dims.pp_enabled or schedule in V_SCHEDULES:
+    if not parallel_dims.pp_enabled:
         return 0
-    return parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
+    pp, schedule = parallel_dims.pp, job_config.parallelism.pipeline_parallel_schedule
+    return parallel_dims.world_size // pp * rank_of_last_stage(schedule, pp)
 
 
 def _build_metric_logger(

@@ -18,7 +18,7 @@ from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.listeners.metrics import MetricsProcessor
-from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction
+from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
 from torchtitan.step.runner import Runner
 from torchtitan.tools.host_copy import read_later
 from torchtitan.tools.logging import logger
@@ -37,7 +37,8 @@ class BaseValidator:
 
     def should_validate(self, step: int) -> bool:
         """True after the first step and every `validation.freq` steps."""
-        return step == 1 or step % self.job_config.validation.freq == 0
+        is_due = step % self.job_config.validation.freq == 0
+        return is_due or step == 1
 
 
 class Validator(BaseValidator):
@@ -133,14 +134,19 @@ class Validator(BaseValidator):
                 loss, num_tokens = self._forward(runner, input_dict, labels)
                 losses.append(loss)
                 token_counts.append(num_tokens)
-            loss = self._mean_over_ranks(losses, token_counts)
-            if loss is None:
+            num_tokens = 0.0
+            if losses:
+                mesh = self.parallel_dims.get_optional_mesh("loss")
+                # fp64: a whole validation set may be summed here.
+                loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
+                num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
+            if not num_tokens:
                 logger.warning(
                     "validation.dataset %r has no token to validate on, nothing is reported",
                     self.job_config.validation.dataset,
                 )
                 return
-            self.metrics_processor.log_validation(loss=loss, step=step)
+            self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield the same number of batches on every rank, for the model's collectives.
@@ -189,8 +195,12 @@ class Validator(BaseValidator):
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)
-        microbatches = [runner.prepare(batch) for batch in batches]
-        losses = runner.run(microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels))
+        chunk_tokens = self.job_config.training.loss_chunk
+        head = default_head(self.loss_fn, runner.model_parts, chunk_tokens)
+        microbatches = [runner.prepare(batch, head) for batch in batches]
+        losses = runner.run(
+            microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
+        )
         # Labels are counted as they were fed in, so that the sum over the ranks that share a
         # sequence counts each one once.
         num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
@@ -198,18 +208,6 @@ class Validator(BaseValidator):
         if self.pp_schedule is not None:
             loss = self.pp_schedule.broadcast_from_last_stage(loss)
         return loss, num_tokens
-
-    def _mean_over_ranks(
-        self, losses: list[torch.Tensor], token_counts: list[torch.Tensor]
-    ) -> float | None:
-        """Total loss over total tokens, of all batches and ranks; None without a token."""
-        if not losses:
-            return None
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        # fp64: a whole validation set may be summed here.
-        loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
-        num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
-        return loss_sum / num_tokens if num_tokens else None
 
     def _no_rank(self, here: bool) -> Callable[[], bool]:
         """Ask whether `here` is False on all ranks; call the returned function for the answer."""

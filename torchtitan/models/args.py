@@ -19,6 +19,8 @@ class DecoderArgs(BaseModelArgs):
         end with the end-of-text token) or "position_block_causal" (positions start again).
     depth_init: scale the initial weights of residual branches by the depth of their layer instead
         of by the depth of the model.
+    value_head: the model gives one value per token; without an output there is nothing to tie, so
+        this turns enable_weight_tying off.
     """
 
     dim: int = 4096
@@ -33,9 +35,13 @@ class DecoderArgs(BaseModelArgs):
     attn_mask_type: str = "causal"
     eos_id: int = 0
     enable_weight_tying: bool = False
+    value_head: bool = False
+
+    def __post_init__(self) -> None:
+        self.enable_weight_tying = self.enable_weight_tying and not self.value_head
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take the RoPE length from training.seq_len, and the attention overrides of [model]."""
+        """Take the RoPE length from training.seq_len, attention and value head from [model]."""
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
             logger.warning(
@@ -46,6 +52,8 @@ class DecoderArgs(BaseModelArgs):
         self.max_seq_len = seq_len
         self.attn_type = job_config.model.attn_type or self.attn_type
         self.attn_mask_type = job_config.model.attn_mask_type or self.attn_mask_type
+        self.value_head = job_config.model.value_head or self.value_head
+        self.__post_init__()
 
     @property
     def head_dims(self) -> int:

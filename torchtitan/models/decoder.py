@@ -1,4 +1,4 @@
-"""The one decoder body: embedding, blocks of attention and feed-forward, norm, output.
+"""The one decoder body: embedding, blocks of attention and feed-forward, norm, output or score.
 
 A family is a subclass that says which attention, feed-forward and RoPE table its blocks get.
 Names of modules, and their order, are the layout of checkpoints: they don't change.
@@ -14,6 +14,7 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
                                     0.02 / sqrt(2 * (layer + 1)), or with depth_init off
                                     0.02 / sqrt(2 * n_layers)
     output                          M ** -0.5, cut at 3 std; also the tied embedding
+    score                           0.02, normal, as transformers has it
     biases                          0
 """
 
@@ -32,6 +33,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask, Masks, map_masks, positions_of_rank, shards_of
+from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
@@ -218,9 +220,25 @@ class OutputProjection(Linear):
         return head(h, self.weight, self.bias)
 
 
+class ValueHead(nn.Linear):
+    """Hidden states [B, T, M] -> values [B, T, 1], fp32 on purpose: bf16 has two or three digits."""
+
+    reads_local_parameters = True
+
+    def __init__(self, dim: int):
+        super().__init__(dim, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        weight, bias = local_parameter(self.weight), local_parameter(self.bias)
+        with torch.autocast(h.device.type, enabled=False):
+            # In two steps, since one would return a view, of which FSDP warns.
+            return F.linear(h.float(), weight.float()) + bias.float()
+
+
 class Decoder(ModelProtocol):
     """A decoder-only transformer. Subclasses define the three `build_*` methods.
 
+    Behind the norm comes `output`, or with `value_head` in the args `score`; the other is None.
     A pipeline stage sets the parts it does not hold to None and drops the layers of other
     stages; without the embedding it takes hidden states instead of tokens.
 
@@ -249,7 +267,11 @@ class Decoder(ModelProtocol):
             {str(i): self.build_block(i) for i in range(model_args.n_layers)}
         )
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.output = OutputProjection(model_args.dim, model_args.vocab_size, bias=False)
+        self.output = self.score = None
+        if model_args.value_head:
+            self.score = ValueHead(model_args.dim)
+        else:
+            self.output = OutputProjection(model_args.dim, model_args.vocab_size, bias=False)
         self._tie_weights()
 
     # ---- what families differ in ----
@@ -288,7 +310,7 @@ class Decoder(ModelProtocol):
         positions: Tensor | None = None,
         head: Callable[..., Any] | None = None,
     ) -> Any:
-        """Return logits [B, T, V] for token ids [B, T].
+        """Return logits [B, T, V], or with a value head values [B, T, 1], for token ids [B, T].
 
         attention_masks: from `get_attention_masks`, or a client's own, or a `DocumentMask`; None
             for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
@@ -300,7 +322,8 @@ class Decoder(ModelProtocol):
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
         On a later pipeline stage `tokens` are hidden states [B, T, M], and so is the result
         before the last stage. Under tensor parallelism these are whole, for any T; logits are a
-        DTensor split along V if the loss is computed that way.
+        DTensor split along V if the loss is computed that way, values are plain.
+        Raises ValueError for a head and a model with a value head.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
@@ -320,6 +343,15 @@ class Decoder(ModelProtocol):
         for layer in self.layers.values():
             h = layer(h, rope, masks)
         h = self.norm(h) if self.norm is not None else h
+        if self.score is not None:
+            if head is not None:
+                raise ValueError(
+                    "a head needs an output projection, and a model with a value head has none; "
+                    "call it without head, for values [B, T, 1]"
+                )
+            # Under tensor parallelism each rank scores its own tokens. Joined, they are a view, and a
+            # loss that changes one in place would lose FSDP's hooks: hence the copy.
+            return sequence.join(self.score(h), seq_len).clone()
         if self.output is None:
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
@@ -402,32 +434,36 @@ class Decoder(ModelProtocol):
         lower = functools.cache(lambda mask: mask.lower(attn_type))
         return map_masks(lower, self.layer_masks(documents))
 
+    @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters and the RoPE table in place; see the module's top. Needs no_grad."""
+        """Fill parameters and the RoPE table in place; see the module's top."""
         buffer = getattr(self, self.rope_buffer_name)
         with torch.device(buffer_device or buffer.device):
             setattr(self, self.rope_buffer_name, self.build_rope_table())
         # Allocation has given each of the two modules its own tensor.
         self._tie_weights()
-        if self.tok_embeddings is not None:
-            nn.init.normal_(self.tok_embeddings.weight)
+        embedding, output = self.tok_embeddings, self.output
+        if self.enable_weight_tying:
+            # One table gets both draws; so do its copies on two stages of a pipeline.
+            embedding = output = embedding or output
+        if embedding is not None:
+            nn.init.normal_(embedding.weight)
         for layer in self.layers.values():
             layer.init_weights(buffer_device)
         if self.norm is not None:
             self.norm.reset_parameters()
-        if self.output is not None:
+        if output is not None:
             std = self.model_args.dim**-0.5
-            trunc_normal_(self.output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+            trunc_normal_(output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+        if self.score is not None:
+            nn.init.normal_(self.score.weight, std=PROJECTION_STD)
+            nn.init.zeros_(self.score.bias)
 
     def _tie_weights(self) -> None:
-        if not self.enable_weight_tying:
-            return
-        if self.tok_embeddings is None or self.output is None:
-            raise ValueError(
-                "tied embeddings need tok_embeddings and output on one pipeline stage; set "
-                "parallelism.pipeline_parallel_degree = 1 for this model"
-            )
-        self.output.weight = self.tok_embeddings.weight
+        # Two stages of a pipeline have a copy each: see `distributed.tied_copies`.
+        has_both = self.tok_embeddings is not None and self.output is not None
+        if self.enable_weight_tying and has_both:
+            self.output.weight = self.tok_embeddings.weight
 
 
 def init_linear(linear: nn.Linear, std: float) -> None:

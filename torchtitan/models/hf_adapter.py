@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.distributed.dtensor import is_dtensor, load_dtensor
 from torchtitan.distributed.tensor_views import (
     LocalShard,
     StackLayout,
@@ -30,6 +30,8 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_templat
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
+# Of a value head, on both sides.
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 # The linear layers of a block: HF name -> ours.
 HF_LINEARS = {
@@ -86,6 +88,8 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
+        SCORE: SCORE,
+        SCORE_BIAS: SCORE_BIAS,
         # Old files carry this table; it follows from the config.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
@@ -110,13 +114,16 @@ class KeyMapAdapter(StateDictAdapter):
         the order of the other RoPE convention.
     quantized_format: of families that are published quantized; see `build_quantized_reader`.
 
+    Models with a value head read the files of language models, whose output weight is left out, and
+        of classifiers with one label, with or without a bias.
+
     Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
         a `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
         it is the same tensor as the embedding.
     """
 
     from_hf_map: HFKeyMap
-    optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias"})
+    optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias", SCORE, SCORE_BIAS})
     ignored_hf_keys: tuple[str, ...] = ()
     rotated_heads: Mapping[str, int] = {}
     quantized_format: Literal["fp8", "mxfp4"] | None = None
@@ -140,6 +147,19 @@ class KeyMapAdapter(StateDictAdapter):
         adapter = copy.copy(self)
         adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
         return adapter
+
+    def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
+        n_labels = (hf_shapes.get(SCORE) or (1,))[0]
+        if not self._has_value_head or n_labels == 1:
+            return None
+        return (
+            f"{SCORE} is for {n_labels} labels, and a value head gives one value; take the files of "
+            "a model with num_labels = 1"
+        )
+
+    @property
+    def _has_value_head(self) -> bool:
+        return getattr(self.model_args, "value_head", False)
 
     @property
     def _is_tied(self) -> bool:
@@ -262,6 +282,7 @@ class KeyMapAdapter(StateDictAdapter):
         return (
             super().ignores_hf_key(hf_key)
             or (self._is_tied and hf_key == HF_OUTPUT)
+            or (self._has_value_head and self.from_hf_map.get(hf_key) == OUTPUT)
             or any(re.match(pattern, hf_key) for pattern in self.ignored_hf_keys)
         )
 
@@ -286,18 +307,17 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     numbers that turn together as neighbours, HF's has them half a head apart.
     """
     if is_dtensor(tensor):
-        from torch.distributed.tensor import Replicate, Shard  # loaded: there is a DTensor
-
+        tensor_api = load_dtensor()
         # Rows are reordered in place only where each rank holds whole heads, in order.
         mesh, placements = tensor.device_mesh, tensor.placements
         row_ranks = [mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard(0)]
         has_whole_heads = (
-            all(p.is_replicate() or type(p) is Shard for p in placements)
+            all(p.is_replicate() or type(p) is tensor_api.Shard for p in placements)
             and len(row_ranks) <= 1
             and all(n_heads % ranks == 0 for ranks in row_ranks)
         )
         if not has_whole_heads:
-            gathered = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+            gathered = tensor.redistribute(placements=[tensor_api.Replicate()] * mesh.ndim)
             swapped = swap_rope_layout(gathered, n_heads, to_hf)
             return swapped.redistribute(placements=placements)
     half = tensor.shape[0] // n_heads // 2

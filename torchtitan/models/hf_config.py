@@ -35,7 +35,8 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
     config: the content of a config.json, its path, or that of the folder it lies in. Both
         spellings are read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
     The comparison leaves out max_seq_len, the end-of-text token and the choice of attention
-    kernel, which training sets.
+    kernel, which training sets. A classifier of one label is a model with a value head, whose body
+    is compared.
     Raises ValueError, with the field and the reason, for what the family cannot express, and for
     numbers that are not those of a model.
     """
@@ -67,6 +68,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
             "rope_theta": config["rope_parameters"].get("rope_theta", default_rope_theta),
             "enable_weight_tying": config.get("tie_word_embeddings", False),
             "eos_id": eos[0] if isinstance(eos, list) else eos,
+            "value_head": _has_value_head(config),
         } | to_args(config)
         if values["eos_id"] is None:
             del values["eos_id"]
@@ -92,6 +94,8 @@ def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     """Name -> (of a, of b), for every number that changes which weights fit or what they compute."""
     facts_a, facts_b = _facts(a), _facts(b)
     pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
+    if a.value_head or b.value_head:
+        del pairs["enable_weight_tying"]  # says nothing of the body
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -166,6 +170,8 @@ _FRACTIONS = set(
     "beta_fast beta_slow mscale mscale_all_dim floor_scale attn_scale swiglu_limit".split()
 )
 _SWITCHES = {"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"}
+
+_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # ends of architectures
 
 _SAME_FIELD = {  # older or newer names of one field
     "num_experts": "num_local_experts",
@@ -327,6 +333,20 @@ def _same_spelling(config: Config) -> Config:
     return config | {"rope_parameters": rope}
 
 
+def _has_value_head(config: Config) -> bool:
+    """Whether it is a classifier; one of several labels is refused."""
+    names = config.get("architectures") or []
+    if not any(name.endswith(_CLASSIFIERS) for name in names):
+        return False
+    labels = config.get("id2label")
+    # transformers does not write them where there are two.
+    n_labels = len(labels) if labels else config.get("num_labels", 2)
+    if n_labels != 1:
+        reason = f"its {n_labels} labels are not one value; give a model with num_labels = 1"
+        raise _refusal(config, "architectures", reason)
+    return True
+
+
 def _check_numbers(config: Config) -> None:
     for name, value in config.items():
         if value is None:
@@ -402,7 +422,7 @@ def _refusal(config: Config, name: str, reason: str) -> ValueError:
 # Fields that a run sets, or that nothing reads.
 _NO_FACTS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
-    "expert_parallel_comm_backend _enforced moe_args.use_grouped_mm "
+    "expert_parallel_comm_backend value_head _enforced moe_args.use_grouped_mm "
     "moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
 )
 # Sizes that several combinations of fields give -> the fields.
@@ -457,6 +477,8 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     print(f"family: {match.family}")
+    if match.model_args.value_head:
+        print("head: one value per token, model.value_head = true")
     if match.flavor is not None:
         print(f"flavor: {match.flavor}")
         return

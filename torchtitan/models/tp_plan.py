@@ -19,6 +19,7 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
     "tok_embeddings": _OUTPUTS,
     "norm": _ALIKE,
     "output": _OUTPUTS,
+    "score": _ALIKE,
     "layers.*.attention_norm": _ALIKE,
     "layers.*.ffn_norm": _ALIKE,
     # attention, split by heads

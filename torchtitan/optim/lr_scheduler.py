@@ -58,12 +58,13 @@ class LRSchedulersContainer:
             scheduler._last_lr = lrs
 
     def state_dict(self) -> dict[str, Any]:
-        return self.schedulers[0].state_dict()
+        first, *_ = self.schedulers
+        return first.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self.schedulers:
-            # A scheduler keeps the objects it is given.
-            scheduler.load_state_dict(copy.deepcopy(state_dict))
+            own_copy = copy.deepcopy(state_dict)  # a scheduler keeps the objects it is given
+            scheduler.load_state_dict(own_copy)
 
 
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:

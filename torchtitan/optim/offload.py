@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchtitan.config import JobConfig
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools import host
+from torchtitan.tools.logging import logger, warn_once
 
 HOST = torch.device("cpu")
 
@@ -49,6 +51,20 @@ class Offloader:
             f"to(device) got {str(device)!r}, but this engine computes on {self.device}: give "
             f"{str(self.device)!r}, or 'cpu' to put its states away in host memory"
         )
+
+    def can_move(self, job_config: JobConfig) -> bool:
+        """False, with a warning, for states that stay; ValueError where hooks would be lost."""
+        if job_config.optimizer.early_step_in_backward:
+            raise ValueError(
+                "to(device) cannot move parameters whose optimizer steps in their gradient's "
+                "hooks; set optimizer.early_step_in_backward = false"
+            )
+        if job_config.training.enable_cpu_offload and self.device.type != "cpu":
+            warn_once(
+                logger, "to(device) moves nothing: training.enable_cpu_offload keeps all on the CPU"
+            )
+            return False
+        return True
 
     def check_here(self, step: str, *kinds: str) -> None:
         """Raises RuntimeError if what `step` needs is put away."""

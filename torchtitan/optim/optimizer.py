@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.tools.logging import logger
@@ -93,6 +93,9 @@ class OptimizersContainer(Optimizer, Generic[T]):
                     if "step" in state:
                         state["step"] = state["step"] * 0
                 of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
+            if tied_copies.holds_second(model):  # the first one's state is the same, bit for bit
+                names = tied_copies.SECOND, tied_copies.FIRST
+                of_part = {_renamed(key, *names): value for key, value in of_part.items()}
             state_dict.update(of_part)
         return state_dict
 
@@ -100,7 +103,15 @@ class OptimizersContainer(Optimizer, Generic[T]):
         dcp = _dcp_state_dict()
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
         for model, optimizers in self._resharded_parts():
-            dcp.set_optimizer_state_dict(model, optimizers, state_dict, options=options)
+            of_part = state_dict
+            if tied_copies.holds_second(model):
+                names = tied_copies.FIRST, tied_copies.SECOND
+                of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
+                for key in of_part.keys() - state_dict.keys():
+                    # The rank may hold the first copy too, and that one gets the tensor itself.
+                    if isinstance(of_part[key], torch.Tensor):
+                        of_part[key] = of_part[key].clone()
+            dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do here; optimizers that serve their state from a cache fill it."""
@@ -320,6 +331,13 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
         delta = block.moe.load_balance_coeff * torch.sign(tokens.mean() - tokens)
         block.moe.expert_bias.add_(delta - delta.mean())
         block.moe.tokens_per_expert.zero_()
+
+
+def _renamed(key: str, old: str, new: str) -> str:
+    """The key `state.<parameter>.<entry>` or `param_groups.<parameter>.<entry>`, with `new` as the
+    parameter if that is `old`."""
+    kind, _, rest = key.partition(".")
+    return f"{kind}.{new}{rest.removeprefix(old)}" if rest.startswith(f"{old}.") else key
 
 
 def _dcp_state_dict() -> ModuleType:

@@ -3,7 +3,7 @@
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan.distributed.tensor_views import LocalShard
@@ -74,6 +74,13 @@ class BaseStateDictAdapter(ABC):
     def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that asks for the names in `hf_names`, where several are in use."""
         return self
+
+    def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
+        """What is wrong with files of these tensors, HF name -> shape, and what to take instead.
+
+        Other names and shapes than the model's are found anyway; this explains some of them.
+        """
+        return None
 
     def ignores_hf_key(self, hf_key: str) -> bool:
         """Whether files may hold a tensor of this name though the model has no use for it.

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
@@ -54,26 +54,22 @@ def keep_state_dicts_plain(model: nn.Module) -> None:
 def _unwrap_weights(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name in (prefix + name for name in module._parameters):
-        if name in state_dict:
-            state_dict[name] = _unwrapped(state_dict[name])
-
-
-def _unwrapped(weight: Tensor) -> Tensor:
-    local = local_tensor(weight)
-    if not is_traceable_wrapper_subclass(local):
-        return weight
-    plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
-    if not is_dtensor(weight):
-        return plain
-    return type(weight).from_local(
-        plain,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    for name in (prefix + name for name in module._parameters if prefix + name in state_dict):
+        weight = state_dict[name]
+        local = local_tensor(weight)
+        if not is_traceable_wrapper_subclass(local):
+            continue
+        plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
+        if is_dtensor(weight):
+            plain = type(weight).from_local(
+                plain,
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+        state_dict[name] = plain
 
 
 def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.batch.batch import Batch, Microbatches, PackedBatch
+from torchtitan.config.checks.common import has_token_loss, has_value_head
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.loss.cross_entropy import default_head
 from torchtitan.step.runner import Head, Microbatch, on_error
 
 
@@ -22,6 +24,7 @@ def forward(
     head: Head | None,
 ) -> list[Any] | None:
     """See `TrainingEngine.forward_step`."""
+    _check_outputs(engine, head)
     batches, is_single = _as_list(microbatches)
     packing = engine.packing
     if head is not None and (without := [x for x in batches if x.get("labels") is None]):
@@ -49,8 +52,10 @@ def forward_backward(
     global_valid_tokens: Tensor | float,
     loss_fn: Callable[[Any, Tensor, Batch], Tensor] | None,
     head: Head | None,
+    whole_rows: bool = False,
 ) -> Tensor:
     """See `TrainingEngine.forward_backward_step`."""
+    _check_outputs(engine, head, needs_logits=loss_fn is None and has_token_loss(engine.train_spec))
     batches, is_single = _as_list(input_dict)
     label_list = [labels] if isinstance(labels, Tensor) else list(labels)
     if len(batches) != len(label_list):
@@ -78,8 +83,18 @@ def forward_backward(
         update.prepare_early_step(len(batches) + n_fillers())
         engine.checkpointer.maybe_wait_for_staging()  # backward will change the weights
 
+    # Of the ranks that share whole rows, each computes the same loss.
+    is_joined = whole_rows and runner.sharding is not None
+    is_default = loss_fn is None and head is None and not is_joined
+    if is_default:
+        head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
+
     def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
-        if loss_fn is None and head is not None:
+        if is_joined:
+            logits = microbatch.join(whole_tensor(logits))
+        if is_default and head is not None:
+            loss = logits
+        elif loss_fn is None and head is not None:
             loss = -logits.logprobs.sum()
         elif loss_fn is None:
             loss = engine.loss_fn(logits, microbatch.labels)
@@ -88,7 +103,9 @@ def forward_backward(
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
-        microbatches = runner.microbatches(batches, head, n_fillers, reduce_with_last=True)
+        microbatches = runner.microbatches(
+            batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
+        )
         losses = runner.run(microbatches, loss_of, backward=True)
         # In fp32, whatever the loss function gave: ranks without a loss have to match it.
         loss = torch.zeros((), device=engine.device)
@@ -96,10 +113,37 @@ def forward_backward(
             stacked = torch.stack(losses)
             update.losses.add(stacked, [batch.sample_ids for batch in batches])
             loss = stacked.sum(dtype=torch.float32)
+            if is_joined:
+                loss /= runner.sharding.mesh.size()
         if engine.pp_schedule is not None:
             # Only the rank of the last stage knows it, and all ranks log it.
             loss = engine.pp_schedule.broadcast_from_last_stage(loss)
         return loss
+
+
+def check_trains(engine: Any, step: str) -> None:
+    """Raises RuntimeError for an engine that only runs forwards."""
+    if engine.forward_only:
+        raise RuntimeError(
+            f"{step} needs gradients and an optimizer, which this engine was built without; "
+            "build it with forward_only=False"
+        )
+
+
+def _check_outputs(engine: Any, head: Head | None, needs_logits: bool = False) -> None:
+    """Here and not in the model, where the first stages of a pipeline would wait for the last."""
+    if not has_value_head(engine.job_config, engine.model_args):
+        return
+    if head is not None:
+        raise ValueError(
+            "a model with a value head has no output projection for a head to compute from; leave "
+            "head out: outputs are values [B, T, 1]"
+        )
+    if needs_logits:
+        raise ValueError(
+            "a model with a value head gives values [B, T, 1], and the default loss needs logits; "
+            "give a loss_fn(values, labels, batch)"
+        )
 
 
 def _as_list(microbatches: Microbatches) -> tuple[list[Batch | PackedBatch], bool]:

@@ -45,23 +45,18 @@ class StepLosses:
         )
         sample_ids = [ids for _, of_call in self._calls for ids in of_call]
         self._calls.clear()
-        return lambda: _described(_first_bad(losses(), sample_ids))
+        return lambda: _describe(losses(), sample_ids)
 
 
-def _first_bad(
-    losses: Sequence[float], sample_ids: Sequence[Tensor | None]
-) -> dict[str, Any] | None:
-    """This rank's first microbatch whose loss is not finite."""
-    for i, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            # Fillers, which come last, have none.
-            ids = sample_ids[i] if i < len(sample_ids) else None
-            rows = [] if ids is None else ids[:_MOST_TOLD].tolist()
-            return {"microbatch": i + 1, "of": len(losses), "loss": str(loss), "rows": rows}
-    return None
-
-
-def _described(own: dict[str, Any] | None) -> str:
+def _describe(losses: Sequence[float], sample_ids: Sequence[Tensor | None]) -> str:
+    """Which microbatches had a bad loss, on any rank."""
+    own = None
+    if bad := [i for i, loss in enumerate(losses) if not math.isfinite(loss)]:
+        i = bad[0]
+        # Fillers, which come last, have none.
+        ids = sample_ids[i] if i < len(sample_ids) else None
+        rows = [] if ids is None else ids[:_MOST_TOLD].tolist()
+        own = {"microbatch": i + 1, "of": len(losses), "loss": str(losses[i]), "rows": rows}
     found, ranks, problem = _of_all_ranks(own)
     if not found:
         return f"the loss of each microbatch is finite, so a gradient overflowed{problem}"

@@ -83,24 +83,40 @@ class Runner:
 
     # ---- before the model ----
 
-    def prepare(self, batch: PackedBatch, head: Head | None = None) -> Microbatch:
-        """head: gets the batch's labels in place of the loss."""
-        seq_len = batch.tokens.shape[1]
+    def prepare(
+        self, batch: PackedBatch, head: Head | None = None, whole_rows: bool = False
+    ) -> Microbatch:
+        """head: gets the batch's labels in place of the loss.
+
+        whole_rows: labels and batch are left whole under context parallelism.
+        """
+        whole = batch
         if self.sharding is not None:
             batch = self.sharding.pad(batch)
         batch = batch.to(self.device)
         inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
-        kwargs = _taken_by(self.model_parts[0], extra_inputs | extra_kwargs)
-        if head is not None:
-            kwargs["head"] = functools.partial(head, labels=labels)
+        kwargs = extra_inputs | extra_kwargs
+        parameters = inspect.signature(self.model_parts[0].forward).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            kwargs = {key: value for key, value in kwargs.items() if key in parameters}
+        more = {}
         if self.sharding is None:
-            return Microbatch(inputs, kwargs, labels, batch.as_dict())
-        shards = shards_of(kwargs["attention_masks"])
-        join = functools.partial(
-            join_outputs, shards=shards, n_tokens=inputs.shape[1], seq_len=seq_len
-        )
-        entries = dataclasses.replace(batch, labels=None, document_ids=None)
-        return Microbatch(inputs, kwargs, labels, shard_batch(entries, shards).as_dict(), join)
+            own = batch.as_dict()
+        else:
+            shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.shape[1]
+            entries = dataclasses.replace(batch, labels=None, document_ids=None)
+            own = shard_batch(entries, shards).as_dict()
+            more["join"] = functools.partial(
+                join_outputs, shards=shards, n_tokens=n_tokens, seq_len=whole.tokens.shape[1]
+            )
+        if head is not None:
+            if reads_batch := getattr(head, "with_batch", None):
+                head = reads_batch(own)
+            kwargs["head"] = functools.partial(head, labels=labels)
+        if whole_rows and self.sharding is not None:
+            whole = whole.to(self.device)
+            labels, own = whole.labels, whole.as_dict()
+        return Microbatch(inputs, kwargs, labels, own, **more)
 
     def ask_num_fillers(self, n: int, is_single: bool) -> Callable[[], int]:
         """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
@@ -115,14 +131,15 @@ class Runner:
         head: Head | None,
         n_fillers: Callable[[], int],
         reduce_with_last: bool = False,
+        whole_rows: bool = False,
     ) -> Iterator[Microbatch]:
         """Prepare one microbatch after the other, then fillers until all ranks are done.
 
-        reduce_with_last: mark the last one of them all.
+        reduce_with_last: mark the last one of them all. whole_rows: see `prepare`.
         """
         defers = reduce_with_last and self.defers_reduction
         for i, batch in enumerate(batches):
-            microbatch = self.prepare(batch, head)
+            microbatch = self.prepare(batch, head, whole_rows)
             is_last = i + 1 == len(batches)
             # Asked for after the others are queued, and only where the answer matters.
             reduces = is_last and not (defers and n_fillers())
@@ -227,18 +244,17 @@ class Runner:
         later = self.more_follow or not microbatch.reduces_gradients
         # Without the key, what waits is the sum over HSDP's copies, in the trainer's own loop.
         is_cheap = self.more_follow and self.has_replicas
-        if not (later and (self.defers_reduction or is_cheap)):
+        fsdp = _fsdp()
+        if fsdp is None or not (later and (self.defers_reduction or is_cheap)):
             yield
             return
-        from torchtitan.distributed.fsdp import reduce_later  # see `_fsdp`
-
         (model,) = self.model_parts
         how = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
-        reduce_later(model, True, **how)
+        fsdp.reduce_later(model, True, **how)
         try:
             yield
         finally:
-            reduce_later(model, False, **how)
+            fsdp.reduce_later(model, False, **how)
 
     # ---- around the model ----
 
@@ -262,6 +278,19 @@ class Runner:
         if fsdp := _fsdp():
             for part in self.model_parts:
                 fsdp.reshard_model(part)
+
+    def bytes_to_keep_gathered(self) -> int:
+        """What this rank would hold besides, if forwards did not free what FSDP gathers."""
+        fsdp = _fsdp()
+        return sum(fsdp.bytes_to_keep_gathered(part) for part in self.model_parts) if fsdp else 0
+
+    def keep_gathered(self) -> contextlib.ExitStack:
+        """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
+        stack = contextlib.ExitStack()
+        if fsdp := _fsdp():
+            for part in self.model_parts:
+                stack.enter_context(fsdp.keep_gathered(part))
+        return stack
 
     def _recover(self) -> None:
         if fsdp := _fsdp():
@@ -290,11 +319,3 @@ def on_error(repair: Callable[[], None]) -> Iterator[None]:
             # Where the device is lost, for example, every further call fails as well.
             logger.exception("cleaning up after the error below failed; build a new engine")
         raise
-
-
-def _taken_by(model: nn.Module, entries: Batch) -> Batch:
-    """The entries that the model's forward has a keyword for; all if it takes any."""
-    parameters = inspect.signature(model.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return entries
-    return {key: value for key, value in entries.items() if key in parameters}

@@ -30,6 +30,12 @@ class OptimStepResult:
     lr: the learning rate that the step used.
     skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
         read waits until the device has computed the norm.
+
+    On an accelerator the optimizer leaves everything as it is by itself, and the host learns of it a
+    step late: the warning and the error, and a ValueError for a `denominator` whose sum is negative
+    or not finite, come with the next `optim_step` before it updates, or with the next `save` or look
+    at `weights_version` if that is earlier. Hooks of the optimizers run in skipped steps, too.
+    Optimizers other than "fused" have the host wait instead.
     """
 
     grad_norm: Tensor
@@ -156,6 +162,7 @@ class Update:
         denominator: Tensor | float | None,
         number: Callable[[], int],
         before_update: Callable[[], None],
+        advance_schedule: bool = True,
     ) -> OptimStepResult:
         """See `TrainingEngine.optim_step`. number: of this step; asked for once the last is settled.
 
@@ -197,7 +204,8 @@ class Update:
                 forget_counts(self.model_parts)
             else:
                 self.optimizers.step()
-        self.lr_schedulers.step()
+        if advance_schedule:
+            self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self._num_early_steps = 0
         self.losses.clear()

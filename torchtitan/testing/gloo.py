@@ -131,10 +131,10 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     # Only now: a failure is told with the stack, and the environment above is what torch reads.
     import torch
-    import torch.distributed as dist
 
     from torchtitan.tools.utils import get_device_info
 
+    dist = torch.distributed
     try:
         torch.set_num_threads(1)
         if group_timeout is not None:
@@ -206,16 +206,14 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
         also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""
         raise RankFailure(f"rank {rank} failed first{also}:\n{text}") from error
     if waiting:
-        raise RankTimeout(_describe_hang(sorted(waiting.values()), ranks, folder))
+        hung = sorted(waiting.values())
+        for rank in hung:
+            os.kill(ranks[rank][0].pid, signal.SIGUSR1)  # writes the stack down
+        time.sleep(0.3)
+        lines = [f"ranks {hung} of {len(ranks)} did not end in time and were killed."]
+        for rank in hung:
+            path = Path(_STACK_FILE.format(folder=folder, rank=rank))
+            stack = path.read_text() if path.exists() else "not started yet"
+            lines.append(f"rank {rank}:\n{stack}")
+        raise RankTimeout("\n".join(lines))
     return [results[rank] for rank in range(len(ranks))]
-
-
-def _describe_hang(hung: list[int], ranks: Ranks, folder: str) -> str:
-    for rank in hung:
-        os.kill(ranks[rank][0].pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    lines = [f"ranks {hung} of {len(ranks)} did not end in time and were killed."]
-    for rank in hung:
-        path = Path(_STACK_FILE.format(folder=folder, rank=rank))
-        lines.append(f"rank {rank}:\n{path.read_text() if path.exists() else 'not started yet'}")
-    return "\n".join(lines)

@@ -70,6 +70,7 @@ def check_against_spec(
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
         model.attention(job_config, model_args),
+        model.value_head(job_config, train_spec, model_args, builds_data),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),
         model.converters_of_experts(job_config, model_args),

@@ -66,6 +66,16 @@ def has_experts(model_args: Any) -> bool:
     return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
 
 
+def has_value_head(job_config: JobConfig, model_args: Any) -> bool:
+    """Whether the job's model gives values in place of logits."""
+    return job_config.model.value_head or getattr(model_args, "value_head", False)
+
+
+def has_token_loss(train_spec: Any) -> bool:
+    """Whether the spec's own loss is the standard one of next tokens, which needs logits."""
+    return getattr(train_spec.build_loss_fn, "__name__", "") == "build_cross_entropy_loss"
+
+
 def attn_type_of(job_config: JobConfig, model_args: Any) -> str:
     chosen = job_config.model.attn_type
     return getattr(model_args, "attn_type", "sdpa") if chosen is None else chosen

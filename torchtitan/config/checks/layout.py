@@ -305,11 +305,6 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
         return
     if train_spec.pipelining_fn is None:
         yield f"{degree}, but model {model.name!r} has no pipelining_fn; set the degree to 1"
-    if getattr(model_args, "enable_weight_tying", False):
-        yield (
-            f"flavor {model.flavor!r} of {model.name!r} ties its embedding to its output, which "
-            f"are on the first and the last pipeline stage, got {degree}; set it to 1"
-        )
     # Another pipelining_fn may cut its model otherwise.
     builder = getattr(train_spec.pipelining_fn, "__name__", "")
     if builder == "pipeline_llm" and hasattr(model_args, "n_layers"):

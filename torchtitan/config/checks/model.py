@@ -3,7 +3,13 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torchtitan.config.checks.common import attn_type_of, guess, has_experts
+from torchtitan.config.checks.common import (
+    attn_type_of,
+    guess,
+    has_experts,
+    has_token_loss,
+    has_value_head,
+)
 from torchtitan.config.checks.values import hf_conversion
 from torchtitan.config.job_config import JobConfig
 
@@ -24,6 +30,27 @@ def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
             f"model.attn_type = 'sdpa' cannot keep documents apart, got model.attn_mask_type = "
             f"{mask_type!r} with flavor {job_config.model.flavor!r}; set "
             f"model.attn_type to 'flex' or 'varlen', or model.attn_mask_type to 'causal'"
+        )
+
+
+def value_head(
+    job_config: JobConfig, train_spec: Any, model_args: Any, builds_data: bool
+) -> Iterator[str]:
+    name = job_config.model.name
+    if not has_value_head(job_config, model_args):
+        return
+    if not hasattr(model_args, "value_head"):
+        yield (
+            f"model.value_head = True needs a model on torchtitan.models.decoder.Decoder, got "
+            f"{name!r}, whose args have no value_head; set it to false"
+        )
+    # Programs that feed a trainer themselves have a loss of their own.
+    reads_data = builds_data and train_spec.build_dataloader_fn is not None
+    if reads_data and has_token_loss(train_spec):
+        yield (
+            f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
+            "logits of next tokens; train with an engine and a loss_fn (docs/embedding.md, Values), "
+            "or set it to false"
         )
 
 

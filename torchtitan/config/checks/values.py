@@ -39,7 +39,7 @@ _RANGES: dict[tuple[float, float], str] = {
     "parallelism.pipeline_parallel_last_stage_less_layers",
     (0, 10**8): "training.time_limit_minutes",
     (0, 1024): "training.dataloader.num_workers validation.dataloader.num_workers",
-    (-1, 10**12): "checkpoint.load_step",
+    (-1, 10**12): "checkpoint.load_step training.loss_chunk",
     (-(10**12), 10**12): "lr_scheduler.step_offset",
     (-(2**63), 2**64 - 1): "debug.seed",
     (-math.inf, 10**12): "validation.steps",

@@ -1,0 +1,113 @@
+"""Value heads on two ranks where `tests/reference/test_value_head_transformers.py` does not look."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.engine import TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs
+from torchtitan.testing.gloo import run_ranks
+from torchtitan.testing.tiny_jobs import (
+    add_tiny_flavors,
+    make_documents,
+    pack,
+    run_step,
+    tiny_job,
+    whole_weights,
+)
+
+STAGES = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+LAYOUTS = {
+    "experts": ("tiny_moe", {"expert_parallel_degree": 2}),
+    "listed stages": (
+        "tiny_tied",
+        {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": STAGES},
+    ),
+    "FSDP around tensor parallelism": (
+        "tiny_tied",
+        {"tensor_parallel_degree": 2, "always_fsdp": True},
+    ),
+}
+
+
+def value_job(folder, flavor, parallelism, **sections):
+    add_tiny_flavors()
+    model = {"value_head": True}
+    return tiny_job(str(folder), flavor, model=model, parallelism=parallelism, **sections)
+
+
+def squared_error(values, labels, batch):
+    """It changes the values in place, as FSDP warns of where they are a view."""
+    errors = values.squeeze(-1)
+    errors -= batch["input"].float().sin()
+    return (errors.square() * (labels != IGNORE_INDEX)).sum()
+
+
+def train(folder, flavor, parallelism):
+    """((loss, norm) of two steps, weights after them, whether this rank has no score)."""
+    warnings.filterwarnings("error", ".*returned a view tensor")
+    with TrainingEngine(value_job(folder, flavor, parallelism)) as engine:
+        steps = [run_step(engine, make_documents(seed), loss_fn=squared_error) for seed in range(2)]
+        return steps, whole_weights(engine), getattr(engine.model_parts[-1], "score", None) is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_train_as_one_process(tmp_path, name):
+    flavor, parallelism = LAYOUTS[name]
+    expected_steps, expected, _ = train(tmp_path, flavor, {})
+    ranks = run_ranks(train, 2, str(tmp_path), flavor, parallelism)
+    for steps, weights, _ in ranks:
+        for ours, theirs in zip(steps, expected_steps, strict=True):
+            assert ours == pytest.approx(theirs, rel=5e-6)
+        assert weights.keys() == expected.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    has_no_score = [missing for *_, missing in ranks]
+    assert has_no_score == ([True, False] if name == "listed stages" else [False, False])
+
+
+def loss_of_whole_rows(folder, parallelism):
+    """(loss, norm) of a squared error of each document's mean value, which no shard of it knows."""
+
+    def loss_fn(values, labels, batch):
+        ends = [0, *(1 + i for i in (labels[0] == IGNORE_INDEX).nonzero().flatten().tolist())]
+        parts = values[0, : ends[-1], 0].split([b - a for a, b in pairwise(ends)])
+        return sum(part.mean().square() for part in parts)
+
+    with TrainingEngine(value_job(folder, "tiny", parallelism)) as engine:
+        return run_step(engine, make_documents(0), loss_fn=loss_fn, whole_rows=True)
+
+
+def test_loss_of_whole_rows_is_that_of_one_process(tmp_path):
+    expected = loss_of_whole_rows(tmp_path, {})
+    layout = {"context_parallel_degree": 2}
+    for found in run_ranks(loss_of_whole_rows, 2, str(tmp_path), layout):
+        assert found == pytest.approx(expected, rel=5e-6)
+
+
+def refusals(folder, parallelism):
+    batch, labels = pack(make_documents(0))
+    with TrainingEngine(value_job(folder, "tiny_tied", parallelism)) as engine:
+        step = dict(input_dict=batch, labels=labels, global_valid_tokens=1)
+        messages = []
+        for call in (
+            lambda: engine.forward_backward_step(**step),
+            lambda: engine.forward_backward_step(**step, head=TokenLogProbs()),
+            lambda: engine.forward_step([batch | {"labels": labels}], head=TokenLogProbs()),
+        ):
+            with pytest.raises(ValueError) as raised:
+                call()
+            messages.append(str(raised.value))
+        loss = engine.forward_backward_step(**step, loss_fn=squared_error)
+        return messages, loss.item()
+
+
+def test_every_rank_of_a_pipeline_gets_the_refusal_and_goes_on(tmp_path):
+    first, last = run_ranks(refusals, 2, str(tmp_path), {"pipeline_parallel_degree": 2})
+    assert first == last
+    messages, loss = first
+    assert "needs logits" in messages[0] and loss > 0
+    assert all("leave head out" in message for message in messages[1:])

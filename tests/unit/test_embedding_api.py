@@ -1,0 +1,167 @@
+"""What embedders build an engine from, on one process: HF folders, specs, layouts, scoring."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.tiny_hf import tiny_hf_model
+from tests.unit.test_engine import VOCAB, make_config, make_engine, num_valid, random_batch
+from torchtitan.engine import RankLayout, TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
+from torchtitan.protocols.train_spec import get_train_spec
+
+
+def step(engine, seed=0, **arguments):
+    batch, labels = random_batch(2, 32, seed)
+    engine.forward_backward_step(
+        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
+    )
+    return engine.optim_step(**arguments)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory):
+    """Of a tiny qwen3 with a flavor that nothing registers."""
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    tiny_hf_model(vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+def hf_logits(folder, tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def test_engine_of_a_hugging_face_folder_has_its_logits_and_writes_it_again(hf_folder, tmp_path):
+    config = make_config(tmp_path)
+    before = copy.deepcopy(config)
+    tokens = random_batch(2, 16)[0]["input"]
+    with TrainingEngine.from_hf(hf_folder, config) as engine:
+        (logits,) = engine.forward_step({"input": tokens})
+        torch.testing.assert_close(logits, hf_logits(hf_folder, tokens), atol=1e-5, rtol=1e-5)
+        step(engine)
+        (logits,) = engine.forward_step({"input": tokens})
+        engine.save_hf(tmp_path / "out")
+        assert engine.job_config.model.name == "qwen3"
+    (tmp_path / "out/config.json").write_text((hf_folder / "config.json").read_text())
+    torch.testing.assert_close(hf_logits(tmp_path / "out", tokens), logits, atol=1e-5, rtol=1e-5)
+    assert config == before, "the caller's config was written to"
+
+
+def test_two_models_of_one_process_need_no_registration(tmp_path):
+    spec = get_train_spec("llama3")
+    engines = []
+    for dim in (32, 64):
+        args = dataclasses.replace(spec.model_args["debugmodel"], dim=dim, n_heads=4)
+        own = dataclasses.replace(spec, model_args={"mine": args})
+        config = make_config(tmp_path / str(dim), "--model.flavor=mine")
+        engines.append(TrainingEngine(config, train_spec=own))
+    assert [engine.model_args.dim for engine in engines] == [32, 64]
+    assert "mine" not in get_train_spec("llama3").model_args
+    for engine in engines:
+        step(engine)
+        engine.close()
+
+
+def test_engine_for_scoring_takes_no_step_and_allocates_no_optimizer_state(tmp_path):
+    with make_engine(tmp_path) as trained:
+        step(trained)
+        trained.save(str(tmp_path / "saved"))
+        batch, _ = random_batch(2, 16)
+        (expected,) = trained.forward_step(batch)
+    with TrainingEngine(make_config(tmp_path / "scores"), forward_only=True) as engine:
+        engine.load(str(tmp_path / "saved"))
+        (logits,) = engine.forward_step(batch)
+        assert torch.equal(logits, expected)
+        for name in ("forward_backward_step", "optim_step"):
+            with pytest.raises(RuntimeError, match=f"{name} needs .* forward_only=False"):
+                step(engine) if name == "forward_backward_step" else engine.optim_step()
+        engine.save(str(tmp_path / "weights"))
+        assert len(engine.optimizers.state) == 0
+    size = {
+        name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*.distcp"))
+        for name in ("saved", "weights")
+    }
+    assert size["weights"] < 0.4 * size["saved"], "Adam keeps two numbers per weight"
+
+
+def test_updates_may_leave_the_schedule_to_their_caller(tmp_path):
+    engine = make_engine(tmp_path)  # closed below: its group would stay for the next test
+    lrs = [step(engine, advance_schedule=False).lr for _ in range(3)]
+    assert lrs[0] == lrs[1] == lrs[2] == engine.lr
+    engine.lr_schedulers.step()
+    assert engine.lr == pytest.approx(2 * lrs[0]), "the second of the warm-up's steps"
+    engine.close()
+
+
+def test_layout_is_known_before_the_model_and_serves_several_engines(tmp_path):
+    config = make_config(tmp_path)
+    with RankLayout.join(config) as layout:
+        assert (layout.dp_rank, layout.dp_size) == (0, 1)
+        assert layout.has_outputs and layout.is_output_source
+        assert layout.dp_group.size() == 1
+        config.training.steps = 77
+        with TrainingEngine(config, layout=layout) as engine:
+            assert engine.layout is layout
+            assert engine.parallel_dims is layout.parallel_dims
+        with TrainingEngine(make_config(tmp_path / "b"), layout=layout) as engine:
+            step(engine)
+        assert dist.is_initialized(), "the layout's group stays for the next engine"
+    assert not dist.is_initialized()
+    with RankLayout.join(config) as layout:
+        config.parallelism.always_fsdp = True
+        with pytest.raises(ValueError, match="always_fsdp = True for False.*make a RankLayout"):
+            TrainingEngine(config, layout=layout)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 32)])
+def test_temperature_of_each_row_or_token(shape, tmp_path):
+    engine = make_engine(tmp_path)
+    batch, labels = random_batch(2, 32)
+    temperature = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+
+    def loss_fn(outputs, labels, batch):
+        return -(outputs.logprobs + 0.1 * outputs.entropy).sum()
+
+    def gradient(head, loss_fn=loss_fn, batch=batch):
+        engine.optimizers.zero_grad()
+        loss = engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=9, head=head, loss_fn=loss_fn
+        )
+        return loss, {n: p.grad.clone() for n, p in engine.model_parts[0].named_parameters()}
+
+    def plain(logits, labels, batch):
+        t = temperature.reshape(2, -1, 1)
+        outputs = token_logprobs(logits / t, labels, entropy=True)
+        direct = token_logprobs(logits, labels, temperature=temperature, entropy=True)
+        torch.testing.assert_close(outputs.logprobs, direct.logprobs)
+        return loss_fn(outputs, labels, batch)
+
+    head = TokenLogProbs(temperature="t", entropy=True, chunk_tokens=7)
+    loss, ours = gradient(head, batch=batch | {"t": temperature})
+    expected_loss, expected = gradient(None, plain)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], atol=2e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"names an entry of the batch, which has \['input'\]"):
+        gradient(head)
+    with pytest.raises(ValueError, match=r"one entry per row \[2\] or token \[2, 32\], got \[3\]"):
+        gradient(head, batch=batch | {"t": torch.ones(3)})
+    with pytest.raises(ValueError, match="must be above 0, got 0.0"):
+        gradient(head, batch=batch | {"t": torch.tensor([1.0, 0.0])})
+    with pytest.raises(ValueError, match="only the engine's steps look up"):
+        token_logprobs(torch.ones(1, 2, 4), torch.ones(1, 2, dtype=torch.long), temperature="t")
+
+
+def test_weights_are_initialised_outside_no_grad():
+    spec = get_train_spec("llama3")
+    model = spec.model_cls(spec.model_args["debugmodel"])
+    model.init_weights()
+    assert all(p.is_leaf and p.requires_grad for p in model.parameters())
+    assert math.isfinite(float(model.output.weight.sum()))
