@@ -214,8 +214,8 @@ def test_large_scores_of_either_sign_neither_overflow_nor_vanish(size):
         k *= size**0.5
         k[:, :, 200:] = -q[:, :, 200:]  # these see themselves least, and others far from the bound
         q[:, 1, :10] = 0
-    # The last bit of a score of 3,000 is 2e-4.
-    digits = max(2e-5, size * 3e-7)
+    # The last bit of a score of 3,000 is 2e-4, and products round it in another order on each CPU.
+    digits = max(2e-5, size * 1e-6)
     check_long_documents([q, k, v], ids_of([300]), None, True, digits)
 
 
