@@ -35,6 +35,7 @@ from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.tools import host
 from torchtitan.tools.linear import Linear, linear
 from torchtitan.tools.logging import logger
+from torchtitan.tools.norm import RMSNorm, rms_norm
 
 Row = Mapping[str, int | None]
 """One module's parameters: name -> the dimension it is split along, None where it stays whole."""
@@ -159,7 +160,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
-    elif type(module) is nn.RMSNorm:
+    elif type(module) in (nn.RMSNorm, RMSNorm):
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
@@ -185,7 +186,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
 
 class LocalRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
+        return rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
 
 
 class LocalLinear(nn.Linear):

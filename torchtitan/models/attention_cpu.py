@@ -10,6 +10,7 @@ operator, so that torch.compile and activation checkpointing see one node whatev
 are. `block_mask_attention` takes any mask, and is slower.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,7 +70,6 @@ def _calls(
     cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, dtype: torch.dtype
 ) -> Iterator[_Call]:
     """The calls for documents of two or more keys."""
-    masks: dict[tuple[int, int], Tensor] = {}
     bounds = zip(*(pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first_key, end_key) in bounds:
         if end == start or end_key - first_key < 2:
@@ -83,10 +83,8 @@ def _calls(
                 last = min(first + size, end)
                 last_key = end_key - (end - last)
                 seen_from = max(first_key, last_key - (last - first) - reach + 1)
-                shape = (last - first, last_key - seen_from)
-                if shape not in masks:
-                    masks[shape] = _window_mask(*shape, reach, dtype)
-                yield _Call(slice(first, last), slice(seen_from, last_key), mask=masks[shape])
+                mask = _window_mask(last - first, last_key - seen_from, reach, dtype)
+                yield _Call(slice(first, last), slice(seen_from, last_key), mask=mask)
             continue
         own_key = end_key - (end - start)  # of the first query
         if own_key > first_key:  # the kernel aligns causality at the first key, not the last
@@ -96,12 +94,13 @@ def _calls(
         )
 
 
+@functools.lru_cache(maxsize=32)
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """[queries, keys], 0 where the query may look and -inf elsewhere; the last ones align."""
-    query = torch.arange(n_keys - n_queries, n_keys)[:, None]
-    distance = query - torch.arange(n_keys)
+    query = torch.arange(n_keys - n_queries, n_keys, device="cpu")[:, None]
+    distance = query - torch.arange(n_keys, device="cpu")
     hidden = (distance < 0) | (distance >= window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -113,9 +112,22 @@ def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_kernel_input(x: Tensor) -> Tensor:
-    """[N, heads, D] -> [1, heads, N, D], the layout of the kernel; a view."""
-    return x.transpose(0, 1).unsqueeze(0)
+def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
+    """[N, heads, D] -> [n_rows, heads, N / n_rows, D], the layout of the kernel; a view."""
+    return x.unflatten(0, (n_rows, -1)).transpose(1, 2)
+
+
+def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
+    """How many rows to give to the kernel at once, and the ends of the documents in each.
+
+    Documents of one length are a row each, as those of a batch without packing are. Others are
+    all in one row.
+    """
+    n_rows = len(cu_seq_q) - 1
+    length = int(cu_seq_q[-1]) // n_rows if n_rows else 0
+    if length > 1 and all((x.diff() == length).all() for x in (cu_seq_q, cu_seq_k)):
+        return n_rows, cu_seq_q[:2], cu_seq_k[:2]
+    return 1, cu_seq_q, cu_seq_k
 
 
 def _forward(
@@ -152,9 +164,11 @@ def _forward(
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
-    qs, ks, vs, outs, lses = (_as_kernel_input(x) for x in (q, k, v, out, lse.unsqueeze(-1)))
+    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
+    packed = q, k, v, out, lse.unsqueeze(-1)
+    qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     seen, seen_lse = out, lse
-    for queries, keys, is_causal, mask, adds in _calls(cu_seq_q, cu_seq_k, window, dtype):
+    for queries, keys, is_causal, mask, adds in _calls(*ends, window, dtype):
         part, part_lse = _flash_forward(
             qs[:, :, queries].to(dtype),
             ks[:, :, keys].to(dtype),
@@ -212,18 +226,20 @@ def _backward(
             grads[0][lone] = (factor * _for_queries(k[lone_keys], q.shape[1])).to(lse.dtype)
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
             grads[1][lone_keys] = to_keys.to(lse.dtype)
-    go, qs, ks, vs, outs, lses = (
-        _as_kernel_input(x) for x in (grad_out, q, k, v, out, lse.unsqueeze(-1))
-    )
-    targets = [_as_kernel_input(x) for x in grads]
+    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
+    packed = grad_out, q, k, v, out, lse.unsqueeze(-1)
+    go, qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
+    if grad_lse is not None:
+        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1), n_rows)
+    targets = [_as_kernel_input(x, n_rows) for x in grads]
     head_dim = q.shape[-1]
-    for queries, keys, is_causal, mask, _ in _calls(cu_seq_q, cu_seq_k, window, lse.dtype):
+    for queries, keys, is_causal, mask, _ in _calls(*ends, window, lse.dtype):
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
             q_part, k_part, o_part = (F.pad(x, (0, 1)) for x in (q_part, k_part, o_part))
             v_part = F.pad(v_part, (0, 1), value=1.0)
-            g_part = torch.cat((g_part, grad_lse[queries].t()[None, :, :, None]), dim=-1)
+            g_part = torch.cat((g_part, grad_lses[:, :, queries]), dim=-1)
         parts = _flash_backward(
             g_part,
             q_part,

@@ -42,6 +42,7 @@ from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.linear import Linear
+from torchtitan.tools.norm import RMSNorm
 
 if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer
@@ -102,8 +103,8 @@ class Attention(nn.Module):
         self.mask_name = mask_name
 
         has_qk_norm = qk_norm_eps is not None
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
         self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
         self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
@@ -183,8 +184,8 @@ class TransformerBlock(nn.Module):
             self.moe = feed_forward
         else:
             self.feed_forward = feed_forward
-        self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.attention_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.ffn_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
 
     def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
@@ -266,7 +267,7 @@ class Decoder(ModelProtocol):
         self.layers = nn.ModuleDict(
             {str(i): self.build_block(i) for i in range(model_args.n_layers)}
         )
-        self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = self.score = None
         if model_args.value_head:
             self.score = ValueHead(model_args.dim)

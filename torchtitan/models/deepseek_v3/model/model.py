@@ -15,6 +15,7 @@ from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.models.rope import precompute_freqs_cis as precompute_table
 from torchtitan.tools.linear import Linear
+from torchtitan.tools.norm import RMSNorm
 
 __all__ = ["Attention", "DeepSeekV3Model", "precompute_freqs_cis"]
 
@@ -53,10 +54,10 @@ class Attention(nn.Module):
             self.wq = Linear(args.dim, q_width, bias=False)
         else:
             self.wq_a = Linear(args.dim, args.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_norm = RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
             self.wq_b = Linear(args.q_lora_rank, q_width, bias=False)
         self.wkv_a = Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
         kv_width = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
         self.wkv_b = Linear(args.kv_lora_rank, kv_width, bias=False)
         self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
