@@ -25,6 +25,7 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     copy_weights,
 )
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
 Prompts = Sequence[Sequence[int]]
@@ -276,6 +277,10 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
+        if job_config.model.fp32_head:
+            logger.warning(
+                "model.fp32_head holds for the trainer; vLLM's output projection keeps its own type"
+            )
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
