@@ -66,13 +66,13 @@ class Batcher:
     def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
-        A token whose generator or reference log-prob is not finite is left out of the loss and its
-        denominator. Samples with weights keep them. Without samples every rank gets one microbatch
+        A token with a log-prob that is not finite, by generator, reference or old policy, is left
+        out of the loss and its denominator. Samples with weights keep them. Without samples every rank gets one microbatch
         of padding.
-        Raises ValueError if only some of the samples have weights, or ref_logprobs.
+        Raises ValueError if only some of the samples have weights, ref_logprobs or old_logprobs.
         """
         has = {}
-        for name in ("weights", "ref_logprobs"):
+        for name in ("weights", "ref_logprobs", "old_logprobs"):
             count = sum(getattr(sample, name) is not None for sample in samples)
             if count not in (0, len(samples)):
                 raise ValueError(
@@ -99,8 +99,9 @@ class Batcher:
 
         wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
         mask = wanted & logprobs.isfinite()
-        if has["ref_logprobs"]:
-            mask &= joined("ref_logprobs").isfinite()
+        others = [name for name in ("ref_logprobs", "old_logprobs") if has[name]]
+        for name in others:
+            mask &= joined(name).isfinite()
         num_dropped = int(wanted.sum() - mask.sum())
         if num_dropped:
             logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
@@ -128,8 +129,8 @@ class Batcher:
             "generator_logprobs": logprobs.masked_fill(~mask, 0),
             "advantages": joined("advantages").masked_fill(~mask, 0),
         }
-        if has["ref_logprobs"]:
-            values["ref_logprobs"] = joined("ref_logprobs").masked_fill(~mask, 0)
+        for name in others:
+            values[name] = joined(name).masked_fill(~mask, 0)
         return TrainingBatch(
             microbatches=self._deal(lengths, kept, values),
             num_global_valid_tokens=int(mask.sum()),

@@ -88,6 +88,7 @@ _NOT_NEGATIVE = (
     "loss.norm",
     "loss.kl_coef",
     "loss.entropy_coef",
+    "loss.dual_clip",
 )
 
 
@@ -128,11 +129,13 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
         )
     yield from problem_in(loss_from_config, loss)
     cp = job_config.parallelism.context_parallel_degree
-    if loss_class(loss.name).needs_whole_sequences and cp > 1:
+    if cp > 1 and loss_from_config(loss).needs_whole_sequences:
         yield (
-            f"rl.loss.name = {loss.name!r} takes a ratio over whole sequences, which context "
-            f"parallelism splits, got parallelism.context_parallel_degree = {cp}; set it to 1, or "
-            f"take 'grpo'"
+            f"rl.loss.name = 'gspo', rl.loss.correction = 'sequence' and "
+            f"rl.loss.max_sequence_mismatch take ratios over whole sequences, which context "
+            f"parallelism splits, got rl.loss.name = {loss.name!r}, correction = "
+            f"{loss.correction!r} and parallelism.context_parallel_degree = {cp}; set that to 1, or "
+            f"take 'grpo' with corrections per token"
         )
 
 

@@ -482,6 +482,8 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     if name not in ("cross_entropy", "importance_sampling"):
         bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
         bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
+    if name in ("ppo", "gspo"):
+        bounds["dual_clip"] = 0.0  # Tinker has none
     return build_loss(_LOSSES[name], **bounds)
 
 

@@ -62,6 +62,18 @@ class RLLoss:
     ratio_clip_low: float | None = None
     # For dapo, gspo, cispo: how far above 1; None is the loss's own default
     ratio_clip_high: float | None = None
+    # For grpo, dapo, gspo: a token of negative advantage whose ratio is above this has no gradient;
+    # None is 3, 0 turns it off
+    dual_clip: float | None = None
+    # Weigh tokens by how much likelier they were under the trainer's policy when the step began than
+    # under the generator's: by their own ratio, or by that of the whole completion
+    correction: Literal["none", "token", "sequence"] = "none"
+    correction_cap: float = 2.0  # The largest such weight
+    # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
+    # None leaves out none
+    max_token_mismatch: float | None = None
+    # The same for whole completions, by the mean difference of their tokens
+    max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
     max_log_ratio: float = 10.0
     # How per-token losses become one, always over the whole step

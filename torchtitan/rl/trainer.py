@@ -77,9 +77,9 @@ class PolicyTrainer:
         loss_fn = self.loss if loss_fn is None else loss_fn
         if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
             raise ValueError(
-                f"{type(loss_fn).__name__} takes a ratio over whole sequences, which context "
-                f"parallelism splits, got parallelism.context_parallel_degree = "
-                f"{self.engine.parallel_dims.cp}; set it to 1, or take GRPOLoss"
+                f"{loss_fn} takes ratios over whole sequences, which context parallelism splits, "
+                f"got parallelism.context_parallel_degree = {self.engine.parallel_dims.cp}; set it "
+                f"to 1, or take GRPOLoss with corrections per token"
             )
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(

@@ -1,5 +1,6 @@
 """Random samples, and a policy small enough to write its loss down as a formula."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -59,6 +60,8 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
             group_id=i // 3,
             policy_version=i,
         )
+        old = sample.logprobs + (torch.arange(length) % 5 - 2) * 0.5 * sample.loss_mask
+        sample = dataclasses.replace(sample, old_logprobs=old)
         if i == 3:
             sample.loss_mask.zero_()
         samples.append(sample)

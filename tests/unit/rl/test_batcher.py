@@ -63,7 +63,16 @@ def test_loss_of_a_batch_is_the_formula_of_its_aggregation(mode):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-@pytest.mark.parametrize("loss", [LOSS, GSPOLoss(ratio_clip_low=0.3, ratio_clip_high=0.4)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LOSS,
+        GSPOLoss(ratio_clip_low=0.3, ratio_clip_high=0.4),
+        dataclasses.replace(LOSS, correction="token", max_token_mismatch=1.2),
+        dataclasses.replace(LOSS, correction="sequence", max_sequence_mismatch=0.7),
+    ],
+    ids=["clipped", "per sequence", "corrected per token", "corrected per sequence"],
+)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_loss_gradient_and_metrics_are_the_same_for_any_split(mode, loss, data):
@@ -148,6 +157,7 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
         ("logprobs", -torch.inf),
         ("logprobs", torch.nan),
         ("ref_logprobs", torch.nan),
+        ("old_logprobs", torch.nan),
     ):
         values = getattr(samples[1], name).clone()
         values[token] = value
@@ -229,7 +239,7 @@ def test_samples_keep_weights_of_their_own():
 
 
 def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
-    for name in ("weights", "ref_logprobs"):
+    for name in ("weights", "ref_logprobs", "old_logprobs"):
         first, second = sequences_of(2, 2)
         samples = [dataclasses.replace(first, **{name: torch.ones(2)}), second]
         with pytest.raises(ValueError, match=f"all samples of a batch have {name} or none"):

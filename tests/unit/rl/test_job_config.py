@@ -45,6 +45,13 @@ BAD_VALUES = [
     ({"rl__loss__kl_coef": -0.1}, "rl.loss.kl_coef must be a finite number"),
     ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be a finite number"),
     ({"rl__loss__max_log_ratio": 0}, "rl.loss.max_log_ratio must be above 0"),
+    ({"rl__loss__correction": "tokens"}, "rl.loss.correction must be one of"),
+    ({"rl__loss__dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
+    ({"rl__loss__max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
+    (
+        {"rl__loss__correction": "sequence", "parallelism__context_parallel_degree": 2},
+        "which context parallelism splits",
+    ),
     ({"rl__loss__kl_type": "k4"}, "rl.loss.kl_type must be one of"),
     (
         {"rl__loss__name": "importance_sampling", "rl__loss__ratio_clip_low": 0.2},
