@@ -62,7 +62,13 @@ def run_on_this_rank(dump_folder, overrides):
                 trainer.forward_backward(batcher.batch(toy_samples(9)), loss)
             continue
         batcher = Batcher(dp_size=trainer.engine.dp_size, seq_len=24, rows=2)
-        output = trainer.forward_backward(batcher.batch(toy_samples(9)), loss, return_logprobs=True)
+        # Microbatches of several shapes, too, which pipelines take one after another.
+        for bucketing in (False, True):
+            batcher = dataclasses.replace(batcher, bucketing=bucketing)
+            trainer.zero_grad()
+            output = trainer.forward_backward(
+                batcher.batch(toy_samples(9)), loss, return_logprobs=True
+            )
         found[loss.correction, "corrected"] = {
             "gradients": gradients(trainer),
             "loss": [output.loss],

@@ -162,6 +162,13 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"rl.batch.max_tokens_per_microbatch must hold a row of {seq_len} tokens, got {limit}; "
             f"raise it, or lower rl.batch.seq_len"
         )
+    loss = job_config.rl.loss
+    if batch.skip_zero_advantage and (loss.kl_coef > 0 or loss.entropy_coef > 0):
+        yield (
+            f"rl.batch.skip_zero_advantage leaves out samples for which the loss is 0, and its KL and "
+            f"entropy terms are not, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
+            f"{loss.entropy_coef}; turn it off, or set both to 0"
+        )
     mask_type = job_config.model.attn_mask_type
     if batch.packing and mask_type != "position_block_causal":
         yield (

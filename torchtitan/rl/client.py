@@ -222,7 +222,9 @@ class LocalTrainingClient:
         self._trainer = PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            self._batcher = Batcher.from_config(job_config, engine.dp_size)
+            # Callers get log-probs of every Datum.
+            batcher = Batcher.from_config(job_config, engine.dp_size)
+            self._batcher = replace(batcher, skip_zero_advantage=False)
             self._generator = build_generator(job_config, engine)
         # Unseeded sampling continues from its state.
         engine.checkpointer.states["rl_generator"] = self._generator

@@ -96,6 +96,10 @@ class RLBatch:
     # Lay several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each has a row of its own
     packing: bool = False
+    # Put rows of like lengths into one microbatch, which is as long as its own longest
+    bucketing: bool = False
+    # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
+    skip_zero_advantage: bool = False
     # Rows are as long as the longest sample of the step, rounded up to a multiple of this
     pad_multiple: int = 1
 

@@ -143,14 +143,14 @@ class PolicyTrainer:
             whole = self._per_sample(batch, logprobs)
         return ForwardBackwardOutput(
             loss=loss_sum,
-            metrics=finalize_metrics(metrics, batch.num_global_valid_tokens),
+            metrics=finalize_metrics(metrics, batch.num_measured_tokens),
             logprobs=whole,
         )
 
     def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
         """Log-probs of the labels, one 1-D fp32 tensor per sample, on the CPU; no gradients.
 
-        0 where the loss does not count; None for samples that did not fit a row. Raises
+        0 where the loss does not count; None for samples that are in no row. Raises
         ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)

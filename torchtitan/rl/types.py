@@ -269,22 +269,33 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; all ranks have equally many.
-    num_global_valid_tokens, num_global_sequences: that are in the loss.
+    num_global_valid_tokens, num_global_sequences: that are in the loss. num_measured_tokens: of the
+        tokens, those in rows, over which metrics are means: without skipped samples.
     denominator: these samples' share of what the optimizer step divides gradients by, see
         `aggregation_weights`; None if the weights are final.
     min_policy_version: of the samples; None if there are none.
     num_samples: how many were given. oversize: indices of those that did not fit a row.
     num_dropped_tokens: left out of the loss because of a log-prob that is not finite.
+    num_skipped: samples left out of the rows because they teach nothing; they count otherwise.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
     num_global_valid_tokens: int
+    num_measured_tokens: int
     num_global_sequences: int
     num_samples: int
     denominator: float | None = None
     min_policy_version: int | None = None
     oversize: tuple[int, ...] = ()
     num_dropped_tokens: int = 0
+    num_skipped: int = 0
+
+    @property
+    def slots_per_token(self) -> float:
+        """Slots of all rows, padding included, for each that holds a token; 1 wastes nothing."""
+        cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
+        n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
+        return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
 
     def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
         """The microbatches of one data-parallel rank, in order."""

@@ -82,7 +82,7 @@ def loss_of_batch(
             both = reduced[name], value.item()
             reduced[name] = max(both) if name.endswith("_max") else sum(both)
     denominator = batch.denominator or 1
-    return total / denominator, finalize_metrics(reduced, batch.num_global_valid_tokens)
+    return total / denominator, finalize_metrics(reduced, batch.num_measured_tokens)
 
 
 def tokens_of(samples: Sequence[TrainingSample]) -> int:

@@ -69,6 +69,10 @@ BAD_VALUES = [
         {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
         "take one of them out",
     ),
+    (
+        {"rl__batch__skip_zero_advantage": True, "rl__loss__entropy_coef": 0.01},
+        "rl.batch.skip_zero_advantage leaves out samples for which the loss is 0",
+    ),
     ({"rl__batch__packing": True}, "got model.attn_mask_type = None"),
     (
         {"rl__loss__name": "gspo", "parallelism__context_parallel_degree": 2},
