@@ -68,6 +68,8 @@ _LARGEST_COUNT = 10**9
 _SMALLEST_COUNTS = {
     "num_prompts_per_step": 1,
     "num_samples_per_prompt": 1,
+    "minibatches": 1,
+    "epochs": 1,
     "async_steps": 0,
     "eval_every": 0,
     "eval_samples": 1,
@@ -187,6 +189,11 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
             f"rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, or "
             f"rl.advantage.name to 'none'"
+        )
+    if rl.minibatches > rl.num_prompts_per_step:
+        yield (
+            f"rl.minibatches hold whole prompts and must not be more than rl.num_prompts_per_step = "
+            f"{rl.num_prompts_per_step}, got {rl.minibatches}; lower it"
         )
     if not loss_class(rl.loss.name).has_generator:
         yield (

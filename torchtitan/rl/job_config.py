@@ -139,8 +139,11 @@ class RLWeightSync:
 
 @dataclass
 class RL:
-    num_prompts_per_step: int = 16  # Prompts per optimizer step
+    num_prompts_per_step: int = 16  # Prompts per step
     num_samples_per_prompt: int = 16  # Completions of each prompt
+    # Parts of a step's samples, whole prompts each, of which every one makes an optimizer update
+    minibatches: int = 1
+    epochs: int = 1  # How often a step goes through its samples
     async_steps: int = 0  # Generation may run ahead of training by this many steps; 0 takes turns
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
     eval_every: int = 0

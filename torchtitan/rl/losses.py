@@ -18,7 +18,7 @@ B rows, T slots per row; what belongs to a token is pre-shifted, see `torchtitan
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -199,6 +199,18 @@ def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[st
         name: value if name.endswith(("_max", "_count", "_loss")) else value / max(num_tokens, 1)
         for name, value in metrics.items()
     }
+
+
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several updates' final metrics: maxima (`_max`), sums of counts (`_count`), else means."""
+    merged = {}
+    for name in updates[0]:
+        values = [metrics[name] for metrics in updates]
+        is_count = name.endswith("_count")
+        merged[name] = max(values) if name.endswith("_max") else sum(values)
+        if not name.endswith("_max") and not is_count:
+            merged[name] /= len(values)
+    return merged
 
 
 def kl_divergence(
