@@ -69,6 +69,8 @@ _SMALLEST_COUNTS = {
     "num_prompts_per_step": 1,
     "num_samples_per_prompt": 1,
     "minibatches": 1,
+    "redraws": 0,
+    "overlong_tokens": 0,
     "epochs": 1,
     "async_steps": 0,
     "eval_every": 0,
@@ -91,6 +93,7 @@ _NOT_NEGATIVE = (
     "loss.kl_coef",
     "loss.entropy_coef",
     "loss.dual_clip",
+    "overlong_penalty",
 )
 
 
@@ -244,6 +247,11 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
                 f"tokens over the whole vocabulary and not over those that were kept, got "
                 f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
             )
+    if job_config.rl.overlong_tokens > sampling.max_tokens:
+        yield (
+            f"rl.overlong_tokens are the last tokens of rl.sampling.max_tokens = "
+            f"{sampling.max_tokens}, got {job_config.rl.overlong_tokens}; lower it"
+        )
     if any(token < 0 for token in sampling.stop_token_ids):
         yield (
             f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "

@@ -144,6 +144,13 @@ class RL:
     # Parts of a step's samples, whole prompts each, of which every one makes an optimizer update
     minibatches: int = 1
     epochs: int = 1  # How often a step goes through its samples
+    # Draw again for prompts whose completions all have one reward, and teach nothing, up to this many
+    # times, with another prompt in their place; every try takes prompts of its own from the task
+    redraws: int = 0
+    # Completions in the last this many tokens before rl.sampling.max_tokens lose reward, growing
+    # linearly to overlong_penalty at max_tokens; 0 penalizes none
+    overlong_tokens: int = 0
+    overlong_penalty: float = 1.0
     async_steps: int = 0  # Generation may run ahead of training by this many steps; 0 takes turns
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
     eval_every: int = 0
