@@ -85,16 +85,7 @@ class Batcher:
         Raises ValueError if only some of the samples have weights, ref_logprobs or old_logprobs.
         """
         has = _optional_fields(samples)
-        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
-        if len(kept) < len(samples):
-            logger.warning(
-                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
-                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
-                len(samples) - len(kept),
-                len(samples),
-                self.seq_len,
-                max(map(len, samples)),
-            )
+        kept = self._that_fit(samples)
         lengths = [len(samples[i]) for i in kept]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,17 +127,16 @@ class Batcher:
         }
         for name in others:
             values[name] = joined(name).masked_fill(~mask, 0)
-        taught = list(range(len(kept)))
-        if self.skip_zero_advantage:
-            of_samples = values["advantages"].split(lengths) if lengths else []
-            taught = [place for place, own in enumerate(of_samples) if own.any()]
-            is_taught = torch.zeros(len(kept), dtype=torch.bool)
-            is_taught[taught] = True
-            in_rows = is_taught.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-            values = {name: of_all[in_rows] for name, of_all in values.items()}
+        in_rows = list(range(len(kept)))  # by their place among those that fit
+        if self.skip_zero_advantage and kept:
+            of_samples = values["advantages"].split(lengths)
+            is_in_row = torch.tensor([bool(own.any()) for own in of_samples])
+            in_rows = is_in_row.nonzero()[:, 0].tolist()
+            tokens_in_rows = is_in_row.repeat_interleave(torch.tensor(lengths))
+            values = {name: of_all[tokens_in_rows] for name, of_all in values.items()}
         return TrainingBatch(
             microbatches=self._deal(
-                [lengths[place] for place in taught], [kept[place] for place in taught], values
+                [lengths[place] for place in in_rows], [kept[place] for place in in_rows], values
             ),
             num_global_valid_tokens=int(mask.sum()),
             num_measured_tokens=int(values["loss_mask"].sum()),
@@ -155,9 +145,22 @@ class Batcher:
             denominator=denominator,
             min_policy_version=min((samples[i].policy_version for i in kept), default=None),
             oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
-            num_skipped=len(kept) - len(taught),
+            num_skipped=len(kept) - len(in_rows),
             num_dropped_tokens=num_dropped,
         )
+
+    def _that_fit(self, samples: Sequence[TrainingSample]) -> list[int]:
+        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
+        if len(kept) < len(samples):
+            logger.warning(
+                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
+                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
+                len(samples) - len(kept),
+                len(samples),
+                self.seq_len,
+                max(map(len, samples)),
+            )
+        return kept
 
     def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
         """The samples of each row, by their place in `lengths`."""
