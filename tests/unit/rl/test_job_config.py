@@ -32,6 +32,11 @@ def test_defaults_are_on_policy_and_pass():
 BAD_VALUES = [
     ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
     ({"rl__async_steps": -1}, "rl.async_steps must be at least 0"),
+    ({"rl__minibatches": 17}, "not be more than rl.num_prompts_per_step = 16, got 17"),
+    ({"rl__epochs": 0}, "rl.epochs must be at least 1"),
+    ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
+    ({"rl__overlong_tokens": 17}, "last tokens of rl.sampling.max_tokens = 16, got 17"),
+    ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be a finite number"),
     ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
     ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
     (
