@@ -77,6 +77,48 @@ def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     assert resumed["digest"] == unbroken["digest"]
 
 
+# Four updates per batch, prompts drawn again, long completions penalized, buckets, corrections.
+SEVERAL_UPDATES = [
+    "--rl.epochs=2",
+    "--rl.minibatches=2",
+    "--rl.redraws=2",
+    "--rl.overlong_tokens=2",
+]
+SEVERAL_UPDATES += ["--rl.batch.bucketing", "--rl.batch.skip_zero_advantage"]
+SEVERAL_UPDATES += ["--rl.loss.correction=token", "--rl.loss.max_token_mismatch=5"]
+SEVERAL_UPDATES += ["--rl.task.num_letters=2", "--rl.num_samples_per_prompt=2"]
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_steps, tmp_path):
+    overrides = [*SEVERAL_UPDATES, "--training.steps=8", f"--rl.async_steps={async_steps}"]
+    (expected,) = run_ranks(run_on_this_rank, 1, tmp_path / "one", overrides)
+    runs = run_ranks(run_on_this_rank, 2, tmp_path / "two", overrides + LAYOUTS["FSDP"])
+    assert numbers(runs[0]) == numbers(runs[1])
+    assert len(expected["steps"]) == 2
+    assert any(step["rl/redraws"] > 0 for step in expected["steps"])
+    for step, by_one in zip(runs[0]["steps"], expected["steps"], strict=True):
+        assert step["loss"] == pytest.approx(by_one["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(by_one["grad_norm"], rel=1e-4)
+        for name in ("rl/reward", "rl/redraws", "rl/lag", "rl/skipped_samples"):
+            assert step[name] == by_one[name], name
+
+
+@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
+    # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 10 is that of 12.
+    overrides = [*RESUMED, *SEVERAL_UPDATES, f"--rl.async_steps={async_steps}"]
+    unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 16)
+    resumed = run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides)[0]
+
+    assert [step["step"] for step in resumed["steps"]] == [13, 17]
+    assert numbers(resumed) == numbers(unbroken)[3:]
+    assert resumed["digest"] == unbroken["digest"]
+
+
 def fail_on_rank_one(dump_folder, async_steps):
     """Rank 1 cannot grade episodes of the second step."""
     controller = Controller(toy_config(dump_folder, f"--rl.async_steps={async_steps}"))

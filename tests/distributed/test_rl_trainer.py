@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.losses import GRPOLoss
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 from torchtitan.testing.gloo import run_ranks
@@ -24,6 +25,12 @@ LAYOUTS = {
 # Fewer samples than data-parallel ranks, an odd number, and several microbatches; split calls.
 CALLS = {"one": [1], "odd": [3], "many": [9], "split": [4, 5]}
 MODES = ["token-mean", "seq-mean-token-mean"]
+# Corrections of the generator's mismatch, which is up to 0.9 nats here; the caps and bounds are
+# reached. Ratios of whole sequences are refused under context parallelism.
+CORRECTIONS = [
+    GRPOLoss(correction="token", correction_cap=1.1, max_token_mismatch=0.4),
+    GRPOLoss(correction="sequence", correction_cap=1.2, max_sequence_mismatch=0.2),
+]
 
 
 def run_on_this_rank(dump_folder, overrides):
@@ -48,6 +55,27 @@ def run_on_this_rank(dump_folder, overrides):
                 "logprobs": torch.cat([x for output in outputs for x in output.logprobs]),
                 "grad_norm": trainer.optim_step(no_update).grad_norm,
             }
+    cp = trainer.engine.parallel_dims.cp_enabled
+    for loss in CORRECTIONS:
+        if loss.needs_whole_sequences and cp:
+            with pytest.raises(ValueError, match="takes ratios over whole sequences"):
+                trainer.forward_backward(batcher.batch(toy_samples(9)), loss)
+            continue
+        batcher = Batcher(dp_size=trainer.engine.dp_size, seq_len=24, rows=2)
+        # Microbatches of several shapes, too, which pipelines take one after another.
+        for bucketing in (False, True):
+            batcher = dataclasses.replace(batcher, bucketing=bucketing)
+            trainer.zero_grad()
+            output = trainer.forward_backward(
+                batcher.batch(toy_samples(9)), loss, return_logprobs=True
+            )
+        found[loss.correction, "corrected"] = {
+            "gradients": gradients(trainer),
+            "loss": [output.loss],
+            "metrics": output.metrics,
+            "logprobs": torch.cat(output.logprobs),
+            "grad_norm": trainer.optim_step(no_update).grad_norm,
+        }
     trainer.close()
     return found
 
@@ -63,6 +91,9 @@ def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
     runs = run_ranks(run_on_this_rank, 2, tmp_path, LAYOUTS[layout])
     for key, expected in one_process.items():
         for run in runs:
+            if layout == "CP" and key == ("sequence", "corrected"):
+                assert key not in run
+                continue
             found = run[key]
             # Parameters of other stages are other ranks'.
             for name, gradient in found["gradients"].items():
@@ -79,6 +110,15 @@ def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
         key = MODES[0], "one"
         names = set(runs[0][key]["gradients"]) | set(runs[1][key]["gradients"])
         assert names == set(one_process[key]["gradients"])
+
+
+def test_corrections_of_the_layouts_test_reach_their_bounds(one_process):
+    per_token, per_sequence = (
+        one_process[loss.correction, "corrected"]["metrics"] for loss in CORRECTIONS
+    )
+    assert 0 < per_token["correction_truncated_frac"] < 1 and 0 < per_token["masked_frac"] < 1
+    assert 0 < per_sequence["truncated_sequences_count"] < 9
+    assert 0 < per_sequence["masked_sequences_count"] < 9
 
 
 def test_split_calls_are_the_step_of_one_call(one_process):

@@ -17,6 +17,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
+from torchtitan.rl.losses import GSPOLoss
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -112,6 +113,8 @@ def test_every_metric_of_rl_is_described():
     )
     names = set(re.findall(r'"((?:rl|time|loss)/[\w()]+)"', source))
     names |= {f"loss/{name}" for name in re.findall(r'metrics\["(\w+)"\]', source)}
+    guarded = GSPOLoss(correction="sequence", max_token_mismatch=1.0, max_sequence_mismatch=1.0)
+    names |= {f"loss/{name}" for name in guarded.metric_names}
     assert names
     assert {name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]} == set()
 

@@ -74,6 +74,9 @@ class Model:
     # One value per token, [B, T, 1], in place of logits, for critics and reward models. They need a
     # loss of their own, so an engine that is driven from Python
     value_head: bool = False
+    # Compute the output projection in fp32 from weights and hidden states of any type, in training
+    # and generation: at |logit| 26 rounding to bf16 changes log-probs by up to 0.09
+    fp32_head: bool = False
 
 
 @dataclass

@@ -16,6 +16,7 @@ every rank holds whole is always summed over ranks. A value that each rank compu
 everything (an auxiliary loss, say) has to be divided by the number of ranks.
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.tools import host
-from torchtitan.tools.linear import Linear, linear
+from torchtitan.tools.linear import Linear, linear, project
 from torchtitan.tools.logging import logger
 from torchtitan.tools.norm import RMSNorm, rms_norm
 
@@ -223,16 +224,19 @@ class VocabularyOutput(nn.Linear):
         Otherwise each rank gets a plain tensor of all.
 
     A head is called as head(h, this rank's weight, its bias, group=...) in place of all that.
+    in_fp32: as in `OutputProjection`.
     """
 
     keeps_shards: bool = True
+    in_fp32: bool = False
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         mesh = self.weight.device_mesh
+        weight, bias = local_parameter(self.weight), local_parameter(self.bias)
         if head is not None:
-            weight, bias = local_parameter(self.weight), local_parameter(self.bias)
-            return head(h, weight, bias, group=mesh.get_group())
-        logits = linear(h, local_parameter(self.weight), local_parameter(self.bias))
+            head = functools.partial(head, group=mesh.get_group())
+            return project(head, h, weight, bias, in_fp32=self.in_fp32)
+        logits = project(None, h, weight, bias, in_fp32=self.in_fp32)
         if self.keeps_shards:
             return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
         ranks = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()

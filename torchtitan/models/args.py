@@ -21,6 +21,8 @@ class DecoderArgs(BaseModelArgs):
         of by the depth of the model.
     value_head: the model gives one value per token; without an output there is nothing to tie, so
         this turns enable_weight_tying off.
+    fp32_head: the output projection is computed in fp32, whatever autocast or FSDP make of its
+        weight and the hidden states.
     """
 
     dim: int = 4096
@@ -36,12 +38,13 @@ class DecoderArgs(BaseModelArgs):
     eos_id: int = 0
     enable_weight_tying: bool = False
     value_head: bool = False
+    fp32_head: bool = False
 
     def __post_init__(self) -> None:
         self.enable_weight_tying = self.enable_weight_tying and not self.value_head
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take the RoPE length from training.seq_len, attention and value head from [model]."""
+        """Take the RoPE length from training.seq_len, attention and heads from [model]."""
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
             logger.warning(
@@ -53,6 +56,7 @@ class DecoderArgs(BaseModelArgs):
         self.attn_type = job_config.model.attn_type or self.attn_type
         self.attn_mask_type = job_config.model.attn_mask_type or self.attn_mask_type
         self.value_head = job_config.model.value_head or self.value_head
+        self.fp32_head = job_config.model.fp32_head or self.fp32_head
         self.__post_init__()
 
     @property

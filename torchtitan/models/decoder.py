@@ -41,7 +41,7 @@ from torchtitan.models.attention import AttentionMasksType, attend, build_inner_
 from torchtitan.models.rope import apply_rotary_emb, select_positions
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
-from torchtitan.tools.linear import Linear
+from torchtitan.tools.linear import Linear, project
 from torchtitan.tools.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -210,15 +210,16 @@ class OutputProjection(Linear):
     """Hidden states [B, T, M] -> logits [B, T, V], or what a head makes of the two.
 
     A head works inside this module's forward, where FSDP has gathered the weight.
+    in_fp32: compute with fp32 copies of weight and hidden states.
     """
+
+    in_fp32: bool = False
 
     # Tensor parallelism puts a class of its own in place of this one.
     reads_local_parameters = True
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
-        if head is None:
-            return super().forward(h)
-        return head(h, self.weight, self.bias)
+        return project(head, h, self.weight, self.bias, in_fp32=self.in_fp32)
 
 
 class ValueHead(nn.Linear):
@@ -273,6 +274,7 @@ class Decoder(ModelProtocol):
             self.score = ValueHead(model_args.dim)
         else:
             self.output = OutputProjection(model_args.dim, model_args.vocab_size, bias=False)
+            self.output.in_fp32 = model_args.fp32_head
         self._tie_weights()
 
     # ---- what families differ in ----

@@ -422,8 +422,8 @@ def _refusal(config: Config, name: str, reason: str) -> ValueError:
 # Fields that a run sets, or that nothing reads.
 _NO_FACTS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
-    "expert_parallel_comm_backend value_head _enforced moe_args.use_grouped_mm "
-    "moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
+    "expert_parallel_comm_backend value_head fp32_head _enforced "
+    "moe_args.use_grouped_mm moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
 )
 # Sizes that several combinations of fields give -> the fields.
 _DERIVED = {

@@ -61,7 +61,8 @@ class AdvantageEstimator:
         shift_and_scale: dict[Hashable, tuple[float, float]] = {}
         for group, own in groups.items():
             n = len(own)
-            mean = math.fsum(own) / n
+            # Equal rewards have advantages of exactly 0, which a rounded mean would miss.
+            mean = math.fsum(own) / n if min(own) < max(own) else own[0]
             scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
             if self.std:
                 std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in own) / n)
@@ -69,6 +70,24 @@ class AdvantageEstimator:
             shift_and_scale[group] = mean, scale
         pairs = zip(rewards, (shift_and_scale[group] for group in group_ids), strict=True)
         return [(reward - shift) * scale for reward, (shift, scale) in pairs]
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """What a completion loses for coming near the longest one (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+
+    Nothing up to max_tokens - num_tokens tokens; from there it grows linearly to `largest` at
+    max_tokens, which a completion that was cut off has. num_tokens: 0 costs nothing.
+    """
+
+    max_tokens: int
+    num_tokens: int = 0
+    largest: float = 1.0
+
+    def __call__(self, length: int) -> float:
+        """What is subtracted from the reward of a completion of this many tokens."""
+        over = length - (self.max_tokens - self.num_tokens)
+        return self.largest * over / self.num_tokens if self.num_tokens and over > 0 else 0.0
 
 
 def advantage_metrics(

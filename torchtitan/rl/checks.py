@@ -68,6 +68,10 @@ _LARGEST_COUNT = 10**9
 _SMALLEST_COUNTS = {
     "num_prompts_per_step": 1,
     "num_samples_per_prompt": 1,
+    "minibatches": 1,
+    "redraws": 0,
+    "overlong_tokens": 0,
+    "epochs": 1,
     "async_steps": 0,
     "eval_every": 0,
     "eval_samples": 1,
@@ -88,6 +92,8 @@ _NOT_NEGATIVE = (
     "loss.norm",
     "loss.kl_coef",
     "loss.entropy_coef",
+    "loss.dual_clip",
+    "overlong_penalty",
 )
 
 
@@ -128,11 +134,13 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
         )
     yield from problem_in(loss_from_config, loss)
     cp = job_config.parallelism.context_parallel_degree
-    if loss_class(loss.name).needs_whole_sequences and cp > 1:
+    if cp > 1 and loss_from_config(loss).needs_whole_sequences:
         yield (
-            f"rl.loss.name = {loss.name!r} takes a ratio over whole sequences, which context "
-            f"parallelism splits, got parallelism.context_parallel_degree = {cp}; set it to 1, or "
-            f"take 'grpo'"
+            f"rl.loss.name = 'gspo', rl.loss.correction = 'sequence' and "
+            f"rl.loss.max_sequence_mismatch take ratios over whole sequences, which context "
+            f"parallelism splits, got rl.loss.name = {loss.name!r}, correction = "
+            f"{loss.correction!r} and parallelism.context_parallel_degree = {cp}; set that to 1, or "
+            f"take 'grpo' with corrections per token"
         )
 
 
@@ -159,6 +167,13 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"rl.batch.max_tokens_per_microbatch must hold a row of {seq_len} tokens, got {limit}; "
             f"raise it, or lower rl.batch.seq_len"
         )
+    loss = job_config.rl.loss
+    if batch.skip_zero_advantage and (loss.kl_coef > 0 or loss.entropy_coef > 0):
+        yield (
+            f"rl.batch.skip_zero_advantage leaves out samples for which the loss is 0, and its KL and "
+            f"entropy terms are not, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
+            f"{loss.entropy_coef}; turn it off, or set both to 0"
+        )
     mask_type = job_config.model.attn_mask_type
     if batch.packing and mask_type != "position_block_causal":
         yield (
@@ -177,6 +192,11 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
             f"rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, or "
             f"rl.advantage.name to 'none'"
+        )
+    if rl.minibatches > rl.num_prompts_per_step:
+        yield (
+            f"rl.minibatches hold whole prompts and must not be more than rl.num_prompts_per_step = "
+            f"{rl.num_prompts_per_step}, got {rl.minibatches}; lower it"
         )
     if not loss_class(rl.loss.name).has_generator:
         yield (
@@ -227,6 +247,11 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
                 f"tokens over the whole vocabulary and not over those that were kept, got "
                 f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
             )
+    if job_config.rl.overlong_tokens > sampling.max_tokens:
+        yield (
+            f"rl.overlong_tokens are the last tokens of rl.sampling.max_tokens = "
+            f"{sampling.max_tokens}, got {job_config.rl.overlong_tokens}; lower it"
+        )
     if any(token < 0 for token in sampling.stop_token_ids):
         yield (
             f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "

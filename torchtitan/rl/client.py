@@ -222,7 +222,9 @@ class LocalTrainingClient:
         self._trainer = PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            self._batcher = Batcher.from_config(job_config, engine.dp_size)
+            # Callers get log-probs of every Datum.
+            batcher = Batcher.from_config(job_config, engine.dp_size)
+            self._batcher = replace(batcher, skip_zero_advantage=False)
             self._generator = build_generator(job_config, engine)
         # Unseeded sampling continues from its state.
         engine.checkpointer.states["rl_generator"] = self._generator
@@ -482,6 +484,8 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     if name not in ("cross_entropy", "importance_sampling"):
         bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
         bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
+    if name in ("ppo", "gspo"):
+        bounds["dual_clip"] = 0.0  # Tinker has none
     return build_loss(_LOSSES[name], **bounds)
 
 

@@ -7,6 +7,7 @@ decisions; only `PolicyTrainer` and the weight update know the layout.
 import json
 import time
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
@@ -17,12 +18,19 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
+from torchtitan.rl.losses import metrics_of_updates
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.report import Reporter, describe, mean_scores
 from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import Episode, TrainingBatch, TrainingSample
+from torchtitan.rl.types import (
+    Episode,
+    ForwardBackwardOutput,
+    OptimStepOutput,
+    TrainingBatch,
+    TrainingSample,
+)
 from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -39,6 +47,8 @@ class Controller:
     def __init__(self, job_config: JobConfig, *, task: Task | None = None):
         check_rl_config(job_config)
         self.job_config, self.config = job_config, job_config.rl
+        self.updates_per_batch = self.config.epochs * self.config.minibatches
+        self._num_batches: int | None = None
         self.trainer = PolicyTrainer(job_config)
         engine = self.trainer.engine
         with on_error(engine.close):
@@ -74,8 +84,16 @@ class Controller:
 
     @property
     def step(self) -> int:
-        """Steps done, including those before a resume."""
+        """Optimizer steps done, including those before a resume."""
         return self.trainer.engine.step
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of episodes trained on, each for `rl.epochs * rl.minibatches` steps.
+
+        As many as steps, if a checkpoint doesn't tell.
+        """
+        return self.step if self._num_batches is None else self._num_batches
 
     # ---- the loop ----
 
@@ -94,7 +112,7 @@ class Controller:
                     self.step,
                 )
             self.reference.take()
-        self.rollouts.skip_to(self.step + 1)
+        self.rollouts.skip_to(self.num_batches + 1)
         self.trainer.push_model_state_dict(self.generator)
         return True
 
@@ -104,7 +122,7 @@ class Controller:
             return
         config, last_step = self.job_config, self.job_config.training.steps
         if self.step == 0:
-            self._evaluate_if_due()
+            self._evaluate_if_due(before=-1)
         gc_handler = GarbageCollection(config.training.gc_freq)
         profiling = dict(global_step=self.step, base_folder=config.job.dump_folder)
         try:
@@ -115,15 +133,16 @@ class Controller:
             ):
                 while self.step < last_step:
                     gc_handler.run(self.step + 1)
+                    before = self.step
                     self.train_step()
                     step, is_last = self.step, self.step == last_step
                     if not is_last and (reason := stop.answer()):
                         save_and_stop(self.trainer.engine, reason)
                         return
-                    self._evaluate_if_due()
+                    self._evaluate_if_due(before)
                     # Without a dataloader the checkpointer takes every step as due.
-                    is_first = step == 1 and config.checkpoint.enable_first_step_checkpoint
-                    if is_first or is_last or step % config.checkpoint.interval == 0:
+                    is_first = before == 0 and config.checkpoint.enable_first_step_checkpoint
+                    if is_first or is_last or _passes(config.checkpoint.interval, before, step):
                         started = time.monotonic()
                         self.checkpointer.save(step, last_step=is_last)
                         stop.saved(time.monotonic() - started)
@@ -135,42 +154,32 @@ class Controller:
         logger.info("training completed")
 
     def train_step(self) -> dict[str, float]:
-        """Run one step and return what was logged.
+        """Train on one batch of episodes and return what was logged.
 
-        Raises RuntimeError for episodes that are older than `rl.async_steps` allows.
+        That is one optimizer step, or `rl.epochs * rl.minibatches`, as far as `training.steps`
+        allows. Raises RuntimeError for episodes that are older than `rl.async_steps` allows.
         """
         started = time.perf_counter()
-        step, async_steps = self.step + 1, self.config.async_steps
-        # As far ahead as the generator's weights may lag behind.
-        self.rollouts.start_until(min(step + async_steps, self.job_config.training.steps))
-        episodes = with_advantages(self.rollouts.take(step), self.advantages)
-        lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
-        is_restored = step in self.rollouts.restored_steps
-        if lag < 0 or (lag > async_steps and not is_restored):
-            raise RuntimeError(
-                f"step {step} got episodes that are {lag} weight updates old, and "
-                f"rl.async_steps = {async_steps} allows no more than that"
-            )
+        first_step, number = self.step + 1, self.num_batches + 1
+        episodes = with_advantages(self._take(number), self.advantages)
+        lag = self._check_lag(number, episodes)
         measured: dict[str, float] = {"rl/lag": lag}
         generated = time.perf_counter()
 
         if self.reference is not None:
             episodes = self._with_reference(episodes)
-        batch = self._batch(episodes)
-        if self.config.generator.rescore:
-            batch, measured["rl/rescore_diff_max"] = self.trainer.rescore(batch)
-        output = self.trainer.forward_backward(batch)
-        update = self.trainer.optim_step()
+        outputs, updates = self._update(episodes, measured)
+        self._num_batches = number
         trained = time.perf_counter()
 
         self.rollouts.wait()  # the thread has to finish with the weights that it began with
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {
-            "loss": output.loss,
-            **{f"loss/{name}": value for name, value in output.metrics.items()},
-            "grad_norm": update.grad_norm,
-            "lr": update.lr,
+            "loss": fmean(output.loss for output in outputs),
+            **{f"loss/{k}": v for k, v in metrics_of_updates([o.metrics for o in outputs]).items()},
+            "grad_norm": fmean(update.grad_norm for update in updates),
+            "lr": updates[-1].lr,
             **{f"rl/{name}": value for name, value in describe(episodes).items()},
             "rl/policy_version": self.trainer.policy_version,
             **measured,
@@ -179,8 +188,59 @@ class Controller:
             "time/update_generator(s)": finished - trained,
             "time/step(s)": finished - started,
         }
-        self.reporter.step(self.step, metrics, episodes)
+        self.reporter.step(self.step, metrics, episodes, self.step + 1 - first_step)
         return metrics
+
+    def _take(self, number: int) -> list[Episode]:
+        """The episodes of a batch; starts those that may be drawn ahead of it."""
+        steps_left = self.job_config.training.steps - self.step
+        last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
+        # As far ahead as the generator's weights may lag behind.
+        self.rollouts.start_until(min(number + self.config.async_steps, last))
+        return self.rollouts.take(number)
+
+    def _check_lag(self, number: int, episodes: list[Episode]) -> int:
+        """How many weight updates old a batch's oldest episode is."""
+        lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
+        allowed = self.config.async_steps * self.updates_per_batch
+        if lag < 0 or (lag > allowed and number not in self.rollouts.restored_steps):
+            raise RuntimeError(
+                f"step {self.step + 1} got episodes that are {lag} weight updates old, and "
+                f"rl.async_steps = {self.config.async_steps} with {self.updates_per_batch} updates "
+                f"per batch allows no more than {allowed}"
+            )
+        return lag
+
+    def _update(
+        self, episodes: list[Episode], measured: dict[str, float]
+    ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
+        """Make the optimizer steps of a batch of episodes; adds to what was measured."""
+        batches = [self._batch(part) for part in self._minibatches(episodes)]
+        measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
+        measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
+        # Before the first update: these are log-probs of the policy that all updates begin with.
+        if self.config.generator.rescore:
+            rescored = [self.trainer.rescore(batch) for batch in batches]
+            batches = [batch for batch, _ in rescored]
+            measured["rl/rescore_diff_max"] = max(difference for _, difference in rescored)
+        if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
+            batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
+        steps_left = self.job_config.training.steps - self.step
+        outputs, updates = [], []
+        for batch in (batches * self.config.epochs)[: max(1, steps_left)]:
+            outputs.append(self.trainer.forward_backward(batch))
+            updates.append(self.trainer.optim_step())
+        return outputs, updates
+
+    def _minibatches(self, episodes: list[Episode]) -> list[list[Episode]]:
+        """Parts with whole prompts, so that each compares what its advantages compare."""
+        groups = list(dict.fromkeys(episode.group_id for episode in episodes))
+        n, n_parts = len(groups), self.config.minibatches
+        part_of = {group: (i + 1) * n_parts - 1 for i, group in enumerate(groups)}
+        parts: list[list[Episode]] = [[] for _ in range(n_parts)]
+        for episode in episodes:
+            parts[part_of[episode.group_id] // n].append(episode)
+        return parts
 
     def close(self) -> None:
         """Finish what is being drawn and written. Safe to call twice."""
@@ -211,9 +271,10 @@ class Controller:
         """
         return mean_scores(self.rollouts.of_held_out(greedy=greedy))
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluate_if_due(self, before: int) -> None:
+        """before: the step of the last call."""
         every, is_last = self.config.eval_every, self.step == self.job_config.training.steps
-        if every == 0 or (self.step % every != 0 and not is_last):
+        if every == 0 or not (is_last or _passes(every, before, self.step)):
             return
         metrics: dict[str, float] = {}
         for kind, greedy in (("greedy", True), ("sampled", False)):
@@ -225,7 +286,11 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the engine's own state, as one JSON text. Collective."""
-        state = {"task": self.task.state_dict(), "rollouts": self.rollouts.state_dict()}
+        state = {
+            "task": self.task.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+            "num_batches": self.num_batches,
+        }
         return {"state": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -234,8 +299,14 @@ class Controller:
             state = json.loads(state_dict["state"])
             self.task.load_state_dict(state["task"])
             self.rollouts.load_state_dict(state["rollouts"])
+            self._num_batches = state.get("num_batches")  # missing in older checkpoints
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the state of the RL run in the checkpoint cannot be read ({type(error).__name__}: "
                 f"{error}); resume with the task it was saved with"
             ) from error
+
+
+def _passes(every: int, before: int, step: int) -> bool:
+    """Whether a multiple of `every` lies after `before` and up to `step`."""
+    return step // every > before // every

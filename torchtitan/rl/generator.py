@@ -25,6 +25,7 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     copy_weights,
 )
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
 Prompts = Sequence[Sequence[int]]
@@ -51,25 +52,29 @@ class Generator(ABC):
         sampling: SamplingConfig,
         num_samples: int = 1,
         *,
-        first_row: int = 0,
+        first_row: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Return `num_samples` completions of each prompt (token ids), those of a prompt together.
 
         first_row: number of the first completion among those of all ranks, where ranks share them
-            out; draws with `sampling.seed` belong to a completion's number, not to a rank.
+            out, or for each prompt the number of its first; draws with `sampling.seed` belong to a
+            completion's number, not to a rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
         for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         self.check_weights()
-        return self._draw(prompts, sampling, num_samples, first_row)
+        if isinstance(first_row, int):
+            first_row = range(first_row, first_row + len(prompts) * num_samples, num_samples)
+        rows = [first + i for first in first_row for i in range(num_samples)]
+        return self._draw(prompts, sampling, num_samples, rows)
 
     @abstractmethod
     def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """As `generate`, with weights of a known version."""
+        """As `generate`, with weights of a known version. rows: numbers of the completions."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
@@ -109,7 +114,7 @@ class _DecoderGenerator(Generator):
         self._rng = torch.Generator().manual_seed(seed)
 
     def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
         n_positions = len(self.decoder.rope_table)
         for i, prompt in enumerate(prompts):
@@ -135,12 +140,12 @@ class _DecoderGenerator(Generator):
         # layout of ranks nor the end of other rows changes them.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
-        n_rows = first_row + len(prompt_of_row)
+        n_rows = max(rows, default=-1) + 1
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
             return []
         drawn, lengths = continue_prompts(
-            self.decoder, prompts, prompt_of_row, uniform[first_row:], sampling, self.max_rows
+            self.decoder, prompts, prompt_of_row, uniform[rows], sampling, self.max_rows
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
@@ -276,6 +281,10 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
+        if job_config.model.fp32_head:
+            logger.warning(
+                "model.fp32_head holds for the trainer; vLLM's output projection keeps its own type"
+            )
         return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
     max_rows = rl.generator.max_batch_size
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):

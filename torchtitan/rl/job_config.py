@@ -62,6 +62,18 @@ class RLLoss:
     ratio_clip_low: float | None = None
     # For dapo, gspo, cispo: how far above 1; None is the loss's own default
     ratio_clip_high: float | None = None
+    # For grpo, dapo, gspo: a token of negative advantage whose ratio is above this has no gradient;
+    # None is 3, 0 turns it off
+    dual_clip: float | None = None
+    # Weigh tokens by how much likelier they were under the trainer's policy when the step began than
+    # under the generator's: by their own ratio, or by that of the whole completion
+    correction: Literal["none", "token", "sequence"] = "none"
+    correction_cap: float = 2.0  # The largest such weight
+    # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
+    # None leaves out none
+    max_token_mismatch: float | None = None
+    # The same for whole completions, by the mean difference of their tokens
+    max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
     max_log_ratio: float = 10.0
     # How per-token losses become one, always over the whole step
@@ -84,6 +96,10 @@ class RLBatch:
     # Lay several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each has a row of its own
     packing: bool = False
+    # Put rows of like lengths into one microbatch, which is as long as its own longest
+    bucketing: bool = False
+    # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
+    skip_zero_advantage: bool = False
     # Rows are as long as the longest sample of the step, rounded up to a multiple of this
     pad_multiple: int = 1
 
@@ -123,8 +139,18 @@ class RLWeightSync:
 
 @dataclass
 class RL:
-    num_prompts_per_step: int = 16  # Prompts per optimizer step
+    num_prompts_per_step: int = 16  # Prompts per step
     num_samples_per_prompt: int = 16  # Completions of each prompt
+    # Parts of a step's samples, whole prompts each, of which every one makes an optimizer update
+    minibatches: int = 1
+    epochs: int = 1  # How often a step goes through its samples
+    # Draw again for prompts whose completions all have one reward, and teach nothing, up to this many
+    # times, with another prompt in their place; every try takes prompts of its own from the task
+    redraws: int = 0
+    # Completions in the last this many tokens before rl.sampling.max_tokens lose reward, growing
+    # linearly to overlong_penalty at max_tokens; 0 penalizes none
+    overlong_tokens: int = 0
+    overlong_penalty: float = 1.0
     async_steps: int = 0  # Generation may run ahead of training by this many steps; 0 takes turns
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
     eval_every: int = 0

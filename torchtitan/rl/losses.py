@@ -3,18 +3,22 @@
 With r = exp(logprob - generator_logprob), the ratio of the trained policy to the one that sampled,
 and A the advantage, the loss of a token is:
 
-    grpo                 -min(r A, clip(r, 1 - eps, 1 + eps) A)
+    grpo                 -min(r A, clip(r, 1 - eps, 1 + eps) A), where A < 0 at most -c A
     dapo                 the same with a lower and an upper eps
     gspo                 the same with r the geometric mean of the sequence's ratios
     cispo                -stop_gradient(clip(r, 1 - low, 1 + high)) A logprob
     importance_sampling  -r A
     cross_entropy        -logprob
 
+With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
+weighted by that policy's ratio to the one that sampled: see `torchtitan.rl.mismatch`.
+
 B rows, T slots per row; what belongs to a token is pre-shifted, see `torchtitan.rl.types`.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.loss.aggregation import weighted_sum
+from torchtitan.rl.mismatch import MismatchGuard, sequence_sums
 
 Batch = Mapping[str, Tensor]
 Measured = dict[str, Tensor]
@@ -41,14 +46,16 @@ class LossOutput(NamedTuple):
 @dataclass(frozen=True)
 class PolicyLoss(ABC):
     """Per-token losses of one kind, reduced to the sum over tokens of
-    weight * (policy loss + kl_coef * KL - entropy_coef * entropy).
+    weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
     max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
+    correction, correction_cap, max_token_mismatch, max_sequence_mismatch: as `weighting`, `cap`,
+        `max_token` and `max_sequence` of `MismatchGuard`. Masked tokens are in no term, and
+        stay in the denominators. The policy at the step's beginning is `old_logprobs` in the
+        batch; without them it is the one that is being trained, as in the first update.
     kl_coef, kl_type: divergence from `ref_logprobs` in the batch; see `kl_divergence`.
     """
 
-    # Whether the loss of a token depends on others of its sequence.
-    needs_whole_sequences: ClassVar[bool] = False
     # Whether it reads the generator's log-probs.
     has_generator: ClassVar[bool] = True
     # Names of what `per_token` measures.
@@ -58,6 +65,19 @@ class PolicyLoss(ABC):
     kl_coef: float = 0.0
     kl_type: str = "k3"
     entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_cap: float = 2.0
+    max_token_mismatch: float = math.inf
+    max_sequence_mismatch: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.guard.is_on and not self.has_generator:
+            raise ValueError(
+                f"{type(self).__name__} reads no log-probs of a generator, got "
+                f"rl.loss.correction = {self.correction!r}, max_token_mismatch = "
+                f"{self.max_token_mismatch} and max_sequence_mismatch = "
+                f"{self.max_sequence_mismatch}; leave them out"
+            )
 
     @abstractmethod
     def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
@@ -66,6 +86,21 @@ class PolicyLoss(ABC):
         logprobs: [B, T] of the labels under the trained policy. batch: the entries of
             `TrainingMicrobatch.engine_batch()`.
         """
+
+    @property
+    def guard(self) -> MismatchGuard:
+        """What corrects for the generator's distance from the trainer's policy."""
+        return MismatchGuard(
+            self.correction,
+            self.correction_cap,
+            self.max_token_mismatch,
+            self.max_sequence_mismatch,
+        )
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether the loss of a token depends on others of its sequence."""
+        return self.guard.needs_whole_sequences
 
     @property
     def needs_entropy(self) -> bool:
@@ -78,7 +113,7 @@ class PolicyLoss(ABC):
         names = ["policy_loss"]
         if self.has_generator:
             names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
-        names += self.token_metrics
+        names += self.token_metrics + self.guard.metric_names
         if self.needs_entropy:
             names += ["entropy"]
         if self.kl_coef > 0:
@@ -107,15 +142,20 @@ class PolicyLoss(ABC):
         self.check(batch)
         weights, mask = batch["loss_weights"], batch["loss_mask"]
         losses, measured = self.per_token(logprobs, batch)
-        policy_loss = loss = weighted_sum(losses, weights)
-
-        metrics = {"policy_loss": policy_loss}
+        metrics: dict[str, Tensor] = {}
+        if self.guard.is_on:
+            old = _old_logprobs(logprobs, batch)
+            corrected = self.guard(old, batch, self.max_log_ratio)
+            losses = losses * corrected.weights
+            weights = weights.masked_fill(corrected.is_masked, 0)
+            metrics |= corrected.metrics
+        metrics["policy_loss"] = loss = weighted_sum(losses, weights)
         with torch.no_grad():
             metrics |= {name: weighted_sum(values, mask) for name, values in measured.items()}
             if self.has_generator:
                 difference = logprobs - batch["generator_logprobs"]
                 difference = difference.masked_fill(mask == 0, 0).abs()
-                log_ratio = self.log_ratio(logprobs, batch)
+                log_ratio = self._clamped(logprobs, batch["generator_logprobs"], batch)
                 metrics["logprob_diff_mean"] = difference.sum()
                 metrics["logprob_diff_max"] = difference.max()
                 metrics["kl_generator"] = (torch.expm1(log_ratio) - log_ratio).sum()
@@ -130,22 +170,47 @@ class PolicyLoss(ABC):
         return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
 
     def log_ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """log(policy / generator) of each token, clamped; 0 where the loss does not count."""
-        log_ratio = logprobs - batch["generator_logprobs"]
-        log_ratio = log_ratio.masked_fill(batch["loss_mask"] == 0, 0)
+        """log(policy / old policy) of each token, clamped; 0 where the loss does not count.
+
+        The old policy is the generator's; with a correction, the trainer's at the step's beginning.
+        """
+        if self.correction == "none":
+            return self._clamped(logprobs, batch["generator_logprobs"], batch)
+        return self._clamped(logprobs, _old_logprobs(logprobs, batch), batch)
+
+    def _clamped(self, logprobs: Tensor, others: Tensor, batch: Batch) -> Tensor:
+        log_ratio = (logprobs - others).masked_fill(batch["loss_mask"] == 0, 0)
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
+
+
+def _old_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
+    old = batch.get("old_logprobs")
+    return logprobs.detach() if old is None else old.to(logprobs.dtype)
 
 
 def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
 
-    Maxima (`_max`) and parts of the loss (`_loss`), which are weighted already, stay as they are.
+    Maxima (`_max`), counts (`_count`) and parts of the loss (`_loss`), which are weighted already,
+    stay as they are.
     num_tokens: tokens in the loss, over the same microbatches and ranks; 0 gives zeros.
     """
     return {
-        name: value if name.endswith(("_max", "_loss")) else value / max(num_tokens, 1)
+        name: value if name.endswith(("_max", "_count", "_loss")) else value / max(num_tokens, 1)
         for name, value in metrics.items()
     }
+
+
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several updates' final metrics: maxima (`_max`), sums of counts (`_count`), else means."""
+    merged = {}
+    for name in updates[0]:
+        values = [metrics[name] for metrics in updates]
+        is_count = name.endswith("_count")
+        merged[name] = max(values) if name.endswith("_max") else sum(values)
+        if not name.endswith("_max") and not is_count:
+            merged[name] /= len(values)
+    return merged
 
 
 def kl_divergence(
@@ -178,9 +243,29 @@ def kl_divergence(
 
 @dataclass(frozen=True)
 class _ClippedRatioLoss(PolicyLoss):
-    """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7)."""
+    """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
+    dual_clip: c, above 1. The clip bounds a negative advantage's loss from below
+        only: a token that the generator held for improbable would weigh as much as its ratio. Here
+        the loss is -c A at most, without a gradient beyond (Ye et al. 2020, arXiv:1912.09729,
+        eq. 5; c = 3 there). 0 turns it off.
+    """
+
+    token_metrics: ClassVar[tuple[str, ...]] = (
+        "ratio_mean",
+        "ratio_clipped_frac",
+        "ratio_dual_clipped_frac",
+    )
+
+    dual_clip: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual_clip and not 1 < self.dual_clip < math.inf:
+            raise ValueError(
+                f"rl.loss.dual_clip must be above 1, or 0 to turn it off, got {self.dual_clip}; 3 is "
+                f"usual"
+            )
 
     @abstractmethod
     def clip_range(self) -> tuple[float, float]:
@@ -194,8 +279,15 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range()
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped_gain < gain}
-        return -torch.minimum(gain, clipped_gain), measured
+        clipped, lowest = torch.minimum(gain, clipped_gain), torch.full_like(gain, -torch.inf)
+        if self.dual_clip:
+            lowest = torch.where(advantages < 0, self.dual_clip * advantages, lowest)
+        measured = {
+            "ratio_mean": ratio,
+            "ratio_clipped_frac": clipped_gain < gain,
+            "ratio_dual_clipped_frac": clipped < lowest,
+        }
+        return -torch.maximum(clipped, lowest), measured
 
 
 @dataclass(frozen=True)
@@ -237,37 +329,36 @@ class GSPOLoss(DAPOLoss):
     split between ranks.
     """
 
-    needs_whole_sequences: ClassVar[bool] = True
-
     ratio_clip_low: float = 3e-4
     ratio_clip_high: float = 4e-4
 
+    @property
+    def needs_whole_sequences(self) -> bool:
+        return True
+
     def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
         log_ratio = self.log_ratio(logprobs.detach(), batch)
-        # The mean over each sequence's tokens in the loss; 0 if it has none. Padding (id -1) gets
-        # the mean of sequence 0 and counts nowhere.
-        index = batch["sequence_ids"].clamp(min=0)
-        in_loss = (batch["loss_mask"] != 0) & (batch["sequence_ids"] >= 0)
-        in_loss = in_loss.to(log_ratio.dtype)
-        empty = torch.zeros_like(log_ratio)
-        sums = empty.scatter_add(1, index, log_ratio * in_loss)
-        counts = empty.scatter_add(1, index, in_loss)
+        # The mean over each sequence's tokens in the loss; 0 if it has none.
+        in_loss = batch["loss_mask"] != 0
+        sums, counts, index = sequence_sums(log_ratio, in_loss, batch["sequence_ids"])
         mean = (sums / counts.clamp(min=1)).gather(1, index)
         return (mean + (logprobs - logprobs.detach())).exp()
 
 
 @dataclass(frozen=True)
-class CISPOLoss(DAPOLoss):
+class CISPOLoss(PolicyLoss):
     """Clips a token's weight and not its gradient, so that every token has a gradient.
 
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5, where nothing is clipped from below.
     """
 
+    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
+
     ratio_clip_low: float = 1.0
     ratio_clip_high: float = 0.28
 
     def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
-        ratio = self.ratio(logprobs.detach(), batch)
+        ratio = self.log_ratio(logprobs.detach(), batch).exp()
         clipped = ratio.clamp(1 - self.ratio_clip_low, 1 + self.ratio_clip_high)
         measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped != ratio}
         return -clipped * batch["advantages"] * logprobs, measured

@@ -26,12 +26,18 @@ class Reporter:
             job_config, engine.parallel_dims, engine.model_args
         )
 
-    def step(self, step: int, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
-        """Write the metrics and episodes of a training step."""
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        episodes: Sequence[Episode],
+        num_updates: int = 1,
+    ) -> None:
+        """Write the metrics and episodes of `num_updates` steps on the same episodes, up to `step`."""
         path = os.path.join(self._config.job.dump_folder, "episodes.jsonl")
         append_episodes(path, step, episodes, self._config.rl.log_samples)
         processor, color = self._processor, self._processor.color
-        if not processor.should_log(step):
+        if not any(map(processor.should_log, range(step + 1 - num_updates, step + 1))):
             return
         memory = memory_metrics(processor.device_memory_monitor.get_peak_stats())
         processor.logger.log(metrics | memory, step)
@@ -44,7 +50,7 @@ class Reporter:
             f"{color.orange}loss: {metrics['loss']:8.5f}",
             f"grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.blue}{seconds:.2f} s{color.reset}",
-            f"eta: {timedelta(seconds=round((last_step - step) * seconds))}",
+            f"eta: {timedelta(seconds=round((last_step - step) * seconds / num_updates))}",
         ]
         logger.info("  ".join(fields))
 

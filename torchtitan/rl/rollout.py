@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.distributed.ranks import all_ranks
-from torchtitan.rl.advantages import AdvantageEstimator
+from torchtitan.distributed.ranks import all_ranks, on_all_ranks
+from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
 from torchtitan.rl.tasks import Prompt, Task, failed_grading
@@ -37,6 +37,9 @@ class Rollouts:
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
         settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
         self.sampling = SamplingConfig(**settings)
+        self.overlong_penalty = OverlongPenalty(
+            self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
+        )
         self._thread = None
         if config.async_steps:
             self._thread = ThreadPoolExecutor(
@@ -57,9 +60,10 @@ class Rollouts:
     def start_until(self, last_step: int) -> None:
         """Begin to draw all steps up to this one that were not begun before."""
         while self._next_step <= last_step:
-            prompts = self.task.sample(self.config.num_prompts_per_step)
-            sampling = replace(self.sampling, seed=self._seed(self._next_step))
-            draw = partial(self._complete, prompts, self.config.num_samples_per_prompt, sampling)
+            n = self.config.num_prompts_per_step
+            prompts = self.task.sample(n * (1 + self.config.redraws))
+            tries = [prompts[first : first + n] for first in range(0, len(prompts), n)]
+            draw = partial(self._draw, self._next_step, tries)
             # Without a thread it is drawn when it is taken.
             share = draw if self._thread is None else self._thread.submit(draw).result
             self._ahead[self._next_step] = share
@@ -74,6 +78,50 @@ class Rollouts:
         """Wait until the thread has drawn every step that was begun; `take` raises its errors."""
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # after all that was submitted before
+
+    def _draw(self, step: int, tries: Sequence[Sequence[Prompt]]) -> list[Episode]:
+        """This rank's episodes of a step.
+
+        tries: a prompt for each place in the step; the next one is for places whose completions all
+            got one reward. What a rank draws again depends on its own places only, so the thread
+            needs no other rank, unless generation does.
+        """
+        n_samples, places = self.config.num_samples_per_prompt, range(len(tries[0]))
+        by_place: dict[int, list[Episode]] = {}
+
+        def attempt(number: int, places: Sequence[int]) -> list[int]:
+            """Draw and grade; returns those of this rank's places that are worth another try."""
+            seed = self._seed(f"{step} again {number}" if number else step)
+            sampling = replace(self.sampling, seed=seed)
+            episodes = self._complete(tries[number], n_samples, sampling, places)
+            for episode in episodes:
+                own = by_place.setdefault(episode.group_id, [])
+                if len(own) == n_samples:  # of the try before
+                    own.clear()
+                own.append(self._as_reinforced(episode, number))
+            drawn = {episode.group_id for episode in episodes}
+            return [i for i in drawn if len({e.reward for e in by_place[i]}) == 1]
+
+        for number in range(len(tries)):
+            if number + 1 < len(tries) and self.generator.is_collective:
+                # A rank that cannot grade must not leave the others in the next try.
+                flat = on_all_ranks(partial(attempt, number, places))
+                places = sorted(place for of_rank in flat for place in of_rank)
+            else:
+                places = sorted(attempt(number, places))
+            if not places:
+                break
+        return [episode for place in sorted(by_place) for episode in by_place[place]]
+
+    def _as_reinforced(self, episode: Episode, number: int) -> Episode:
+        """The episode with what training adds to its grade."""
+        if self.config.redraws:
+            episode = replace(episode, scores=episode.scores | {"redraws": number})
+        if self.config.overlong_tokens:
+            penalty = self.overlong_penalty(len(episode.token_ids))
+            scores = episode.scores | {"overlong_penalty": penalty}
+            episode = replace(episode, reward=episode.reward - penalty, scores=scores)
+        return episode
 
     # ---- evaluation ----
 
@@ -90,30 +138,36 @@ class Rollouts:
     # ---- both ----
 
     def _complete(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: SamplingConfig,
+        places: Sequence[int] | None = None,
     ) -> list[Episode]:
-        """Complete prompts, and grade this rank's share.
+        """Complete the prompts at these places (None: all), and grade this rank's share.
 
         Only the rank that drew a completion grades it: a reward function may be slow or random.
         """
-        # Each rank has a run of consecutive prompts; those of all ranks in order are all of them.
+        # Each rank has a run of consecutive places; those of all ranks in order are all of them.
         rank = dist.get_rank() if dist.is_initialized() else 0
         n, n_ranks = len(prompts), _num_ranks()
-        own = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
-        asked = range(n) if self.generator.is_collective else own
+        share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
+        places = range(n) if places is None else places
+        own = [place for place in places if place in share]
+        asked = places if self.generator.is_collective else own
         completions = self.generator.generate(
             [prompts[i].token_ids for i in asked],
             sampling,
             num_samples,
-            first_row=asked.start * num_samples,
+            first_row=[i * num_samples for i in asked],
         )
-        first = (own.start - asked.start) * num_samples
-        return make_episodes(
+        first = asked.index(own[0]) * num_samples if own else 0
+        episodes = make_episodes(
             self.task,
             [prompts[i] for i in own],
             completions[first : first + len(own) * num_samples],
-            first_group=own.start,
         )
+        return [replace(episode, group_id=own[episode.group_id]) for episode in episodes]
 
     def _seed(self, place: Any) -> int:
         return random.Random(f"{self.config.seed} {place}").getrandbits(63)
@@ -149,12 +203,10 @@ def make_episodes(
     task: Task,
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
-    first_group: int = 0,
 ) -> list[Episode]:
     """Return the graded episodes of completions, equally many for each prompt, in their order.
 
-    completions: all of the first prompt, then all of the second, and so on.
-    first_group: the group id of the first prompt; the others count on from it.
+    completions: all of the first prompt, group 0, then all of the second, and so on.
     Raises ValueError if the completions cannot be divided equally, or grading fails.
     """
     per_prompt = len(completions) // max(len(prompts), 1)
@@ -176,7 +228,7 @@ def make_episodes(
         except (Exception, SystemExit) as error:
             raise failed_grading(error, prompt, text) from error
         episode = Episode(
-            group_id=first_group + i // per_prompt,
+            group_id=i // per_prompt,
             prompt=prompt.text,
             prompt_token_ids=tuple(prompt.token_ids),
             expected_answer=prompt.answer,

@@ -77,9 +77,9 @@ class PolicyTrainer:
         loss_fn = self.loss if loss_fn is None else loss_fn
         if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
             raise ValueError(
-                f"{type(loss_fn).__name__} takes a ratio over whole sequences, which context "
-                f"parallelism splits, got parallelism.context_parallel_degree = "
-                f"{self.engine.parallel_dims.cp}; set it to 1, or take GRPOLoss"
+                f"{loss_fn} takes ratios over whole sequences, which context parallelism splits, "
+                f"got parallelism.context_parallel_degree = {self.engine.parallel_dims.cp}; set it "
+                f"to 1, or take GRPOLoss with corrections per token"
             )
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
@@ -143,14 +143,14 @@ class PolicyTrainer:
             whole = self._per_sample(batch, logprobs)
         return ForwardBackwardOutput(
             loss=loss_sum,
-            metrics=finalize_metrics(metrics, batch.num_global_valid_tokens),
+            metrics=finalize_metrics(metrics, batch.num_measured_tokens),
             logprobs=whole,
         )
 
     def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
         """Log-probs of the labels, one 1-D fp32 tensor per sample, on the CPU; no gradients.
 
-        0 where the loss does not count; None for samples that did not fit a row. Raises
+        0 where the loss does not count; None for samples that are in no row. Raises
         ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
@@ -166,19 +166,21 @@ class PolicyTrainer:
         Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
         last stage, where the loss is computed.
         """
-        self._check_on_all_ranks(batch)
-        dp_rank, largest = self.engine.dp_rank, torch.zeros(())
-        rows = [list(row) for row in batch.microbatches]
-        for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
-            old, is_in_loss = row[dp_rank].generator_logprobs, row[dp_rank].loss_mask > 0
-            new = torch.where(is_in_loss, logprobs.detach().to(old.device, old.dtype), 0.0)
-            row[dp_rank] = dataclasses.replace(row[dp_rank], generator_logprobs=new)
-            if is_in_loss.any():
-                largest = torch.maximum(largest, (new - old)[is_in_loss].abs().max())
-        largest = largest.to(self.engine.device)
+        rescored = self._with_scores(batch, "generator_logprobs")
+        largest = torch.zeros((), device=self.engine.device)
+        dp_rank = self.engine.dp_rank
+        for old, new in zip(batch.of_rank(dp_rank), rescored.of_rank(dp_rank), strict=True):
+            change = (new.generator_logprobs - old.generator_logprobs).abs().max()
+            largest = torch.maximum(largest, change.to(largest.device))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        batch = dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
-        return batch, largest.item()
+        return rescored, largest.item()
+
+    def with_old_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with `old_logprobs` by today's weights, for several updates on it.
+
+        Collective; the note on ranks of `rescore` holds. Raises ValueError as `forward_backward`.
+        """
+        return self._with_scores(batch, "old_logprobs")
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
         """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
@@ -292,6 +294,16 @@ class PolicyTrainer:
             output_fn=lambda outputs, _: outputs.logprobs,
             head=self._head(entropy=False),
         )
+
+    def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
+        """The batch whose tensors of this name hold log-probs by today's weights, on this rank."""
+        self._check_on_all_ranks(batch)
+        dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
+        for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
+            mask = row[dp_rank].loss_mask
+            new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
+            row[dp_rank] = dataclasses.replace(row[dp_rank], **{name: new})
+        return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
 
     def _per_sample(self, batch: TrainingBatch, logprobs: list[Tensor]) -> list[Tensor | None]:
         """Cut [B, T] log-probs into samples, and gather those of all ranks."""

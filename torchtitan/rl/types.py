@@ -118,6 +118,8 @@ class TrainingSample:
     loss_mask: 1 where the label was sampled and the loss counts; else 0.
     logprobs: of the labels, from the generator; any number where the mask is 0.
     ref_logprobs: of the labels, from a reference model; None if the loss has no KL term.
+    old_logprobs: of the labels, by the trainer's policy when the step began; None takes that of each
+        forward pass. For losses with a correction, where a batch serves several updates.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
     group_id: equal for samples of one prompt. policy_version: the weights that sampled it.
@@ -129,6 +131,7 @@ class TrainingSample:
     logprobs: Tensor
     advantages: Tensor
     ref_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
     weights: Tensor | None = None
     group_id: int = 0
     policy_version: int = 0
@@ -233,7 +236,8 @@ class TrainingMicrobatch:
     positions: from 0 in each sequence, -1 in padding.
     loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
         elsewhere; the loss is the sum of weight * loss.
-    generator_logprobs, advantages, ref_logprobs (optional): 0 where the loss does not count.
+    generator_logprobs, advantages, ref_logprobs and old_logprobs (optional): 0 where the loss does
+        not count.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
     slots: the places of the samples; empty if the microbatch is all padding.
     """
@@ -247,6 +251,7 @@ class TrainingMicrobatch:
     advantages: Tensor
     sequence_ids: Tensor
     ref_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
     slots: tuple[Slot, ...] = ()
 
     def engine_batch(self) -> dict[str, Tensor]:
@@ -264,22 +269,33 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; all ranks have equally many.
-    num_global_valid_tokens, num_global_sequences: that are in the loss.
+    num_global_valid_tokens, num_global_sequences: that are in the loss. num_measured_tokens: of the
+        tokens, those in rows, over which metrics are means: without skipped samples.
     denominator: these samples' share of what the optimizer step divides gradients by, see
         `aggregation_weights`; None if the weights are final.
     min_policy_version: of the samples; None if there are none.
     num_samples: how many were given. oversize: indices of those that did not fit a row.
     num_dropped_tokens: left out of the loss because of a log-prob that is not finite.
+    num_skipped: samples left out of the rows because they teach nothing; they count otherwise.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
     num_global_valid_tokens: int
+    num_measured_tokens: int
     num_global_sequences: int
     num_samples: int
     denominator: float | None = None
     min_policy_version: int | None = None
     oversize: tuple[int, ...] = ()
     num_dropped_tokens: int = 0
+    num_skipped: int = 0
+
+    @property
+    def slots_per_token(self) -> float:
+        """Slots of all rows, padding included, for each that holds a token; 1 wastes nothing."""
+        cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
+        n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
+        return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
 
     def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
         """The microbatches of one data-parallel rank, in order."""

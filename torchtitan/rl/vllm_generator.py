@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class VLLMGenerator(Generator):
         )
 
     def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
@@ -85,9 +86,9 @@ class VLLMGenerator(Generator):
                     ignore_eos=True,
                     detokenize=False,
                     logprobs=0,
-                    seed=(seed + first_row + i) % 2**63,  # one for each completion
+                    seed=(seed + row) % 2**63,  # one for each completion
                 )
-                for i in range(len(requests))
+                for row in rows
             ],
             use_tqdm=False,
         )

@@ -6,6 +6,7 @@ as bf16 instructions do.
 """
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     rounded = [None if t is None else t.to(torch.bfloat16) for t in (x, weight, bias)]
     return _RoundedLinear.apply(*rounded)
+
+
+def project(
+    head: Callable[..., Any] | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    in_fp32: bool,
+) -> Any:
+    """`head(x, weight, bias)`, or without a head `linear` of them.
+
+    in_fp32: of copies in fp32 (fp64 stays), without autocast.
+    """
+    product = head or linear
+    if not in_fp32:
+        return product(x, weight, bias)
+    operands = [
+        None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
+        for t in (x, weight, bias)
+    ]
+    with torch.autocast(x.device.type, enabled=False):
+        return product(*operands)
 
 
 class Linear(nn.Linear):

@@ -1,5 +1,6 @@
 """Random samples, and a policy small enough to write its loss down as a formula."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -59,6 +60,8 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
             group_id=i // 3,
             policy_version=i,
         )
+        old = sample.logprobs + (torch.arange(length) % 5 - 2) * 0.5 * sample.loss_mask
+        sample = dataclasses.replace(sample, old_logprobs=old)
         if i == 3:
             sample.loss_mask.zero_()
         samples.append(sample)
@@ -79,7 +82,7 @@ def loss_of_batch(
             both = reduced[name], value.item()
             reduced[name] = max(both) if name.endswith("_max") else sum(both)
     denominator = batch.denominator or 1
-    return total / denominator, finalize_metrics(reduced, batch.num_global_valid_tokens)
+    return total / denominator, finalize_metrics(reduced, batch.num_measured_tokens)
 
 
 def tokens_of(samples: Sequence[TrainingSample]) -> int:

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -63,7 +64,16 @@ def test_loss_of_a_batch_is_the_formula_of_its_aggregation(mode):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-@pytest.mark.parametrize("loss", [LOSS, GSPOLoss(ratio_clip_low=0.3, ratio_clip_high=0.4)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LOSS,
+        GSPOLoss(ratio_clip_low=0.3, ratio_clip_high=0.4),
+        dataclasses.replace(LOSS, correction="token", max_token_mismatch=1.2),
+        dataclasses.replace(LOSS, correction="sequence", max_sequence_mismatch=0.7),
+    ],
+    ids=["clipped", "per sequence", "corrected per token", "corrected per sequence"],
+)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_loss_gradient_and_metrics_are_the_same_for_any_split(mode, loss, data):
@@ -74,6 +84,7 @@ def test_loss_gradient_and_metrics_are_the_same_for_any_split(mode, loss, data):
         dp_size=data.draw(st.integers(1, 4), "ranks"),
         rows=data.draw(st.integers(1, 5), "rows"),
         packing=data.draw(st.booleans(), "packing"),
+        bucketing=data.draw(st.booleans(), "bucketing"),
         pad_multiple=data.draw(st.sampled_from([1, 8]), "pad_multiple"),
     )
     batch = batcher.batch(data.draw(st.permutations(samples), "order"))
@@ -148,6 +159,7 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
         ("logprobs", -torch.inf),
         ("logprobs", torch.nan),
         ("ref_logprobs", torch.nan),
+        ("old_logprobs", torch.nan),
     ):
         values = getattr(samples[1], name).clone()
         values[token] = value
@@ -176,6 +188,74 @@ def test_all_ranks_get_equally_many_microbatches_of_one_shape(packing, n_samples
     assert len(cells[0].token_ids) <= 2
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
     assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
+
+
+@pytest.mark.parametrize("n_samples", [0, 1, 5, 16])
+def test_buckets_give_all_ranks_equally_many_microbatches_whose_shape_is_the_same(n_samples):
+    samples = random_samples(n_samples)
+    batch = make_batcher(dp_size=3, rows=2, bucketing=True).batch(samples)
+    for of_ranks in batch.microbatches:
+        assert len(of_ranks) == 3
+        assert len({cell.token_ids.shape for cell in of_ranks}) == 1
+        assert len(of_ranks[0].token_ids) <= 2
+    widths = [of_ranks[0].token_ids.shape[1] for of_ranks in batch.microbatches]
+    assert widths == sorted(widths, reverse=True)
+    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
+    assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
+
+
+def log_normal_sequences(n=256):
+    """Of 2 to 4,000 tokens, half of them above 200; the longest has 11 times the mean."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(n, generator=generator) * 0.8 + math.log(200)).exp()
+    return sequences_of(*lengths.clamp(2, 4000).int().tolist())
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("budget", [{"rows": 8}, {"rows": 64}, {"max_tokens": 8192}], ids=str)
+def test_buckets_hold_at_most_a_quarter_more_slots_than_tokens(dp_size, budget):
+    samples = log_normal_sequences()
+    settings_of_rows = {"seq_len": 4096, "dp_size": dp_size} | budget
+    wasteful = make_batcher(**settings_of_rows).batch(samples)
+    batch = make_batcher(bucketing=True, **settings_of_rows).batch(samples)
+    assert wasteful.slots_per_token > 10
+    assert batch.slots_per_token < 1.25
+    # Few of them are small: a microbatch has a cost of its own.
+    assert len(batch.microbatches) <= len(wasteful.microbatches) + 20
+
+
+def test_samples_of_advantage_zero_are_skipped_with_the_same_gradient():
+    samples = random_samples(9)
+    for i in (2, 6, 7, 8):  # of two groups; one of them is skipped as a whole
+        samples[i].advantages.zero_()
+    loss = dataclasses.replace(LOSS, kl_coef=0.0, entropy_coef=0.0)
+    for mode in LOSS_AGGREGATIONS:
+        total, gradient, _ = all_at_once(samples, mode, loss)
+        policy, batch = (
+            TinyPolicy(),
+            make_batcher(mode, rows=2, skip_zero_advantage=True).batch(samples),
+        )
+        # Sample 3 has no token in the loss.
+        assert (batch.num_skipped, batch.num_samples) == (5, 9)
+        assert batch.num_global_valid_tokens == tokens_of(samples)
+        n_measured = tokens_of([samples[i] for i in (0, 1, 4, 5)])
+        assert batch.num_measured_tokens == n_measured
+        found, metrics = loss_of_batch(policy, loss, batch)
+        torch.testing.assert_close(found, total, **CLOSE)
+        torch.testing.assert_close(policy.gradient(found), gradient, **CLOSE)
+        trained = [samples[i] for i in (0, 1, 4, 5)]
+        _, expected = loss_of_batch(policy, loss, make_batcher(mode).batch(trained))
+        assert metrics["ratio_mean"] == pytest.approx(expected["ratio_mean"])
+
+
+def test_step_in_which_all_are_skipped_has_rows_of_padding_and_gradient_zero():
+    samples = random_samples(4)
+    for sample in samples:
+        sample.advantages.zero_()
+    policy, batch = TinyPolicy(), make_batcher(skip_zero_advantage=True, dp_size=2).batch(samples)
+    assert batch.num_skipped == 4
+    total, _ = loss_of_batch(policy, GRPOLoss(), batch)
+    assert total.item() == 0 and not policy.gradient(total).any()
 
 
 def test_packed_rows_hold_whole_samples_whose_positions_restart():
@@ -229,7 +309,7 @@ def test_samples_keep_weights_of_their_own():
 
 
 def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
-    for name in ("weights", "ref_logprobs"):
+    for name in ("weights", "ref_logprobs", "old_logprobs"):
         first, second = sequences_of(2, 2)
         samples = [dataclasses.replace(first, **{name: torch.ones(2)}), second]
         with pytest.raises(ValueError, match=f"all samples of a batch have {name} or none"):

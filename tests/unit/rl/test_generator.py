@@ -315,3 +315,14 @@ def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch
     assert greedy.token_kept_mass == pytest.approx((0.4966, 0.4493, 0.4066), abs=1e-4)
     with pytest.raises(ValueError, match="no log-probs of a truncated distribution"):
         generator.generate(PROMPTS, dataclasses.replace(sampling, top_p=0.9))
+
+
+def test_vllm_is_not_told_of_an_fp32_head_and_the_log_says_so(engine, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", FakeVLLM())
+    config = rl_config(engine, {"generator.backend": "vllm"})
+    for fp32_head, n_warnings in ((False, 0), (True, 1)):
+        monkeypatch.setattr(config.model, "fp32_head", fp32_head)
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            build_generator(config, engine)
+        assert caplog.text.count("model.fp32_head holds for the trainer") == n_warnings

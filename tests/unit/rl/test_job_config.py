@@ -32,6 +32,11 @@ def test_defaults_are_on_policy_and_pass():
 BAD_VALUES = [
     ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
     ({"rl__async_steps": -1}, "rl.async_steps must be at least 0"),
+    ({"rl__minibatches": 17}, "not be more than rl.num_prompts_per_step = 16, got 17"),
+    ({"rl__epochs": 0}, "rl.epochs must be at least 1"),
+    ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
+    ({"rl__overlong_tokens": 17}, "last tokens of rl.sampling.max_tokens = 16, got 17"),
+    ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be a finite number"),
     ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
     ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
     (
@@ -45,6 +50,13 @@ BAD_VALUES = [
     ({"rl__loss__kl_coef": -0.1}, "rl.loss.kl_coef must be a finite number"),
     ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be a finite number"),
     ({"rl__loss__max_log_ratio": 0}, "rl.loss.max_log_ratio must be above 0"),
+    ({"rl__loss__correction": "tokens"}, "rl.loss.correction must be one of"),
+    ({"rl__loss__dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
+    ({"rl__loss__max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
+    (
+        {"rl__loss__correction": "sequence", "parallelism__context_parallel_degree": 2},
+        "which context parallelism splits",
+    ),
     ({"rl__loss__kl_type": "k4"}, "rl.loss.kl_type must be one of"),
     (
         {"rl__loss__name": "importance_sampling", "rl__loss__ratio_clip_low": 0.2},
@@ -61,6 +73,10 @@ BAD_VALUES = [
     (
         {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
         "take one of them out",
+    ),
+    (
+        {"rl__batch__skip_zero_advantage": True, "rl__loss__entropy_coef": 0.01},
+        "rl.batch.skip_zero_advantage leaves out samples for which the loss is 0",
     ),
     ({"rl__batch__packing": True}, "got model.attn_mask_type = None"),
     (

@@ -20,14 +20,14 @@ def completion(text, stops=True):
 
 def graded_episodes():
     texts = ["7", "8", "18", "18"]
-    return make_episodes(TASK, PROMPTS, [completion(text) for text in texts], first_group=10)
+    return make_episodes(TASK, PROMPTS, [completion(text) for text in texts])
 
 
 def test_completions_are_graded_without_their_stop_token():
     episodes = graded_episodes()
     assert [e.text for e in episodes] == ["7", "8", "18", "18"]
     assert [e.reward for e in episodes] == [1, 0, 1, 1]
-    assert [e.group_id for e in episodes] == [10, 10, 11, 11]
+    assert [e.group_id for e in episodes] == [0, 0, 1, 1]
     # The policy learns to stop, too: the token is in what was sampled.
     assert episodes[0].token_ids[-1] == TASK.tokenizer.eos_id
     assert len(episodes[0].token_log_probs) == 2

@@ -71,6 +71,7 @@ def check_against_spec(
     refuse(
         model.attention(job_config, model_args),
         model.value_head(job_config, train_spec, model_args, builds_data),
+        model.fp32_head(job_config, model_args),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),
         model.converters_of_experts(job_config, model_args),

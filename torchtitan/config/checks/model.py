@@ -54,6 +54,27 @@ def value_head(
         )
 
 
+def fp32_head(job_config: JobConfig, model_args: Any) -> Iterator[str]:
+    if not job_config.model.fp32_head:
+        return
+    if not hasattr(model_args, "fp32_head"):
+        yield (
+            f"model.fp32_head = True needs a model on torchtitan.models.decoder.Decoder, got "
+            f"{job_config.model.name!r}, whose args have no fp32_head; set it to false"
+        )
+    for kind in ("float8", "mx"):
+        name, filters = (
+            f"quantize.linear.{kind}",
+            getattr(job_config.quantize.linear, kind).filter_fqns,
+        )
+        if name in job_config.model.converters and not any(part in "output" for part in filters):
+            yield (
+                f"model.fp32_head = True computes the output projection in fp32, got {name} in "
+                f"model.converters with filter_fqns = {filters}; add 'output' to "
+                f"{name}.filter_fqns"
+            )
+
+
 def converters(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
     # Most models are dense: guess the converters that serve them first.
     known = sorted(known, key=lambda name: ".grouped_mm." in name)

@@ -1,0 +1,190 @@
+"""Tokens that the generator drew from another policy than the trainer's: weights, masks, the clip."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.unit.rl.test_losses import make_batch, of_ratios, value_and_gradient
+from tests.unit.rl.toy import toy_config, toy_samples
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.losses import (
+    CISPOLoss,
+    CrossEntropyLoss,
+    DAPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    build_loss,
+)
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.types import OptimParams
+
+NO_UPDATE = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
+
+
+# ---- one token of 35 that is 10 nats off ----
+
+
+@pytest.fixture(scope="module")
+def largest_growth(tmp_path_factory):
+    """By how much one such token multiplies the gradient norm of a step, at most, for a loss."""
+    trainer = PolicyTrainer(toy_config(tmp_path_factory.mktemp("trainer")))
+    batcher = Batcher(seq_len=24, rows=16)
+    samples = toy_samples(8)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == 35
+    logprobs = trainer.forward(batcher.batch(samples))
+    on_policy = [dataclasses.replace(s, logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
+
+    def norm_of(samples, loss):
+        trainer.forward_backward(batcher.batch(samples), loss)
+        return trainer.optim_step(NO_UPDATE).grad_norm
+
+    def largest(loss, nats=10.0):
+        norms = []
+        for i, sample in enumerate(on_policy):
+            off = sample.logprobs.clone()
+            off[sample.loss_mask.nonzero()[0]] -= nats
+            changed = [*on_policy]
+            changed[i] = dataclasses.replace(sample, logprobs=off)
+            norms.append(norm_of(changed, loss))
+        return max(norms) / norm_of(on_policy, loss)
+
+    yield largest
+    trainer.close()
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(), DAPOLoss(), GSPOLoss(), CISPOLoss()])
+def test_token_far_off_hardly_changes_the_gradient_by_default(largest_growth, loss):
+    assert largest_growth(loss) < 1.5
+    # Just within the bound of 3 it counts, with its ratio.
+    assert largest_growth(loss, nats=1.09) < 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_without_the_dual_clip_it_is_all_of_the_gradient(largest_growth, name):
+    assert largest_growth(build_loss(name, dual_clip=0.0)) > 3000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"correction": "token"},
+        {"correction": "sequence"},
+        {"max_token_mismatch": 3.0},
+        {"max_sequence_mismatch": 0.5},
+    ],
+    ids=str,
+)
+def test_options_bound_a_loss_that_clips_nothing(largest_growth, settings):
+    assert largest_growth(ImportanceSamplingLoss()) > 3000
+    assert largest_growth(ImportanceSamplingLoss(**settings)) < 5
+
+
+# ---- formulae, by hand ----
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
+    ratios, advantages = [2.9, 3.1, 3.1, 3.1, 0.5], [-2.0, -2.0, 2.0, 0.0, -2.0]
+    value, gradient = of_ratios(GRPOLoss(clip_eps=0.2), ratios, advantages)
+    assert value == pytest.approx(2 * 2.9 + 2 * 3 - 2 * 1.2 + 0 + 2 * 0.8)
+    assert gradient == pytest.approx([2 * 2.9, 0, 0, 0, 0])
+    # The same as without, bit for bit, where no ratio is beyond.
+    near = [1.0, 1.3, 0.5, 2.9], [1.0, -1.0, 0.3, -0.2]
+    assert of_ratios(GRPOLoss(), *near) == of_ratios(GRPOLoss(dual_clip=0.0), *near)
+
+
+MISMATCH = [0.5, -1.0, 2.0, 0.1, -0.2, 0.05]  # log(old / generator); two sequences of three
+SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 1]])
+
+
+def corrected(loss, old=True, moved=0.0):
+    """Value and gradient with advantages 1 to 6, where the policy has moved by so many nats."""
+    generator = [-2.0] * 6
+    before = [g + m for g, m in zip(generator, MISMATCH, strict=True)]
+    others = {"sequence_ids": SEQUENCES}
+    if old:
+        others["old_logprobs"] = torch.tensor([before], dtype=torch.float64)
+    batch = make_batch(generator, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], **others)
+    return value_and_gradient(loss, [b + moved for b in before], batch)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_token_weight_is_its_own_ratio_up_to_the_cap(old):
+    _, gradient = corrected(GRPOLoss(correction="token", correction_cap=2.0), old)
+    weights = [min(math.exp(m), 2.0) for m in MISMATCH]
+    assert gradient == pytest.approx([-w * a for w, a in zip(weights, range(1, 7), strict=True)])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_sequence_weight_is_the_product_of_its_ratios_up_to_the_cap(old):
+    _, gradient = corrected(GRPOLoss(correction="sequence", correction_cap=2.0), old)
+    weights = [2.0] * 3 + [math.exp(-0.05)] * 3  # exp(1.5) is above the cap
+    assert gradient == pytest.approx([-w * a for w, a in zip(weights, range(1, 7), strict=True)])
+
+
+def test_ratio_is_relative_to_the_step_s_beginning_and_weights_stay():
+    loss = GRPOLoss(correction="token", correction_cap=2.0, clip_eps=0.2)
+    value, gradient = corrected(loss, moved=0.1)
+    gains = [
+        min(math.exp(m), 2.0) * math.exp(0.1) * a
+        for m, a in zip(MISMATCH, range(1, 7), strict=True)
+    ]
+    assert value == pytest.approx(-sum(gains))
+    assert gradient == pytest.approx([-gain for gain in gains])
+    assert corrected(loss, moved=0.3)[1] == [0] * 6  # beyond the clip
+
+
+def test_masks_leave_out_tokens_and_sequences_beyond_their_bounds():
+    tokens = GRPOLoss(correction="token", correction_cap=100.0, max_token_mismatch=0.9)
+    _, gradient = corrected(tokens)
+    kept = [0, 3, 4, 5]
+    expected = [-math.exp(MISMATCH[i]) * (i + 1) if i in kept else 0 for i in range(6)]
+    assert gradient == pytest.approx(expected)
+    # The means are 0.5 and -0.0167.
+    _, gradient = corrected(GRPOLoss(correction="token", max_sequence_mismatch=0.4))
+    assert gradient[:3] == [0, 0, 0] and all(gradient[3:])
+    _, gradient = corrected(GRPOLoss(correction="token", max_sequence_mismatch=0.6))
+    assert all(gradient)
+
+
+def test_masked_tokens_are_in_no_term_of_the_loss():
+    ref = torch.full((1, 6), -1.0, dtype=torch.float64)
+    batch = make_batch([-2.0] * 6, [1.0] * 6, sequence_ids=SEQUENCES, ref_logprobs=ref)
+    loss = GRPOLoss(max_token_mismatch=0.9, kl_coef=0.1, entropy_coef=0.1)
+    logprobs = torch.tensor([[-2 + m for m in MISMATCH]], dtype=torch.float64, requires_grad=True)
+    entropy = torch.ones(1, 6, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(loss(logprobs, entropy, batch).loss, (logprobs, entropy))
+    for gradient in found:
+        assert (gradient[0] != 0).tolist() == [True, False, False, True, True, True]
+
+
+def test_metrics_count_what_was_weighted_and_left_out():
+    loss = GRPOLoss(
+        correction="sequence", max_token_mismatch=0.9, max_sequence_mismatch=0.4, correction_cap=1.1
+    )
+    batch = make_batch([-2.0] * 6, [1.0] * 6, sequence_ids=SEQUENCES)
+    metrics = loss(torch.tensor([[-2 + m for m in MISMATCH]]), None, batch).metrics
+    assert tuple(metrics) == loss.metric_names
+    found = {name: value.item() for name, value in metrics.items()}
+    assert found["mismatch_mean"] == pytest.approx(sum(map(abs, MISMATCH)))
+    assert found["mismatch_max"] == pytest.approx(2.0)
+    assert found["correction_mean"] == pytest.approx(3 * 1.1 + 3 * math.exp(-0.05))
+    assert found["correction_truncated_frac"] == 3
+    assert (found["truncated_sequences_count"], found["masked_sequences_count"]) == (1, 1)
+    assert found["masked_frac"] == 3
+
+
+def test_options_out_of_range_are_refused():
+    for settings, message in (
+        ({"correction": "tokens"}, "rl.loss.correction must be one of none, token, sequence"),
+        ({"correction_cap": 0.5}, "rl.loss.correction_cap must be at least 1"),
+        ({"max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
+        ({"max_sequence_mismatch": -1.0}, "rl.loss.max_sequence_mismatch must be above 0 nats"),
+        ({"dual_clip": 0.9}, "rl.loss.dual_clip must be above 1, or 0 to turn it off, got 0.9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_loss("grpo", **settings)
+    with pytest.raises(ValueError, match="CrossEntropyLoss reads no log-probs of a generator"):
+        CrossEntropyLoss(correction="token")

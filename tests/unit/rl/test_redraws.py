@@ -1,0 +1,89 @@
+"""Prompts whose completions all have one reward are drawn again; long completions cost reward."""
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import toy_config
+from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.tasks import Grade
+
+
+def controller_of(folder, *overrides):
+    controller = Controller(toy_config(folder, "--rl.num_samples_per_prompt=2", *overrides))
+    controller.setup()
+    return controller
+
+
+def test_penalty_grows_linearly_over_the_last_tokens():
+    penalty = OverlongPenalty(max_tokens=20, num_tokens=5, largest=2.0)
+    # By hand, eq. 13: (|y| - 15) / 5, twice.
+    assert [penalty(n) for n in (1, 15, 16, 19, 20)] == pytest.approx([0, 0, 0.4, 1.6, 2.0])
+    assert OverlongPenalty(max_tokens=20)(20) == 0
+
+
+def test_long_completions_lose_reward_in_training_and_not_in_evaluation(tmp_path):
+    controller = controller_of(tmp_path, "--rl.overlong_tokens=2", "--rl.overlong_penalty=0.5")
+    controller.task.grade = lambda prompt, text: Grade(1.0, {})
+    controller.rollouts.start_until(1)
+    episodes = controller.rollouts.take(1)
+    lengths = {len(e.token_ids) for e in episodes}
+    assert 4 in lengths  # the longest
+    for episode in episodes:
+        lost = {4: 0.5, 3: 0.25}.get(len(episode.token_ids), 0.0)
+        assert (episode.reward, episode.scores["overlong_penalty"]) == (1 - lost, lost)
+    assert {e.reward for e in controller.rollouts.of_held_out(greedy=False)} == {1.0}
+    controller.close()
+
+
+@pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
+def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, tmp_path):
+    controller = controller_of(tmp_path, "--rl.redraws=2", *mode)
+    rollouts, task = controller.rollouts, controller.task
+    prompts = [task.prompt(i) for i in range(12)]
+    assert len({p.text for p in prompts}) == 12
+    teaches = {prompts[i].text for i in (1, 4 + 2, 8 + 3, 8 + 1)}
+    n_graded = []
+
+    def grade(prompt, text):
+        """Equal rewards except for some prompts, whose completions get different ones."""
+        n_graded.append(prompt.text)
+        return Grade(n_graded.count(prompt.text) % 2 if prompt.text in teaches else 0.5, {})
+
+    task.grade = grade
+    rollouts.start_until(1)
+    episodes = rollouts.take(1)
+    # Place 1 is kept at once, place 2 with its second prompt, 3 with its third; 0 never.
+    expected = [prompts[i].text for i in (8, 1, 6, 11) for _ in range(2)]
+    assert [e.prompt for e in episodes] == expected
+    assert [e.group_id for e in episodes] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [e.scores["redraws"] for e in episodes] == [2, 2, 0, 0, 1, 1, 2, 2]
+    assert len(n_graded) == 2 * (4 + 3 + 2)
+    assert task.state_dict() == {"num_drawn": 12}
+    controller.close()
+
+
+def test_first_draws_are_those_without_redraws(tmp_path):
+    found = []
+    for overrides in ([], ["--rl.redraws=3"]):
+        controller = controller_of(tmp_path, *overrides)
+        rewards = iter([0.0, 1.0] * 4)
+        controller.task.grade = lambda prompt, text, rewards=rewards: Grade(next(rewards), {})
+        controller.rollouts.start_until(1)
+        found.append([(e.prompt, e.token_ids) for e in controller.rollouts.take(1)])
+        controller.close()
+    assert found[0] == found[1]
+
+
+def test_equal_rewards_have_advantages_of_exactly_zero():
+    # The rounded mean of three times 0.1 is not 0.1.
+    for name in ("group_mean", "rloo"):
+        assert AdvantageEstimator(name)([0.1] * 3, [0] * 3) == [0.0] * 3
+
+
+def test_run_with_redraws_and_penalty_logs_both(tmp_path):
+    controller = controller_of(tmp_path, "--rl.redraws=1", "--rl.overlong_tokens=1")
+    metrics = controller.train_step()
+    assert 0 <= metrics["rl/redraws"] <= 1 and 0 < metrics["rl/overlong_penalty"] <= 1
+    assert torch.isfinite(torch.tensor(metrics["grad_norm"]))
+    controller.close()

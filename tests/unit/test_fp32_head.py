@@ -1,0 +1,130 @@
+"""`model.fp32_head`: the output projection in fp32 from bf16 weights and hidden states."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks import ConfigError
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.job import resolve_job
+from torchtitan.loss.logprobs import SummedCrossEntropy, TokenLogProbs
+from torchtitan.models.decoder import OutputProjection
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.protocols import train_spec as train_spec_module
+from torchtitan.protocols.train_spec import get_train_spec
+
+DIM, VOCAB, LARGEST_LOGIT = 64, 512, 26.0
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def projection_and_states(in_fp32):
+    """An output projection, hidden states of it [2, 12, M] with logits up to 26, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    output = OutputProjection(DIM, VOCAB, bias=False)
+    output.in_fp32 = in_fp32
+    h = torch.randn(2, 12, DIM, generator=generator)
+    with torch.no_grad():
+        output.weight.copy_(torch.randn(VOCAB, DIM, generator=generator))
+        output.weight.copy_(output.weight.bfloat16())
+        h *= LARGEST_LOGIT / (h @ output.weight.t()).abs().amax(-1, keepdim=True)
+    # The likeliest tokens, whose log-probs are those of the largest logits.
+    return output, h.bfloat16(), (h @ output.weight.t()).argmax(-1)
+
+
+def off_by(in_fp32, compute):
+    """How far log-probs are, in nats, from those of the same bf16 numbers in fp64."""
+    output, h, labels = projection_and_states(in_fp32)
+    exact = (h.double() @ output.weight.double().t()).log_softmax(-1)
+    exact = exact.gather(-1, labels[..., None])[..., 0]
+    return (compute(output, h, labels).double() - exact).abs().max().item()
+
+
+def by_head(output, h, labels):
+    return output(h, lambda *x: TokenLogProbs(chunk_tokens=5)(*x, labels=labels)).logprobs.detach()
+
+
+def by_logits(output, h, labels):  # what a generator draws from
+    return output(h).detach().float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def under_autocast(compute):
+    def computed(*arguments):
+        with torch.autocast("cpu", torch.bfloat16):
+            return compute(*arguments)
+
+    return computed
+
+
+def in_bf16(compute):
+    """With a bf16 weight: a generator's copy, or what FSDP gathers."""
+    return lambda output, *others: compute(output.bfloat16(), *others)
+
+
+@pytest.mark.parametrize("kind", [under_autocast, in_bf16])
+@pytest.mark.parametrize("compute", [by_head, by_logits])
+def test_rounding_of_large_logits_is_gone(compute, kind):
+    assert 0.02 < off_by(False, kind(compute)) < 0.13  # half a step of bf16 at 26 is 1/16
+    assert off_by(True, kind(compute)) < 1e-4
+
+
+def test_gradients_keep_the_types_of_weight_and_states():
+    output, h, labels = projection_and_states(in_fp32=True)
+    h.requires_grad_()
+    output.bfloat16()
+    by = output(h, lambda *x: TokenLogProbs()(*x, labels=labels))
+    by.logprobs.sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in (h, output.weight)]
+    logprobs = (wide[0] @ wide[1].t()).log_softmax(-1).gather(-1, labels[..., None])
+    for found, expected in zip(
+        (h.grad, output.weight.grad), torch.autograd.grad(logprobs.sum(), wide), strict=True
+    ):
+        assert found.dtype == torch.bfloat16
+        # One rounding to bf16.
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+    loss = output(h, lambda *x: SummedCrossEntropy()(*x, labels=labels))
+    assert loss.item() == pytest.approx(-by.logprobs.sum().item(), rel=1e-6)
+
+
+def test_trainer_and_cached_generation_agree_to_the_last_digits_of_fp32():
+    sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
+    model = Transformer(TransformerModelArgs(**sizes, fp32_head=True))
+    with torch.no_grad(), seeded_init(model, 0):
+        model.init_weights()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(TOKENS)
+        with kv_cache(model, 12) as forward:
+            cached = forward(TOKENS)
+        head = model(TOKENS, head=lambda *x: TokenLogProbs()(*x, labels=TOKENS)).logprobs
+    assert logits.dtype == cached.dtype == torch.float32
+    expected = logits.log_softmax(-1).gather(-1, TOKENS[..., None])[..., 0]
+    torch.testing.assert_close(head, expected, rtol=0, atol=5e-6)
+
+
+def test_config_reaches_the_model():
+    config = JobConfig()
+    config.model.fp32_head = True
+    args = TransformerModelArgs(dim=32, n_layers=1, n_heads=4, vocab_size=64)
+    args.update_from_config(config)
+    assert Transformer(args).output.in_fp32
+    assert not Transformer(dataclasses.replace(args, fp32_head=False)).output.in_fp32
+
+
+def test_model_without_such_args_and_a_quantized_output_are_refused(monkeypatch):
+    @dataclasses.dataclass
+    class Args:
+        dim: int = 8
+
+    spec = dataclasses.replace(get_train_spec("llama3"), model_args={"debugmodel": Args()})
+    monkeypatch.setitem(train_spec_module._extra_train_specs, "foreign", spec)
+    flags = ["--model.fp32_head", "--model.flavor=debugmodel"]
+    config = ConfigManager().parse_args([*flags, "--model.name=foreign"])
+    with pytest.raises(ConfigError, match="got 'foreign', whose args have no fp32_head"):
+        resolve_job(config, builds_data=False)
+    config = ConfigManager().parse_args(
+        [*flags, "--model.name=llama3", "--model.converters=quantize.linear.float8"]
+    )
+    with pytest.raises(ConfigError, match="model.fp32_head = True .* add 'output' to quantize"):
+        resolve_job(config, builds_data=False)

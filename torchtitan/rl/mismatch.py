@@ -1,0 +1,144 @@
+"""What to do about tokens that the generator drew from another policy than the trainer's.
+
+The generator rounds differently, and may have older weights. With m = log(old / generator) of each
+sampled token, where `old` is the trainer's policy when the step began, tokens get a weight
+
+    token     min(exp(m), cap)                            of the token's own ratio
+    sequence  min(exp(sum of m over the sequence), cap)   of the whole completion's
+
+(truncated importance sampling: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
+brings you off-policy RL training"), and those whose m is too far from 0 leave the loss. Denominators
+count all tokens, so that neither depends on the split into microbatches.
+
+B rows, T slots per row, see `torchtitan.rl.types`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CORRECTIONS = ("none", "token", "sequence")
+
+
+class Corrected(NamedTuple):
+    """weights: [B, T] factors of the policy loss. is_masked: [B, T] bool, out of every term.
+
+    metrics: sums and counts by name, as in `LossOutput`.
+    """
+
+    weights: Tensor
+    is_masked: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MismatchGuard:
+    """Weights and masks by the ratio of the trainer's old policy to the generator's.
+
+    weighting: "none", "token" or "sequence". cap: the largest weight, at least 1.
+    max_token: tokens whose |m| is above it are masked. max_sequence: sequences in which |the mean
+        of m over the tokens in the loss|, masked ones included, is above it are. In nats.
+
+    Raises ValueError for values out of range.
+    """
+
+    weighting: str = "none"
+    cap: float = 2.0
+    max_token: float = math.inf
+    max_sequence: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.weighting not in CORRECTIONS:
+            raise ValueError(
+                f"rl.loss.correction must be one of {', '.join(CORRECTIONS)}, got "
+                f"{self.weighting!r}"
+            )
+        if not 1 <= self.cap < math.inf:
+            raise ValueError(
+                f"rl.loss.correction_cap must be at least 1 and finite, or it would change tokens "
+                f"that both policies agree on, got {self.cap}; 2 is usual"
+            )
+        for name in ("max_token", "max_sequence"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"rl.loss.{name}_mismatch must be above 0 nats, got {getattr(self, name)}; "
+                    "leave it out to mask nothing"
+                )
+
+    @property
+    def masks(self) -> bool:
+        return min(self.max_token, self.max_sequence) < math.inf
+
+    @property
+    def is_on(self) -> bool:
+        return self.masks or self.weighting != "none"
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        return self.weighting == "sequence" or self.max_sequence < math.inf
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        names = []
+        if self.is_on:
+            names += ["mismatch_mean", "mismatch_max"]
+        if self.weighting != "none":
+            names += ["correction_mean", "correction_truncated_frac"]
+        if self.weighting == "sequence":
+            names += ["truncated_sequences_count"]
+        if self.masks:
+            names += ["masked_frac"]
+        if self.max_sequence < math.inf:
+            names += ["masked_sequences_count"]
+        return tuple(names)
+
+    @torch.no_grad()
+    def __call__(
+        self, old_logprobs: Tensor, batch: Mapping[str, Tensor], max_log_ratio: float
+    ) -> Corrected:
+        """old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow."""
+        in_loss = batch["loss_mask"] != 0
+        m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
+        is_masked = m.abs() > self.max_token
+        of_weight = m
+        measured = {"mismatch_mean": m.abs().sum(), "mismatch_max": m.abs().max()}
+        if self.needs_whole_sequences:
+            sums, counts, index = sequence_sums(m, in_loss, batch["sequence_ids"])
+            is_far = (sums / counts.clamp(min=1)).abs() > self.max_sequence
+            is_masked = is_masked | (is_far.gather(1, index) & in_loss)
+            measured["masked_sequences_count"] = is_far.sum()
+            is_truncated = (counts > 0) & (sums > math.log(self.cap))
+            measured["truncated_sequences_count"] = is_truncated.sum()
+            if self.weighting == "sequence":
+                of_weight = sums.gather(1, index).masked_fill(~in_loss, 0)
+        measured["masked_frac"] = is_masked.sum()
+        weights = torch.ones_like(m)
+        if self.weighting != "none":
+            # Before exp: the logarithm of the cap is a small number, whatever the ratio is.
+            largest = min(math.log(self.cap), max_log_ratio)
+            weights = of_weight.clamp(-max_log_ratio, largest).exp()
+            measured["correction_mean"] = (weights * in_loss).sum()
+            measured["correction_truncated_frac"] = (of_weight > math.log(self.cap)).sum()
+        return Corrected(weights, is_masked, {k: measured[k] for k in self.metric_names})
+
+
+def sequence_sums(
+    values: Tensor, in_loss: Tensor, sequence_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sums of the values in the loss by sequence, how many they are, the sequence of each slot).
+
+    All [B, T]; entry i of a row of the first two is about its sequence number i. Padding (id -1)
+    points at sequence 0 and is in no sum.
+    """
+    index = sequence_ids.clamp(min=0)
+    counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)
+    empty = torch.zeros_like(values)
+    return (
+        empty.scatter_add(1, index, values * counted),
+        empty.scatter_add(1, index, counted),
+        index,
+    )
