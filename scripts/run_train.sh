@@ -20,6 +20,8 @@ CONFIG_FILE="${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.t
 TRAIN_FILE="${TRAIN_FILE:-torchtitan.train}"
 COMM_MODE="${COMM_MODE:-}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+# Tensors on the CPU get huge pages where the system has them: fewer page faults (glibc 2.35 and newer).
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
 if [ -n "$COMM_MODE" ]; then
   export LOCAL_RANK=0

@@ -85,7 +85,8 @@ def build_device_memory_monitor() -> DeviceMemoryMonitor:
     """Return a monitor of the current device, after logging its name and capacity."""
     monitor = DeviceMemoryMonitor()
     device = f"{monitor.device} ({monitor.device_name})"
-    logger.info("Device %s has %.2f GiB of memory", device, monitor.device_capacity_gib)
+    threads = f", {torch.get_num_threads()} threads" if monitor.device.type == "cpu" else ""
+    logger.info("Device %s has %.2f GiB of memory%s", device, monitor.device_capacity_gib, threads)
     return monitor
 
 
