@@ -78,6 +78,7 @@ _SMALLEST_COUNTS = {
     "batch.max_tokens_per_microbatch": 1,
     "batch.pad_multiple": 1,
     "generator.max_batch_size": 1,
+    "generator.max_snapshots": 0,
     "sampling.max_tokens": 1,
 }
 _NOT_NEGATIVE = (

@@ -96,6 +96,9 @@ class RLGenerator:
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
     max_batch_size: int = 256
+    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
+    # in host memory, each as large as a rank's part of the weights
+    max_snapshots: int = 4
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
     # with the trainer's own precision, whose distribution they stand for
