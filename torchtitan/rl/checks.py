@@ -1,5 +1,6 @@
 """Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
 
+import ipaddress
 import math
 import os
 from collections.abc import Iterator
@@ -41,6 +42,31 @@ def check_trainer_config(job_config: JobConfig) -> None:
     check_gradients_add_up(job_config)
 
 
+def check_server_config(job_config: JobConfig) -> None:
+    """The same for the keys that `torchtitan.rl.serve` reads."""
+    check_trainer_config(job_config)
+    refuse(_serve(job_config), weight_sharing(job_config.rl))
+
+
+def _serve(job_config: JobConfig) -> Iterator[str]:
+    serve = job_config.rl.serve
+    try:
+        ipaddress.ip_address(serve.host)
+    except ValueError:
+        yield f"rl.serve.host must be an IP address, got {serve.host!r}; 127.0.0.1 is this machine"
+    if not 0 <= serve.port < 2**16:
+        yield f"rl.serve.port must be 0 to 65535, got {serve.port}; the default is 8000"
+    if not serve.base_model:
+        yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
+    if job_config.rl.generator.rescore:
+        yield "rl.generator.rescore is for training by the config's own loop; turn it off"
+    if job_config.rl.async_steps:
+        yield (
+            f"rl.async_steps is for training by the config's own loop, got "
+            f"{job_config.rl.async_steps}; clients decide by themselves how far they run ahead"
+        )
+
+
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:
     """A batch's weights are shares of the whole optimizer step, so gradients have to be sums."""
     reduction = job_config.training.gradient_reduction
@@ -80,6 +106,7 @@ _SMALLEST_COUNTS = {
     "generator.max_batch_size": 1,
     "generator.max_snapshots": 0,
     "sampling.max_tokens": 1,
+    "serve.max_request_mib": 1,
 }
 _NOT_NEGATIVE = (
     "loss.clip_eps",

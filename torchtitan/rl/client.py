@@ -130,7 +130,9 @@ class LocalTrainingClient:
             self._generator = build_generator(job_config, engine)
         # Unseeded sampling continues from its state.
         engine.checkpointer.states["rl_generator"] = self._generator
-        self._folder = os.path.join(job_config.job.dump_folder, "states")
+        self.checkpointer = engine.checkpointer
+        self.vocab_size = engine.model_args.vocab_size
+        self.states_folder = os.path.join(job_config.job.dump_folder, "states")
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
         self._pushed: WeightsKey | None = None  # the weights that the generator has
         self._failure: Exception | None = None  # of a forward_backward in this step
@@ -195,7 +197,7 @@ class LocalTrainingClient:
     @_on_thread
     def save_state(self, name: str) -> SaveWeightsResponse:
         """Save weights and optimizer below the job's dump folder."""
-        path = os.path.join(self._folder, name)
+        path = os.path.join(self.states_folder, name)
         self._trainer.save_checkpoint(path)
         return SaveWeightsResponse(path)
 

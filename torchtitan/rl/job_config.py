@@ -125,6 +125,15 @@ class RLWeightSync:
 
 
 @dataclass
+class RLServe:
+    host: str = "127.0.0.1"  # Address to listen at; another machine reaches only others than this
+    port: int = 8000  # Port to listen at; 0 takes a free one and logs it
+    base_model: str = "policy"  # The model's name for clients
+    only_base_model: bool = False  # Refuse clients that ask for a model of another name
+    max_request_mib: int = 64  # Larger requests are refused, in MiB
+
+
+@dataclass
 class RL:
     num_prompts_per_step: int = 16  # Prompts per optimizer step
     num_samples_per_prompt: int = 16  # Completions of each prompt
@@ -144,6 +153,8 @@ class RL:
     sampling: RLSampling = field(default_factory=RLSampling)
     # How weights reach the generator
     weight_sync: RLWeightSync = field(default_factory=RLWeightSync)
+    # The HTTP server torchtitan.rl.serve
+    serve: RLServe = field(default_factory=RLServe)
 
 
 @dataclass

@@ -1,0 +1,558 @@
+"""What the server answers: Tinker's endpoints over a policy's commands.
+
+One policy is trained at a time, in full. A session is a client program; a model is its training
+run; a sampling session is a sampler of one moment's weights.
+"""
+
+import dataclasses
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.rl.client import LocalTrainingClient
+from torchtitan.rl.client_types import Datum, ForwardBackwardOutput, ModelInput
+from torchtitan.rl.job_config import JobConfig, batch_seq_len
+from torchtitan.rl.serving import wire
+from torchtitan.rl.serving.futures import Futures, Pending
+from torchtitan.rl.serving.policy import BASE, Command
+from torchtitan.rl.serving.requests import (
+    Refused,
+    adam_params,
+    folder_of,
+    model_input,
+    read_json,
+    sampling_params,
+    take,
+)
+from torchtitan.tools.logging import logger
+
+_SECONDS_TO_HOLD = 20  # a request for a result that is not there yet
+_SECONDS_UNTIL_GONE = 60  # a session without a heartbeat, which clients send every 10 s
+_MOST_WAITING = 8192
+_MOST_SESSIONS = _MOST_SAMPLERS = 4096
+_MOST_SAMPLES = 4096  # of one request
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+# Of a sample request, with what stands for "not asked for".
+_NOT_OFFERED = {
+    "topk_prompt_logprobs": 0,
+    "topk_sample_logprobs": 0,
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """values: sent as JSON; body: sent as it is, in place of them."""
+
+    values: Any = None
+    status: int = 200
+    body: bytes | None = None
+
+
+@dataclass
+class _Result:
+    """values: as JSON. body: as protobuf, where the client reads that."""
+
+    values: dict[str, Any]
+    body: bytes | None = None
+
+
+@dataclass
+class _Session:
+    seen_at: float
+    is_finished: bool = False
+    metadata: Any = None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_finished and time.monotonic() - self.seen_at < _SECONDS_UNTIL_GONE
+
+
+class Service:
+    """Answers requests, from any thread; `put` hands on commands for the policy."""
+
+    def __init__(
+        self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
+    ):
+        self._config, self._put = job_config, put
+        self._name = job_config.rl.serve.base_model
+        self._states = client.states_folder
+        self._tokenizer = client.tokenizer
+        self._vocab_size = client.vocab_size
+        self._longest = batch_seq_len(job_config)
+        self._futures = Futures(_MOST_WAITING)
+        self._lock = threading.RLock()
+        self._sessions: dict[str, _Session] = {}
+        self._model_id = ""  # of the training run that has the policy
+        self._base_model = self._name
+        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler, or a path
+        self._n_clones = 0
+        post, get = "POST", "GET"
+        self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
+            (method, re.compile("/api/v1/" + path), handler)
+            for method, path, handler in (
+                (get, "healthz", lambda *_: Answer({"status": "ok"})),
+                (get, "get_server_capabilities", self._capabilities),
+                (post, "client/config", self._client_config),
+                (post, "client/dynamic_config", lambda *_: Answer({})),
+                (post, "telemetry", lambda *_: Answer({"status": "accepted"})),
+                (post, "create_session", self._create_session),
+                (post, "session_heartbeat", self._heartbeat),
+                (post, r"sessions/([^/]+)/finish", self._finish_session),
+                (post, "create_model", self._create_model),
+                (post, "get_info", self._get_info),
+                (post, "weights_info", self._weights_info),
+                (get, r"training_runs/([^/]+)", self._training_run),
+                (post, "forward_backward", self._forward_backward),
+                (post, "optim_step", self._optim_step),
+                (post, "save_weights", self._save_weights),
+                (post, "load_weights", self._load_weights),
+                (post, "save_weights_for_sampler", self._save_for_sampler),
+                (post, "create_sampling_session", self._create_sampling_session),
+                (post, "join_sampling_session", self._join_sampling_session),
+                (get, r"samplers/([^/]+)", self._get_sampler),
+                (post, "asample", self._sample),
+                (post, "retrieve_future", self._retrieve),
+                (post, "retrieve_futures", self._retrieve_many),
+            )
+        ]
+
+    def answer(self, method: str, path: str, body: bytes, accepts_protobuf: bool) -> Answer:
+        """The answer to a request. Raises Refused, or ValueError for what is not valid."""
+        for verb, pattern, handler in self._routes:
+            found = pattern.fullmatch(path)
+            if found and verb == method:
+                if handler == self._forward_backward:
+                    return handler(body)
+                values = read_json(body)
+                if handler == self._retrieve:
+                    return self._retrieve(values, accepts_protobuf)
+                return handler(values, *found.groups())
+        raise Refused(f"{method} {path} is not offered by this server", 404)
+
+    def close(self) -> None:
+        """Answer all that wait."""
+        self._futures.close(Refused("the server was shut down before this was done", 503))
+
+    # ---- sessions and models ----
+
+    def _capabilities(self, _: Any) -> Answer:
+        model = {"model_name": self._name, "max_context_length": self._longest}
+        return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
+
+    def _client_config(self, _: Any) -> Answer:
+        limit = self._config.rl.serve.max_request_mib * 2**20
+        return Answer(
+            {
+                "pjwt_auth_enabled": False,
+                "parallel_fwdbwd_chunks": False,  # one policy, one call at a time
+                "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
+                "sample_use_retrieve_futures": True,
+                "sample_join_sampling_session": True,
+                # Samples wait for the policy while it trains.
+                "sample_enable_stuck_detection": False,
+            }
+        )
+
+    def _create_session(self, values: dict[str, Any]) -> Answer:
+        session_id = str(uuid.uuid4())
+        with self._lock:
+            for name in [name for name, s in self._sessions.items() if not s.is_alive]:
+                del self._sessions[name]
+            if len(self._sessions) >= _MOST_SESSIONS:
+                raise Refused(f"{_MOST_SESSIONS} sessions are alive; finish some of them", 429)
+            self._sessions[session_id] = _Session(time.monotonic())
+        model = self._config.model
+        return Answer(
+            {
+                "type": "create_session",
+                "session_id": session_id,
+                "info_message": f"this server trains all weights of {model.name} {model.flavor}: "
+                "a LoRA rank is accepted and means nothing",
+            }
+        )
+
+    def _session(self, session_id: str) -> _Session:
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or session.is_finished:
+                raise Refused(
+                    f"session {session_id} is not known, or finished; make a new ServiceClient", 410
+                )
+            session.seen_at = time.monotonic()
+            return session
+
+    def _heartbeat(self, values: dict[str, Any]) -> Answer:
+        self._session(take(values, "session_id", str))
+        return Answer({"type": "session_heartbeat"})
+
+    def _finish_session(self, _: Any, session_id: str) -> Answer:
+        self._session(session_id).is_finished = True
+        return Answer({})
+
+    def _claim_policy(self, values: dict[str, Any]) -> str:
+        """The id of a session's new model, which takes the policy over."""
+        session_id = take(values, "session_id", str)
+        if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
+            raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
+        base_model = take(values, "base_model", str, self._name)
+        if self._config.rl.serve.only_base_model and base_model != self._name:
+            raise Refused(
+                f"base_model must be {self._name!r}, which is what this server trains, got "
+                f"{base_model!r}"
+            )
+        model_id = f"{session_id}:train:{take(values, 'model_seq_id', int)}"
+        with self._lock:
+            self._session(session_id)
+            owner = self._model_id.partition(":")[0]
+            is_taken = owner not in ("", session_id) and owner in self._sessions
+            if is_taken and self._sessions[owner].is_alive:
+                raise Refused(
+                    f"model {self._model_id} of another session has this server's only policy; "
+                    f"close that ServiceClient (or end its program, and wait "
+                    f"{_SECONDS_UNTIL_GONE} s), or start another server"
+                )
+            self._model_id, self._base_model = model_id, base_model
+            self._sessions[session_id].metadata = values.get("user_metadata")
+        logger.info("model %s trains the policy, as %s", model_id, base_model)
+        return model_id
+
+    def _create_model(self, values: dict[str, Any]) -> Answer:
+        take(values, "lora_config", dict, None)
+        seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
+        if (known := self._futures.wait(seq_id, 0)) is not None:  # sent twice
+            return self._accepted(known)
+        model_id = self._claim_policy(values)
+        result = {"type": "create_model", "model_id": model_id}
+        return self._submit(seq_id, Command("start_model", {}), lambda _: result, model_id=model_id)
+
+    def _model(self, values: dict[str, Any]) -> str:
+        return self._checked_model(take(values, "model_id", str))
+
+    def _checked_model(self, model_id: str) -> str:
+        with self._lock:
+            if model_id != self._model_id or not model_id:
+                raise Refused(
+                    f"model {model_id} does not have the policy: "
+                    + (f"{self._model_id} does" if self._model_id else "no model does")
+                    + "; create a training client",
+                    404,
+                )
+            if (session := self._sessions.get(model_id.partition(":")[0])) is not None:
+                session.seen_at = time.monotonic()
+        return model_id
+
+    def _get_info(self, values: dict[str, Any]) -> Answer:
+        model_id, model = self._model(values), self._config.model
+        data = {"arch": f"{model.name} {model.flavor}", "model_name": self._base_model}
+        if self._tokenizer is not None:
+            data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
+        found = {"type": "get_info", "model_id": model_id, "model_data": data}
+        return Answer(found | {"is_lora": False, "model_name": self._base_model})
+
+    def _weights_info(self, values: dict[str, Any]) -> Answer:
+        self._existing(take(values, "tinker_path", str))
+        return Answer({"base_model": self._base_model, "is_lora": False})
+
+    def _training_run(self, _: Any, model_id: str) -> Answer:
+        self._checked_model(model_id)
+        metadata = self._session(model_id.partition(":")[0]).metadata
+        return Answer(
+            {
+                "training_run_id": model_id,
+                "base_model": self._base_model,
+                "model_owner": "local",
+                "is_lora": False,
+                "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "user_metadata": metadata if isinstance(metadata, dict) else None,
+            }
+        )
+
+    # ---- training ----
+
+    def _forward_backward(self, body: bytes) -> Answer:
+        request = wire.read_forward_backward(body)
+        self._checked_model(request.model_id)
+        if request.loss_fn == "gspo":
+            request = dataclasses.replace(request, data=[_with_mask(d) for d in request.data])
+        command = Command("forward_backward", {"request": request})
+        return self._submit(f"{request.model_id}:{request.seq_id}", command, _write_output)
+
+    def _optim_step(self, values: dict[str, Any]) -> Answer:
+        command = Command("optim_step", {"params": adam_params(values)})
+        return self._submit(self._seq_id(values), command, lambda metrics: {"metrics": metrics})
+
+    def _seq_id(self, values: dict[str, Any]) -> str:
+        return f"{self._model(values)}:{take(values, 'seq_id', int)}"
+
+    def _save_weights(self, values: dict[str, Any]) -> Answer:
+        return self._save(values, "weights", "save_weights")
+
+    def _save(self, values: dict[str, Any], kind: str, response: str) -> Answer:
+        path = f"tinker://{self._model(values)}/{kind}/{take(values, 'path', str)}"
+        folder, seq_id = folder_of(path), self._seq_id(values)
+        is_there = os.path.exists(os.path.join(self._states, folder))
+        known = self._futures.wait(seq_id, 0)
+        if is_there and known is None and not take(values, "overwrite", bool, False):
+            raise Refused(f"{path} exists already; choose another name, or give overwrite")
+        command = Command("save", {"path": folder})
+        return self._submit(seq_id, command, lambda _: {"type": response, "path": path})
+
+    def _existing(self, path: str) -> str:
+        folder = os.path.join(self._states, folder_of(path))
+        if not os.path.isdir(folder):
+            raise Refused(f"{path} is not among this server's saved states in {self._states}", 404)
+        return folder
+
+    def _load_weights(self, values: dict[str, Any]) -> Answer:
+        path, is_new = take(values, "path", str), values.get("session_id") is not None
+        folder = self._existing(path)
+        if is_new:
+            seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
+            if (known := self._futures.wait(seq_id, 0)) is not None:
+                return self._accepted(known)
+            model_id = self._claim_policy(values)
+        else:
+            seq_id, model_id = self._seq_id(values), self._model(values)
+        optimizer = take(values, "optimizer", bool, False)
+        command = Command("load", {"path": folder, "with_optimizer": optimizer})
+        result = {"type": "load_weights", "path": path, "model_id": model_id}
+        return self._submit(seq_id, command, lambda _: result, model_id=model_id)
+
+    # ---- sampling ----
+
+    def _save_for_sampler(self, values: dict[str, Any]) -> Answer:
+        if values.get("path") is not None:
+            return self._save(values, "sampler_weights", "save_weights_for_sampler")
+        seq_id = self._seq_id(values)
+        number = take(values, "sampling_session_seq_id", int)
+        sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
+        self._add_sampler(sampler, sampler)
+        result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+        return self._submit(seq_id, Command("snapshot", {"sampler": sampler}), lambda _: result)
+
+    def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
+        session_id = take(values, "session_id", str)
+        self._session(session_id)
+        number = take(values, "sampling_session_seq_id", int)
+        sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
+        if sampler not in self._samplers:
+            self._add_sampler(sampler, BASE if path is None else sampler)
+            if path is not None:
+                folder = self._existing(path)
+                self._put(Command("open", {"sampler": sampler, "path": folder}))
+        return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    def _add_sampler(self, name: str, source: str) -> None:
+        with self._lock:
+            self._samplers[name] = source
+            old = list(self._samplers)[:-_MOST_SAMPLERS]
+            for sampler in old:
+                del self._samplers[sampler]
+        if old:
+            self._put(Command("forget", {"samplers": old}))
+
+    def _sampler(self, sampler: str) -> str:
+        with self._lock:
+            if sampler not in self._samplers:
+                raise Refused(
+                    f"sampling session {sampler} is not known; make a new sampling client", 404
+                )
+            if (session := self._sessions.get(sampler.partition(":")[0])) is not None:
+                session.seen_at = time.monotonic()
+            return self._samplers[sampler]
+
+    def _join_sampling_session(self, values: dict[str, Any]) -> Answer:
+        self._sampler(take(values, "sampling_session_id", str))
+        with self._lock:
+            self._n_clones += 1
+            return Answer({"type": "join_sampling_session", "client_counter": self._n_clones})
+
+    def _get_sampler(self, _: Any, sampler: str) -> Answer:
+        self._sampler(sampler)
+        return Answer({"sampler_id": sampler, "base_model": self._base_model})
+
+    def _sample(self, values: dict[str, Any]) -> Answer:
+        for name, nothing in _NOT_OFFERED.items():
+            if values.get(name) not in (None, nothing):
+                raise Refused(f"{name} is not offered by this server, got {values[name]!r}")
+        session = take(values, "sampling_session_id", str)
+        sampler, prompt = self._sampler(session), model_input(values, "prompt")
+        number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
+        if not 1 <= n_samples <= _MOST_SAMPLES:
+            raise Refused(f"num_samples must be 1 to {_MOST_SAMPLES}, got {n_samples}")
+        if max(prompt.tokens) >= self._vocab_size:
+            raise Refused(
+                f"prompt has the token {max(prompt.tokens)}, and the model has "
+                f"{self._vocab_size}; use its tokenizer"
+            )
+        room = self._longest + 1 - prompt.length
+        if room < 1:
+            raise Refused(
+                f"prompt has {prompt.length} tokens, and a row {self._longest}; shorten "
+                "it, or raise training.seq_len"
+            )
+        eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
+        params = sampling_params(values, room, eos_id, self._vocab_size)
+        params.to_config(self._tokenizer)
+        scored = None
+        if take(values, "prompt_logprobs", bool, False):
+            scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        request_id = f"{session}:{number}"
+        ids = [f"{request_id}:{i}" for i in range(n_samples)]
+        pending = Pending(
+            request_id,
+            channel=(session, number // 1_000_000_000),
+            extra={"request_id": request_id, "sample_sequence_ids": ids},
+        )
+        return self._start_sampling(pending, prompt, sampler, n_samples, params, scored)
+
+    def _start_sampling(
+        self,
+        pending: Pending,
+        prompt: ModelInput,
+        sampler: str,
+        n_samples: int,
+        params: Any,
+        scored: int | None,
+    ) -> Answer:
+        """scored: how many of the prompt's last tokens get log-probs; None for none."""
+        if (answer := self._accept(pending)) is not None:
+            return answer
+        logprobs: list[float | None] | None = None
+
+        def take_logprobs(result: Any) -> None:
+            nonlocal logprobs
+            if isinstance(result, Exception):
+                self._futures.finish(pending, result)
+                return
+            hidden = max(prompt.length - (scored or 0), 0)
+            logprobs = [None] * hidden + result[0][hidden:]
+
+        def finish(result: Any) -> None:
+            if not isinstance(result, Exception):
+                result = _write_samples(result[0].sequences, logprobs)
+            self._futures.finish(pending, result)
+
+        if scored is not None:
+            key = ("logprobs", sampler)
+            self._put(Command("logprobs", {"sampler": sampler}, take_logprobs, key, [prompt]))
+        # What a seed draws depends on what else is drawn.
+        key = ("sample", sampler, n_samples, params) if params.seed is None else object()
+        arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
+        self._put(Command("sample", arguments, finish, key, [prompt]))
+        return self._accepted(pending)
+
+    # ---- results ----
+
+    def _accept(self, pending: Pending) -> Answer | None:
+        """None for a new request; the answer to one that was sent before."""
+        accepted = self._futures.accept(pending)
+        if accepted is None:
+            raise Refused(f"{_MOST_WAITING} requests wait already; send this one again later", 429)
+        return None if accepted is pending else self._accepted(accepted)
+
+    @staticmethod
+    def _accepted(pending: Pending) -> Answer:
+        return Answer({"request_id": pending.request_id} | pending.extra)
+
+    def _submit(
+        self, request_id: str, command: Command, write: Callable[[Any], Any], **extra: Any
+    ) -> Answer:
+        """Have a command carried out; `write` makes what is sent of its result."""
+        pending = Pending(request_id, extra=extra)
+        if (answer := self._accept(pending)) is not None:
+            return answer
+
+        def finish(result: Any) -> None:
+            if not isinstance(result, Exception):
+                result = write(result)
+            self._futures.finish(
+                pending, result if not isinstance(result, dict) else _Result(result)
+            )
+
+        self._put(dataclasses.replace(command, answer=finish))
+        return self._accepted(pending)
+
+    def _retrieve(self, values: dict[str, Any], accepts_protobuf: bool) -> Answer:
+        request_id = take(values, "request_id", str)
+        pending = self._futures.wait(request_id, _SECONDS_TO_HOLD)
+        if pending is None:
+            raise Refused(f"request {request_id} is not known, or was fetched long ago", 410)
+        result = pending.result
+        if result is None:
+            waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return Answer(waiting, status=408)
+        if isinstance(result, Exception):
+            is_users = isinstance(result, ValueError)
+            said = str(result) if is_users else f"{type(result).__name__}: {result}"
+            return Answer({"error": said, "category": "user" if is_users else "server"})
+        if result.body is not None and accepts_protobuf:
+            return Answer(body=result.body)
+        return Answer(result.values)
+
+    def _retrieve_many(self, values: dict[str, Any]) -> Answer:
+        target, seconds = take(values, "target", dict), take(values, "timeout", float, 30.0)
+        session = take(target, "sampling_session_id", str)
+        self._sampler(session)
+        done, cursor = self._futures.wait_for_channel(
+            (session, take(target, "cloned_sampler_id", int, 0)),
+            take(values, "prev_cursor", int, 0),
+            max(0.0, min(seconds, _SECONDS_TO_HOLD)),
+        )
+        completions = [
+            {
+                "state": "failed" if isinstance(pending.result, Exception) else "finished",
+                "request_id": pending.request_id,
+            }
+            for pending in done
+        ]
+        return Answer({"completions": completions, "cursor": cursor})
+
+
+def _with_mask(datum: Datum) -> Datum:
+    """Tinker's gspo takes its ratio over `sequence_ratio_mask`, ours over the mask."""
+    inputs = dict(datum.loss_fn_inputs)
+    if "sequence_ratio_mask" in inputs:
+        inputs["mask"] = inputs.pop("sequence_ratio_mask")
+    return Datum(datum.model_input, inputs)
+
+
+def _write_output(output: ForwardBackwardOutput) -> _Result:
+    # Clients reduce metrics of several requests by what stands after the colon.
+    metrics = {
+        name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
+        for name, value in output.metrics.items()
+    }
+    logprobs = [np.asarray(found["logprobs"].cpu()) for found in output.loss_fn_outputs]
+    values = {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [{"logprobs": _tensor(array)} for array in logprobs],
+        "metrics": metrics,
+    }
+    return _Result(values, wire.write_forward_backward(logprobs, metrics))
+
+
+def _tensor(array: np.ndarray) -> dict[str, Any]:
+    return {"data": array.tolist(), "dtype": "float32", "shape": list(array.shape)}
+
+
+def _write_samples(sequences: Any, prompt_logprobs: list[float | None] | None) -> _Result:
+    values = {
+        "type": "sample",
+        "sequences": [vars(sequence) for sequence in sequences],
+        "prompt_logprobs": prompt_logprobs,
+    }
+    triples = [(s.tokens, s.logprobs, s.stop_reason) for s in sequences]
+    return _Result(values, wire.write_samples(triples, prompt_logprobs))
