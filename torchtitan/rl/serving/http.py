@@ -12,12 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from torchtitan.rl.serving.requests import Refused
-from torchtitan.rl.serving.service import JSON, PROTOBUF, Answer
+from torchtitan.rl.serving.results import Answer
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes, bool], Answer]
 """(method, path, body, whether the client reads protobuf) -> answer; raises ValueError"""
 
+_JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _MOST_CONNECTIONS = 512
 _SECONDS_IDLE = 120  # a connection that sends nothing, or reads nothing
 _SECONDS_TO_FINISH = 5
@@ -104,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body()
             if self.headers.get("Origin") is not None:
                 raise Refused("requests from web pages are not answered", 403)
-            accepts_protobuf = PROTOBUF in self.headers.get("Accept", "")
+            accepts_protobuf = _PROTOBUF in self.headers.get("Accept", "")
             path = self.path.partition("?")[0]
             return self.server.respond(self.command, path, body, accepts_protobuf)
         except ValueError as error:
@@ -142,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps(answer.values).encode() if is_json else answer.body or b""
         try:
             self.send_response(answer.status)
-            self.send_header("Content-Type", JSON if is_json else PROTOBUF)
+            self.send_header("Content-Type", _JSON if is_json else _PROTOBUF)
             self.send_header("Content-Length", str(len(body)))
             if self.close_connection:
                 self.send_header("Connection", "close")

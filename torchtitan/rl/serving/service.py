@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchtitan.rl.client import LocalTrainingClient
-from torchtitan.rl.client_types import Datum, ForwardBackwardOutput, ModelInput
+from torchtitan.rl.client_types import Datum, ModelInput
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.serving import wire
-from torchtitan.rl.serving.futures import Futures, Pending
+from torchtitan.rl.serving.futures import Pending
 from torchtitan.rl.serving.policy import BASE, Command
 from torchtitan.rl.serving.requests import (
     Refused,
@@ -31,15 +29,19 @@ from torchtitan.rl.serving.requests import (
     sampling_params,
     take,
 )
+from torchtitan.rl.serving.results import (
+    Answer,
+    Result,
+    Results,
+    accepted,
+    write_output,
+    write_samples,
+)
 from torchtitan.tools.logging import logger
 
-_SECONDS_TO_HOLD = 20  # a request for a result that is not there yet
 _SECONDS_UNTIL_GONE = 60  # a session without a heartbeat, which clients send every 10 s
-_MOST_WAITING = 8192
 _MOST_SESSIONS = _MOST_SAMPLERS = 4096
 _MOST_SAMPLES = 4096  # of one request
-
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 # Of a sample request, with what stands for "not asked for".
 _NOT_OFFERED = {
@@ -49,23 +51,6 @@ _NOT_OFFERED = {
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """values: sent as JSON; body: sent as it is, in place of them."""
-
-    values: Any = None
-    status: int = 200
-    body: bytes | None = None
-
-
-@dataclass
-class _Result:
-    """values: as JSON. body: as protobuf, where the client reads that."""
-
-    values: dict[str, Any]
-    body: bytes | None = None
 
 
 @dataclass
@@ -91,7 +76,7 @@ class Service:
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
         self._longest = batch_seq_len(job_config)
-        self._futures = Futures(_MOST_WAITING)
+        self._results = Results(put)
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
         self._model_id = ""  # of the training run that has the policy
@@ -123,7 +108,7 @@ class Service:
                 (post, "join_sampling_session", self._join_sampling_session),
                 (get, r"samplers/([^/]+)", self._get_sampler),
                 (post, "asample", self._sample),
-                (post, "retrieve_future", self._retrieve),
+                (post, "retrieve_future", self._results.retrieve),
                 (post, "retrieve_futures", self._retrieve_many),
             )
         ]
@@ -136,14 +121,14 @@ class Service:
                 if handler == self._forward_backward:
                     return handler(body)
                 values = read_json(body)
-                if handler == self._retrieve:
-                    return self._retrieve(values, accepts_protobuf)
+                if handler == self._results.retrieve:
+                    return self._results.retrieve(values, accepts_protobuf)
                 return handler(values, *found.groups())
         raise Refused(f"{method} {path} is not offered by this server", 404)
 
     def close(self) -> None:
         """Answer all that wait."""
-        self._futures.close(Refused("the server was shut down before this was done", 503))
+        self._results.futures.close(Refused("the server was shut down before this was done", 503))
 
     # ---- sessions and models ----
 
@@ -231,11 +216,13 @@ class Service:
     def _create_model(self, values: dict[str, Any]) -> Answer:
         take(values, "lora_config", dict, None)
         seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
-        if (known := self._futures.wait(seq_id, 0)) is not None:  # sent twice
-            return self._accepted(known)
+        if (answer := self._results.known(seq_id)) is not None:  # sent twice
+            return answer
         model_id = self._claim_policy(values)
         result = {"type": "create_model", "model_id": model_id}
-        return self._submit(seq_id, Command("start_model", {}), lambda _: result, model_id=model_id)
+        return self._results.submit(
+            seq_id, Command("start_model", {}), lambda _: Result(result), model_id=model_id
+        )
 
     def _model(self, values: dict[str, Any]) -> str:
         return self._checked_model(take(values, "model_id", str))
@@ -287,11 +274,13 @@ class Service:
         if request.loss_fn == "gspo":
             request = dataclasses.replace(request, data=[_with_mask(d) for d in request.data])
         command = Command("forward_backward", {"request": request})
-        return self._submit(f"{request.model_id}:{request.seq_id}", command, _write_output)
+        return self._results.submit(f"{request.model_id}:{request.seq_id}", command, write_output)
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
         command = Command("optim_step", {"params": adam_params(values)})
-        return self._submit(self._seq_id(values), command, lambda metrics: {"metrics": metrics})
+        return self._results.submit(
+            self._seq_id(values), command, lambda metrics: Result({"metrics": metrics})
+        )
 
     def _seq_id(self, values: dict[str, Any]) -> str:
         return f"{self._model(values)}:{take(values, 'seq_id', int)}"
@@ -303,11 +292,13 @@ class Service:
         path = f"tinker://{self._model(values)}/{kind}/{take(values, 'path', str)}"
         folder, seq_id = folder_of(path), self._seq_id(values)
         is_there = os.path.exists(os.path.join(self._states, folder))
-        known = self._futures.wait(seq_id, 0)
-        if is_there and known is None and not take(values, "overwrite", bool, False):
+        is_new = self._results.known(seq_id) is None
+        if is_there and is_new and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or give overwrite")
         command = Command("save", {"path": folder})
-        return self._submit(seq_id, command, lambda _: {"type": response, "path": path})
+        return self._results.submit(
+            seq_id, command, lambda _: Result({"type": response, "path": path})
+        )
 
     def _existing(self, path: str) -> str:
         folder = os.path.join(self._states, folder_of(path))
@@ -320,15 +311,15 @@ class Service:
         folder = self._existing(path)
         if is_new:
             seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
-            if (known := self._futures.wait(seq_id, 0)) is not None:
-                return self._accepted(known)
+            if (answer := self._results.known(seq_id)) is not None:
+                return answer
             model_id = self._claim_policy(values)
         else:
             seq_id, model_id = self._seq_id(values), self._model(values)
         optimizer = take(values, "optimizer", bool, False)
         command = Command("load", {"path": folder, "with_optimizer": optimizer})
         result = {"type": "load_weights", "path": path, "model_id": model_id}
-        return self._submit(seq_id, command, lambda _: result, model_id=model_id)
+        return self._results.submit(seq_id, command, lambda _: Result(result), model_id=model_id)
 
     # ---- sampling ----
 
@@ -340,7 +331,9 @@ class Service:
         sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
         self._add_sampler(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        return self._submit(seq_id, Command("snapshot", {"sampler": sampler}), lambda _: result)
+        return self._results.submit(
+            seq_id, Command("snapshot", {"sampler": sampler}), lambda _: Result(result)
+        )
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
@@ -428,22 +421,22 @@ class Service:
         scored: int | None,
     ) -> Answer:
         """scored: how many of the prompt's last tokens get log-probs; None for none."""
-        if (answer := self._accept(pending)) is not None:
+        if (answer := self._results.accept(pending)) is not None:
             return answer
         logprobs: list[float | None] | None = None
 
         def take_logprobs(result: Any) -> None:
             nonlocal logprobs
             if isinstance(result, Exception):
-                self._futures.finish(pending, result)
+                self._results.futures.finish(pending, result)
                 return
             hidden = max(prompt.length - (scored or 0), 0)
             logprobs = [None] * hidden + result[0][hidden:]
 
         def finish(result: Any) -> None:
             if not isinstance(result, Exception):
-                result = _write_samples(result[0].sequences, logprobs)
-            self._futures.finish(pending, result)
+                result = write_samples(result[0].sequences, logprobs)
+            self._results.futures.finish(pending, result)
 
         if scored is not None:
             key = ("logprobs", sampler)
@@ -452,73 +445,14 @@ class Service:
         key = ("sample", sampler, n_samples, params) if params.seed is None else object()
         arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
         self._put(Command("sample", arguments, finish, key, [prompt]))
-        return self._accepted(pending)
-
-    # ---- results ----
-
-    def _accept(self, pending: Pending) -> Answer | None:
-        """None for a new request; the answer to one that was sent before."""
-        accepted = self._futures.accept(pending)
-        if accepted is None:
-            raise Refused(f"{_MOST_WAITING} requests wait already; send this one again later", 429)
-        return None if accepted is pending else self._accepted(accepted)
-
-    @staticmethod
-    def _accepted(pending: Pending) -> Answer:
-        return Answer({"request_id": pending.request_id} | pending.extra)
-
-    def _submit(
-        self, request_id: str, command: Command, write: Callable[[Any], Any], **extra: Any
-    ) -> Answer:
-        """Have a command carried out; `write` makes what is sent of its result."""
-        pending = Pending(request_id, extra=extra)
-        if (answer := self._accept(pending)) is not None:
-            return answer
-
-        def finish(result: Any) -> None:
-            if not isinstance(result, Exception):
-                result = write(result)
-            self._futures.finish(
-                pending, result if not isinstance(result, dict) else _Result(result)
-            )
-
-        self._put(dataclasses.replace(command, answer=finish))
-        return self._accepted(pending)
-
-    def _retrieve(self, values: dict[str, Any], accepts_protobuf: bool) -> Answer:
-        request_id = take(values, "request_id", str)
-        pending = self._futures.wait(request_id, _SECONDS_TO_HOLD)
-        if pending is None:
-            raise Refused(f"request {request_id} is not known, or was fetched long ago", 410)
-        result = pending.result
-        if result is None:
-            waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-            return Answer(waiting, status=408)
-        if isinstance(result, Exception):
-            is_users = isinstance(result, ValueError)
-            said = str(result) if is_users else f"{type(result).__name__}: {result}"
-            return Answer({"error": said, "category": "user" if is_users else "server"})
-        if result.body is not None and accepts_protobuf:
-            return Answer(body=result.body)
-        return Answer(result.values)
+        return accepted(pending)
 
     def _retrieve_many(self, values: dict[str, Any]) -> Answer:
-        target, seconds = take(values, "target", dict), take(values, "timeout", float, 30.0)
+        target = take(values, "target", dict)
         session = take(target, "sampling_session_id", str)
         self._sampler(session)
-        done, cursor = self._futures.wait_for_channel(
-            (session, take(target, "cloned_sampler_id", int, 0)),
-            take(values, "prev_cursor", int, 0),
-            max(0.0, min(seconds, _SECONDS_TO_HOLD)),
-        )
-        completions = [
-            {
-                "state": "failed" if isinstance(pending.result, Exception) else "finished",
-                "request_id": pending.request_id,
-            }
-            for pending in done
-        ]
-        return Answer({"completions": completions, "cursor": cursor})
+        clone = take(target, "cloned_sampler_id", int, 0)
+        return self._results.retrieve_many(values, (session, clone))
 
 
 def _with_mask(datum: Datum) -> Datum:
@@ -527,32 +461,3 @@ def _with_mask(datum: Datum) -> Datum:
     if "sequence_ratio_mask" in inputs:
         inputs["mask"] = inputs.pop("sequence_ratio_mask")
     return Datum(datum.model_input, inputs)
-
-
-def _write_output(output: ForwardBackwardOutput) -> _Result:
-    # Clients reduce metrics of several requests by what stands after the colon.
-    metrics = {
-        name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
-        for name, value in output.metrics.items()
-    }
-    logprobs = [np.asarray(found["logprobs"].cpu()) for found in output.loss_fn_outputs]
-    values = {
-        "loss_fn_output_type": "ArrayRecord",
-        "loss_fn_outputs": [{"logprobs": _tensor(array)} for array in logprobs],
-        "metrics": metrics,
-    }
-    return _Result(values, wire.write_forward_backward(logprobs, metrics))
-
-
-def _tensor(array: np.ndarray) -> dict[str, Any]:
-    return {"data": array.tolist(), "dtype": "float32", "shape": list(array.shape)}
-
-
-def _write_samples(sequences: Any, prompt_logprobs: list[float | None] | None) -> _Result:
-    values = {
-        "type": "sample",
-        "sequences": [vars(sequence) for sequence in sequences],
-        "prompt_logprobs": prompt_logprobs,
-    }
-    triples = [(s.tokens, s.logprobs, s.stop_reason) for s in sequences]
-    return _Result(values, wire.write_samples(triples, prompt_logprobs))
