@@ -260,6 +260,8 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
             f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "
             f"take out what is below 0"
         )
+    if "" in sampling.stop_strings:
+        yield "rl.sampling.stop_strings must have characters, got ''; take it out"
     if sampling.max_tokens >= seq_len:
         yield (
             f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "

@@ -114,6 +114,8 @@ class RLSampling:
     max_tokens: int = 16  # Longest completion
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
+    # Texts that end a completion, with the token that completes them
+    stop_strings: list[str] = field(default_factory=list)
 
 
 @dataclass

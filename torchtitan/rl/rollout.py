@@ -35,7 +35,11 @@ class Rollouts:
         self.task, self.generator, self.config = task, generator, config
         eos_id = task.tokenizer.eos_id
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
-        settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
+        settings = vars(config.sampling) | {
+            "stop_token_ids": tuple(sorted(stops)),
+            "stop_strings": tuple(config.sampling.stop_strings),
+            "decode": task.tokenizer.decode,
+        }
         self.sampling = SamplingConfig(**settings)
         self._thread = None
         if config.async_steps:
@@ -113,6 +117,7 @@ class Rollouts:
             [prompts[i] for i in own],
             completions[first : first + len(own) * num_samples],
             first_group=own.start,
+            stop_strings=self.config.sampling.stop_strings,
         )
 
     def _seed(self, place: Any) -> int:
@@ -150,11 +155,13 @@ def make_episodes(
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
     first_group: int = 0,
+    stop_strings: Sequence[str] = (),
 ) -> list[Episode]:
     """Return the graded episodes of completions, equally many for each prompt, in their order.
 
     completions: all of the first prompt, then all of the second, and so on.
     first_group: the group id of the first prompt; the others count on from it.
+    stop_strings: that end a completion; the text that is graded ends before them.
     Raises ValueError if the completions cannot be divided equally, or grading fails.
     """
     per_prompt = len(completions) // max(len(prompts), 1)
@@ -166,9 +173,12 @@ def make_episodes(
     episodes = []
     for i, completion in enumerate(completions):
         prompt = prompts[i // per_prompt]
-        # The stop token ends the answer and is no part of it.
-        n_text = len(completion.token_ids) - (completion.finish_reason == "stop")
-        text = task.tokenizer.decode(list(completion.token_ids[:n_text]))
+        text = task.tokenizer.decode(list(completion.token_ids))
+        if completion.finish_reason == "stop":
+            # What ends the answer is no part of it.
+            ends = [text.index(string) for string in stop_strings if string in text]
+            without_last = task.tokenizer.decode(list(completion.token_ids[:-1]))
+            text = text[: min(ends)] if ends else without_last
         try:
             grade = task.grade(prompt, text)
         except ValueError:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -188,6 +189,20 @@ def test_second_session_waits_for_the_policy(run, url):
         "create_model", session_id=session, model_seq_id=0, base_model="any"
     )
     assert status == 400 and "has this server's only policy; close that" in answer["detail"]
+
+
+def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
+    monkeypatch.setattr("torchtitan.rl.serving.service._SECONDS_UNTIL_GONE", 0.2)
+    time.sleep(0.25)
+    other = Http(url)
+    status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
+    assert status == 200 and json.loads(answer)["is_lora"] is False
+    status, answer = other.send("GET", "/api/v1/training_runs/never")
+    assert status == 404
+    other.start()
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and f"{other.model} does" in answer["detail"]
+    run.session = other.session  # finished by the fixture
 
 
 def test_failed_call_fails_the_step(run):

@@ -57,7 +57,6 @@ _NOT_OFFERED = {
 class _Session:
     seen_at: float
     is_finished: bool = False
-    metadata: Any = None
 
     @property
     def is_alive(self) -> bool:
@@ -79,6 +78,7 @@ class Service:
         self._results = Results(put)
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
+        self._runs: dict[str, Any] = {}  # model -> what its client said about it
         self._model_id = ""  # of the training run that has the policy
         self._base_model = self._name
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler, or a path
@@ -192,6 +192,7 @@ class Service:
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
         base_model = take(values, "base_model", str, self._name)
+        metadata = take(values, "user_metadata", dict, None)
         if self._config.rl.serve.only_base_model and base_model != self._name:
             raise Refused(
                 f"base_model must be {self._name!r}, which is what this server trains, got "
@@ -209,7 +210,9 @@ class Service:
                     f"{_SECONDS_UNTIL_GONE} s), or start another server"
                 )
             self._model_id, self._base_model = model_id, base_model
-            self._sessions[session_id].metadata = values.get("user_metadata")
+            self._runs[model_id] = metadata
+            for old in list(self._runs)[:-_MOST_SESSIONS]:
+                del self._runs[old]
         logger.info("model %s trains the policy, as %s", model_id, base_model)
         return model_id
 
@@ -253,8 +256,12 @@ class Service:
         return Answer({"base_model": self._base_model, "is_lora": False})
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
-        self._checked_model(model_id)
-        metadata = self._session(model_id.partition(":")[0]).metadata
+        """About a run of the past, too; it is no sign that its session lives."""
+        with self._lock:
+            known, metadata = model_id in self._runs, self._runs.get(model_id)
+        saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
+        if not known and not os.path.isdir(os.path.join(self._states, saved)):
+            raise Refused(f"model {model_id} is not known, and has no saved states", 404)
         return Answer(
             {
                 "training_run_id": model_id,
@@ -262,7 +269,7 @@ class Service:
                 "model_owner": "local",
                 "is_lora": False,
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "user_metadata": metadata if isinstance(metadata, dict) else None,
+                "user_metadata": metadata,
             }
         )
 
