@@ -228,6 +228,16 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         if value < 1 or (limit and value > limit[0]):
             upper = f" and at most {limit[0]} ({limit[1]})" if limit else ""
             yield f"rl.task.{key} must be at least 1{upper}, got {value}; choose another number"
+    if not 0 <= task.reward_processes <= 1024:
+        yield (
+            f"rl.task.reward_processes must be 0 to 1024, got {task.reward_processes}; 0 calls the "
+            "function in the rank's own process"
+        )
+    if not 0 < task.reward_timeout_seconds < math.inf:
+        yield (
+            f"rl.task.reward_timeout_seconds must be above 0, got {task.reward_timeout_seconds}; the "
+            "default is 10"
+        )
     if task.name != "jsonl":
         return
     for key in ("path", "eval_path"):

@@ -38,8 +38,12 @@ class RLTask:
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
     # For jsonl: module:function, called with (completion text, expected answer), which returns the
-    # reward, a number
+    # reward, a number; it also gets prompt and row (the JSON object) if it has such parameters
     reward_fn: str = ""
+    # For jsonl: processes of each rank that call it; 0 calls it in the rank's own process
+    reward_processes: int = 0
+    # For jsonl with processes: how long one call may take; then the reward is 0, with a warning
+    reward_timeout_seconds: float = 10.0
 
 
 @dataclass

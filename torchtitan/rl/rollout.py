@@ -19,7 +19,7 @@ from torchtitan.distributed.ranks import all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
-from torchtitan.rl.tasks import Prompt, Task, failed_grading
+from torchtitan.rl.tasks import Prompt, Task
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.utils import use_device
@@ -129,6 +129,7 @@ class Rollouts:
         """Finish what is being drawn. Safe to call twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self.task.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, and the episodes that were drawn ahead. Collective.
@@ -170,21 +171,13 @@ def make_episodes(
             f"every prompt must have equally many completions, got {len(completions)} for "
             f"{len(prompts)} prompts"
         )
+    texts = [_text(task, completion, stop_strings) for completion in completions]
+    pairs = [(prompts[i // per_prompt], text) for i, text in enumerate(texts)]
     episodes = []
-    for i, completion in enumerate(completions):
-        prompt = prompts[i // per_prompt]
-        text = task.tokenizer.decode(list(completion.token_ids))
-        if completion.finish_reason == "stop":
-            # What ends the answer is no part of it.
-            ends = [text.index(string) for string in stop_strings if string in text]
-            without_last = task.tokenizer.decode(list(completion.token_ids[:-1]))
-            text = text[: min(ends)] if ends else without_last
-        try:
-            grade = task.grade(prompt, text)
-        except ValueError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
+    grades = task.grade_all(pairs)
+    for i, (completion, (prompt, text), grade) in enumerate(
+        zip(completions, pairs, grades, strict=True)
+    ):
         episode = Episode(
             group_id=first_group + i // per_prompt,
             prompt=prompt.text,
@@ -200,6 +193,15 @@ def make_episodes(
         )
         episodes.append(episode)
     return episodes
+
+
+def _text(task: Task, completion: Completion, stop_strings: Sequence[str]) -> str:
+    """A completion's text, without what ended it."""
+    text = task.tokenizer.decode(list(completion.token_ids))
+    if completion.finish_reason != "stop":
+        return text
+    ends = [text.index(string) for string in stop_strings if string in text]
+    return text[: min(ends)] if ends else task.tokenizer.decode(list(completion.token_ids[:-1]))
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:
