@@ -117,7 +117,7 @@ class Task(ABC):
         except (Exception, SystemExit) as error:
             raise failed_grading(error, prompt, text) from error
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, as most tasks hold nothing
         """Free what the task holds. Safe to call twice."""
 
     def sample(self, n: int) -> list[Prompt]:

@@ -12,6 +12,7 @@ from torchtitan.rl.client import (
     ModelInput,
     SamplingParams,
 )
+from torchtitan.rl.tasks import CharTokenizer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
@@ -278,6 +279,24 @@ def test_custom_loss_of_nothing_is_refused(client):
         client.forward_backward_custom([], lambda *_: None).result()
     with pytest.raises(RuntimeError, match="a forward_backward of this step failed"):
         client.optim_step(AdamParams()).result()
+
+
+def test_completion_ends_with_the_token_that_completes_a_stop_string(client):
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz01234")
+    client.tokenizer = tokenizer  # the toy model has none of its own
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, drawn = ModelInput.from_ints([1, 2]), {"max_tokens": 12, "temperature": 0.0}
+    whole = sampler.sample(prompt, 1, SamplingParams(**drawn)).result().sequences[0]
+    text = tokenizer.decode(whole.tokens)
+    for stop in (text[3:6], [text[3:6]], ["never", text[3:6]]):
+        stopped = sampler.sample(prompt, 2, SamplingParams(stop=stop, **drawn)).result()
+        end = text.index(text[3:6]) + 3
+        for sequence in stopped.sequences:
+            assert tokenizer.decode(sequence.tokens) == text[:end]
+            assert sequence.stop_reason == "stop"
+            assert sequence.logprobs == whole.logprobs[: len(sequence.tokens)]
+    never = sampler.sample(prompt, 1, SamplingParams(stop="never", **drawn)).result()
+    assert never.sequences == [whole] and whole.stop_reason == "length"
 
 
 # ---- samplers keep their weights ----
