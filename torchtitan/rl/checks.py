@@ -1,5 +1,6 @@
 """Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
 
+import ipaddress
 import math
 import os
 from collections.abc import Iterator
@@ -39,6 +40,31 @@ def check_trainer_config(job_config: JobConfig) -> None:
         _rows(job_config),
     )
     check_gradients_add_up(job_config)
+
+
+def check_server_config(job_config: JobConfig) -> None:
+    """The same for the keys that `torchtitan.rl.serve` reads."""
+    check_trainer_config(job_config)
+    refuse(_serve(job_config), weight_sharing(job_config.rl))
+
+
+def _serve(job_config: JobConfig) -> Iterator[str]:
+    serve = job_config.rl.serve
+    try:
+        ipaddress.ip_address(serve.host)
+    except ValueError:
+        yield f"rl.serve.host must be an IP address, got {serve.host!r}; 127.0.0.1 is this machine"
+    if not 0 <= serve.port < 2**16:
+        yield f"rl.serve.port must be 0 to 65535, got {serve.port}; the default is 8000"
+    if not serve.base_model:
+        yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
+    if job_config.rl.generator.rescore:
+        yield "rl.generator.rescore is for training by the config's own loop; turn it off"
+    if job_config.rl.async_steps:
+        yield (
+            f"rl.async_steps is for training by the config's own loop, got "
+            f"{job_config.rl.async_steps}; clients decide by themselves how far they run ahead"
+        )
 
 
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:
@@ -82,7 +108,9 @@ _SMALLEST_COUNTS = {
     "batch.max_tokens_per_microbatch": 1,
     "batch.pad_multiple": 1,
     "generator.max_batch_size": 1,
+    "generator.max_snapshots": 0,
     "sampling.max_tokens": 1,
+    "serve.max_request_mib": 1,
 }
 _NOT_NEGATIVE = (
     "loss.clip_eps",
@@ -220,6 +248,16 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         if value < 1 or (limit and value > limit[0]):
             upper = f" and at most {limit[0]} ({limit[1]})" if limit else ""
             yield f"rl.task.{key} must be at least 1{upper}, got {value}; choose another number"
+    if not 0 <= task.reward_processes <= 1024:
+        yield (
+            f"rl.task.reward_processes must be 0 to 1024, got {task.reward_processes}; 0 calls the "
+            "function in the rank's own process"
+        )
+    if not 0 < task.reward_timeout_seconds < math.inf:
+        yield (
+            f"rl.task.reward_timeout_seconds must be above 0, got {task.reward_timeout_seconds}; the "
+            "default is 10"
+        )
     if task.name != "jsonl":
         return
     for key in ("path", "eval_path"):
@@ -257,6 +295,8 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
             f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "
             f"take out what is below 0"
         )
+    if "" in sampling.stop_strings:
+        yield "rl.sampling.stop_strings must have characters, got ''; take it out"
     if sampling.max_tokens >= seq_len:
         yield (
             f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "

@@ -11,138 +11,42 @@ weights or advantages decide how they are averaged. Under torchrun every rank ru
 with the same data.
 """
 
+import contextlib
 import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.client_types import (
+    AdamParams,
+    CustomLoss,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsResponse,
+)
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
+from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingBatch, TrainingSample
+from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
 from torchtitan.step.runner import on_error
 from torchtitan.tools.utils import use_device
-
-# ---- arguments and results ----
-
-
-@dataclass(frozen=True)
-class ModelInput:
-    """The tokens that a model reads."""
-
-    tokens: tuple[int, ...]
-
-    @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
-        return cls(tuple(tokens))
-
-    def to_ints(self) -> list[int]:
-        return list(self.tokens)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True)
-class Datum:
-    """One sequence to learn from: n input tokens, and what the loss needs for each of them.
-
-    loss_fn_inputs: 1-D tensors or lists of n entries: `target_tokens`, what each input token should
-        predict; `logprobs` and `advantages` for policy losses; optional `weights` of the targets,
-        and `mask`, 0 for targets that do not count.
-    """
-
-    model_input: ModelInput
-    loss_fn_inputs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """Settings of one optimizer step. grad_clip_norm: 0 does not clip."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample. stop: token ids that end a completion. top_k: -1 keeps all tokens."""
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    stop: Sequence[int] = ()
-    seed: int | None = None
-
-    def to_config(self) -> SamplingConfig:
-        """Raises ValueError for stops that are not token ids."""
-        if isinstance(self.stop, str) or not all(isinstance(token, int) for token in self.stop):
-            raise ValueError(
-                f"SamplingParams.stop must be token ids, got {self.stop!r}; encode it with the "
-                "policy's tokenizer"
-            )
-        return SamplingConfig(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            max_tokens=self.max_tokens,
-            stop_token_ids=tuple(self.stop),
-            seed=self.seed,
-        )
-
-
-@dataclass(frozen=True)
-class ForwardBackwardOutput:
-    """loss_fn_outputs: per datum, `{"logprobs": [n]}` of its targets. metrics: `loss:sum`, ..."""
-
-    loss_fn_outputs: list[dict[str, Tensor]]
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class OptimStepResponse:
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class SaveWeightsResponse:
-    """path: what `load_state` takes."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class SampledSequence:
-    tokens: list[int]
-    logprobs: list[float]
-    stop_reason: str
-
-
-@dataclass(frozen=True)
-class SampleResponse:
-    sequences: list[SampledSequence]
-
-
-CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
-"""(data, log-probs of each datum's targets [n]) -> (loss, metrics)"""
-
-# ---- the clients ----
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -228,8 +132,11 @@ class LocalTrainingClient:
             self._generator = build_generator(job_config, engine)
         # Unseeded sampling continues from its state.
         engine.checkpointer.states["rl_generator"] = self._generator
-        self._folder = os.path.join(job_config.job.dump_folder, "states")
-        self._weights = object()  # replaced whenever the weights change
+        self.checkpointer = engine.checkpointer
+        self.vocab_size = engine.model_args.vocab_size
+        self.states_folder = os.path.join(job_config.job.dump_folder, "states")
+        self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
+        self._pushed: WeightsKey | None = None  # the weights that the generator has
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = _Thread(engine.device)
 
@@ -278,22 +185,21 @@ class LocalTrainingClient:
                 "whole; they were zeroed and the weights not changed: correct the call and make "
                 "all calls of the step again"
             ) from failure
-        update = self._trainer.optim_step(
-            OptimParams(
-                lr=adam_params.learning_rate,
-                betas=(adam_params.beta1, adam_params.beta2),
-                eps=adam_params.eps,
-                weight_decay=adam_params.weight_decay,
-                max_norm=adam_params.grad_clip_norm or math.inf,
-            )
+        params = OptimParams(
+            lr=adam_params.learning_rate,
+            betas=(adam_params.beta1, adam_params.beta2),
+            eps=adam_params.eps,
+            weight_decay=adam_params.weight_decay,
+            max_norm=adam_params.grad_clip_norm or math.inf,
         )
-        self._weights = object()
+        with self._changing():
+            update = self._trainer.optim_step(params)
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
     @_on_thread
     def save_state(self, name: str) -> SaveWeightsResponse:
         """Save weights and optimizer below the job's dump folder."""
-        path = os.path.join(self._folder, name)
+        path = os.path.join(self.states_folder, name)
         self._trainer.save_checkpoint(path)
         return SaveWeightsResponse(path)
 
@@ -308,13 +214,47 @@ class LocalTrainingClient:
         self._load(path, model_only=False)
 
     @_on_thread
-    def save_weights_and_get_sampling_client(self, name: str = "") -> "LocalSamplingClient":
-        """A client that samples from the weights as they are now; valid until the next update.
+    def load_initial_state(self) -> bool:
+        """Load what the config starts from: its newest checkpoint, or the initial one, if any."""
+        return self._load(None, model_only=False)
+
+    @_on_thread
+    def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
+        """Take over the weights that a sampling client has; the optimizer starts from nothing."""
+        with sampler.weights():
+            weights = host_copy(self._trainer.engine)
+        self._failure = None
+        with self._changing():
+            self._trainer.replace_weights(weights)
+
+    @_on_thread
+    def fail_step(self, error: Exception) -> None:
+        """Have `optim_step` fail as if a forward_backward of this step had raised the error."""
+        self._failure = self._failure or error
+
+    @_on_thread
+    def save_weights_and_get_sampling_client(
+        self, name: str = "", *, pinned: bool = False
+    ) -> "LocalSamplingClient":
+        """A client that samples from the weights as they are now, whatever happens to them later.
 
         name: ignored, since nothing is written.
+        pinned: its weights stay, however many later ones sampling clients are made for.
         """
-        self._trainer.push_model_state_dict(self._generator)
-        return LocalSamplingClient(self)
+        return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
+
+    @_on_thread
+    def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
+        """A client that samples from a saved state; the policy's weights stay as they are."""
+        sampler = LocalSamplingClient(self, None, model_path)
+        with sampler.weights():  # raises where there are none
+            return sampler
+
+    @functools.cached_property
+    def tokenizer(self) -> BaseTokenizer | None:
+        """The model's tokenizer; None for a model that has none."""
+        build = self._trainer.engine.train_spec.build_tokenizer_fn
+        return None if build is None else build(self._trainer.job_config)
 
     def close(self) -> None:
         """Finish all calls. Safe to call twice."""
@@ -386,20 +326,34 @@ class LocalTrainingClient:
             )
         return batch
 
-    def _load(self, path: str, model_only: bool) -> None:
-        self._weights, self._failure = object(), None
-        self._trainer.load_checkpoint(path, model_only=model_only)
+    def _load(self, path: str | None, model_only: bool) -> bool:
+        self._failure = None
+        with self._changing():
+            return self._trainer.load_checkpoint(path, model_only=model_only)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, the weights change: copies are made of those that are still asked for."""
+        self._pushed = None
+        with self._snapshots.changing():
+            yield
+
+    def _weights_of(self, path: str) -> WeightsKey:
+        self._pushed = None
+        engine = self._trainer.engine
+        return self._snapshots.loaded(lambda: engine.load(path, model_only=True))
 
 
 class LocalSamplingClient:
-    """Samples from the weights that the policy had when this client was made.
+    """Samples from the weights that the policy had when this client was made, or from saved ones.
 
-    It shares them with the training client: after the next `optim_step` or `load_state` its calls
-    raise ValueError.
+    When the policy's weights change, these are copied to host memory. Its calls raise ValueError
+    once sampling clients were made for `rl.generator.max_snapshots` later ones; saved ones are
+    loaded again instead.
     """
 
-    def __init__(self, client: LocalTrainingClient):
-        self._client, self._weights = client, client._weights
+    def __init__(self, client: LocalTrainingClient, key: WeightsKey | None, path: str = ""):
+        self._client, self._key, self._path = client, key, path
         self._thread = client._thread
 
     def sample(
@@ -417,16 +371,29 @@ class LocalSamplingClient:
         draw = functools.partial(
             self._sample, num_samples=num_samples, sampling_params=sampling_params
         )
-        key = self._weights, num_samples, replace(sampling_params, stop=tuple(sampling_params.stop))
-        return self._thread.submit_item(draw, prompt, key)
+        stop = sampling_params.stop
+        params = replace(sampling_params, stop=stop if isinstance(stop, str) else tuple(stop))
+        return self._thread.submit_item(draw, prompt, (self._key or self, num_samples, params))
+
+    @_on_thread
+    def sample_all(
+        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
+    ) -> list[SampleResponse]:
+        """As `sample` for each prompt, all drawn at once."""
+        return self._sample(prompts, num_samples, sampling_params)
 
     def _sample(
         self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
     ) -> list[SampleResponse]:
-        self._check_weights()
-        completions = self._client._generator.generate(
-            [prompt.to_ints() for prompt in prompts], sampling_params.to_config(), num_samples
-        )
+        client = self._client
+        sampling = sampling_params.to_config(client.tokenizer if sampling_params.stop else None)
+        with self.weights():
+            if client._pushed is not self._key:
+                client._trainer.push_model_state_dict(client._generator)
+                client._pushed = self._key
+            completions = client._generator.generate(
+                [prompt.to_ints() for prompt in prompts], sampling, num_samples
+            )
         sequences = [
             SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
             for c in completions
@@ -436,23 +403,38 @@ class LocalSamplingClient:
             for first in range(0, len(sequences), num_samples)
         ]
 
-    @_on_thread
-    def compute_logprobs(self, prompt: ModelInput) -> list[float | None]:
+    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
         """Log-prob of each token after those before it; None for the first."""
-        self._check_weights()
-        tokens = prompt.to_ints()
-        if len(tokens) < 2:  # nothing comes before the first
-            return [None] * len(tokens)
-        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-        (logprobs,) = self._client._logprobs([datum])
-        return [None, *logprobs.tolist()]
+        return self._thread.submit(lambda: self._compute_logprobs([prompt])[0])
 
-    def _check_weights(self) -> None:
-        if self._weights is not self._client._weights:
-            raise ValueError(
-                "the weights that this client was made for are gone; ask for a new one with "
-                "save_weights_and_get_sampling_client after each optim_step and load_state"
-            )
+    @_on_thread
+    def compute_all_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
+        """As `compute_logprobs` for each prompt, in one forward."""
+        return self._compute_logprobs(prompts)
+
+    def _compute_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
+        # Nothing comes before the first token.
+        data = [
+            Datum(ModelInput(prompt.tokens[:-1]), {"target_tokens": prompt.tokens[1:]})
+            for prompt in prompts
+            if prompt.length > 1
+        ]
+        with self.weights():
+            scored = iter(self._client._logprobs(data) if data else ())
+        return [
+            [None, *next(scored).tolist()] if prompt.length > 1 else [None] * prompt.length
+            for prompt in prompts
+        ]
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside, the policy has this client's weights. Collective, and on the client's thread."""
+        client = self._client
+        if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
+            self._key = client._weights_of(self._path)
+        assert self._key is not None
+        with client._snapshots.using(self._key):
+            yield
 
 
 # ---- to the trainer's types, and back ----

@@ -187,6 +187,7 @@ def _continue_rows(
     schedule = decoder.runner.schedule
     drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
     n_drawn = [n_new] * n_rows
+    so_far: list[list[int]] = [[] for _ in range(n_rows)]  # where completions may stop
     in_cache = list(range(n_rows))  # the row that each row of the cache belongs to
 
     # Each prompt is read once, however many rows continue it.
@@ -217,9 +218,10 @@ def _continue_rows(
             if step == n_new - 1:
                 break
             tokens = latest[:, 0].long()
-            if sampling.stop_token_ids:
+            if sampling.may_stop:
                 for i, token in enumerate(tokens.tolist()):
-                    if is_open[i] and token in sampling.stop_token_ids:
+                    so_far[in_cache[i]].append(token)
+                    if is_open[i] and sampling.stops_at(so_far[in_cache[i]]):
                         is_open[i] = False
                         n_drawn[in_cache[i]] = step + 1
                 # All ranks of the group go on while any has a row open.

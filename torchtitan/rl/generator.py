@@ -157,7 +157,7 @@ class _DecoderGenerator(Generator):
             Completion(
                 token_ids=tuple(tokens[:n]),
                 token_logprobs=tuple(logprobs[:n]),
-                finish_reason="stop" if tokens[n - 1] in sampling.stop_token_ids else "length",
+                finish_reason="stop" if sampling.stops_at(tokens[:n]) else "length",
                 policy_version=version,
                 token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
             )

@@ -38,8 +38,12 @@ class RLTask:
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
     # For jsonl: module:function, called with (completion text, expected answer), which returns the
-    # reward, a number
+    # reward, a number; it also gets prompt and row (the JSON object) if it has such parameters
     reward_fn: str = ""
+    # For jsonl: processes of each rank that call it; 0 calls it in the rank's own process
+    reward_processes: int = 0
+    # For jsonl with processes: how long one call may take; then the reward is 0, with a warning
+    reward_timeout_seconds: float = 10.0
 
 
 @dataclass
@@ -112,6 +116,9 @@ class RLGenerator:
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
     max_batch_size: int = 256
+    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
+    # in host memory, each as large as a rank's part of the weights
+    max_snapshots: int = 4
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
     # with the trainer's own precision, whose distribution they stand for
@@ -127,6 +134,8 @@ class RLSampling:
     max_tokens: int = 16  # Longest completion
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
+    # Texts that end a completion, with the token that completes them
+    stop_strings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -135,6 +144,15 @@ class RLWeightSync:
     # auto shares where it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
     digest: bool = True  # Compare a digest of the weights on both sides at each update
+
+
+@dataclass
+class RLServe:
+    host: str = "127.0.0.1"  # Address to listen at; another machine reaches only others than this
+    port: int = 8000  # Port to listen at; 0 takes a free one and logs it
+    base_model: str = "policy"  # The model's name for clients
+    only_base_model: bool = False  # Refuse clients that ask for a model of another name
+    max_request_mib: int = 64  # Larger requests are refused, in MiB
 
 
 @dataclass
@@ -167,6 +185,8 @@ class RL:
     sampling: RLSampling = field(default_factory=RLSampling)
     # How weights reach the generator
     weight_sync: RLWeightSync = field(default_factory=RLWeightSync)
+    # The HTTP server torchtitan.rl.serve
+    serve: RLServe = field(default_factory=RLServe)
 
 
 @dataclass

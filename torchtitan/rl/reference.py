@@ -1,13 +1,10 @@
 """The policy as it was before RL, for losses that keep the new one near it."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.rl.snapshots import exchange, own_weights
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingBatch
 
@@ -27,33 +24,15 @@ class ReferencePolicy:
 
     def take(self) -> None:
         """Make the weights of this moment the reference."""
-        self._weights = {name: w.detach().clone() for name, w in self._own_weights()}
+        self._weights = {name: w.detach().clone() for name, w in own_weights(self._trainer.engine)}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
         """As `PolicyTrainer.forward`, under the reference. Collective."""
-        self._exchange()
+        exchange(self._trainer.engine, self._weights)
         try:
             return self._trainer.forward(batch)
         finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for name, weight in self._own_weights():
-            own, other = local_tensor(weight), local_tensor(self._weights[name])
-            kept = own.clone()
-            own.copy_(other)
-            other.copy_(kept)
-
-    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for part in self._trainer.engine.model_parts:
-            for name, parameter in part.named_parameters():
-                yield name_without_wrappers(name), parameter
-            for prefix, module in part.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    is_saved = name not in module._non_persistent_buffers_set
-                    if is_saved and buffer.is_floating_point():
-                        yield name_without_wrappers(f"{prefix}.{name}"), buffer
+            exchange(self._trainer.engine, self._weights)
 
     def _name_in_whole_model(self, name: str) -> str:
         for part in self._trainer.engine.model_parts:

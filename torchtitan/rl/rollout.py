@@ -19,7 +19,7 @@ from torchtitan.distributed.ranks import all_ranks, on_all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
-from torchtitan.rl.tasks import Prompt, Task, failed_grading
+from torchtitan.rl.tasks import Prompt, Task
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.utils import use_device
@@ -35,7 +35,11 @@ class Rollouts:
         self.task, self.generator, self.config = task, generator, config
         eos_id = task.tokenizer.eos_id
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
-        settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
+        settings = vars(config.sampling) | {
+            "stop_token_ids": tuple(sorted(stops)),
+            "stop_strings": tuple(config.sampling.stop_strings),
+            "decode": task.tokenizer.decode,
+        }
         self.sampling = SamplingConfig(**settings)
         self.overlong_penalty = OverlongPenalty(
             self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
@@ -166,6 +170,7 @@ class Rollouts:
             self.task,
             [prompts[i] for i in own],
             completions[first : first + len(own) * num_samples],
+            stop_strings=self.config.sampling.stop_strings,
         )
         return [replace(episode, group_id=own[episode.group_id]) for episode in episodes]
 
@@ -178,6 +183,7 @@ class Rollouts:
         """Finish what is being drawn. Safe to call twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self.task.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, and the episodes that were drawn ahead. Collective.
@@ -203,10 +209,12 @@ def make_episodes(
     task: Task,
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
+    stop_strings: Sequence[str] = (),
 ) -> list[Episode]:
     """Return the graded episodes of completions, equally many for each prompt, in their order.
 
     completions: all of the first prompt, group 0, then all of the second, and so on.
+    stop_strings: that end a completion; the text that is graded ends before them.
     Raises ValueError if the completions cannot be divided equally, or grading fails.
     """
     per_prompt = len(completions) // max(len(prompts), 1)
@@ -215,18 +223,13 @@ def make_episodes(
             f"every prompt must have equally many completions, got {len(completions)} for "
             f"{len(prompts)} prompts"
         )
+    texts = [_text(task, completion, stop_strings) for completion in completions]
+    pairs = [(prompts[i // per_prompt], text) for i, text in enumerate(texts)]
     episodes = []
-    for i, completion in enumerate(completions):
-        prompt = prompts[i // per_prompt]
-        # The stop token ends the answer and is no part of it.
-        n_text = len(completion.token_ids) - (completion.finish_reason == "stop")
-        text = task.tokenizer.decode(list(completion.token_ids[:n_text]))
-        try:
-            grade = task.grade(prompt, text)
-        except ValueError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
+    grades = task.grade_all(pairs)
+    for i, (completion, (prompt, text), grade) in enumerate(
+        zip(completions, pairs, grades, strict=True)
+    ):
         episode = Episode(
             group_id=i // per_prompt,
             prompt=prompt.text,
@@ -242,6 +245,15 @@ def make_episodes(
         )
         episodes.append(episode)
     return episodes
+
+
+def _text(task: Task, completion: Completion, stop_strings: Sequence[str]) -> str:
+    """A completion's text, without what ended it."""
+    text = task.tokenizer.decode(list(completion.token_ids))
+    if completion.finish_reason != "stop":
+        return text
+    ends = [text.index(string) for string in stop_strings if string in text]
+    return text[: min(ends)] if ends else task.tokenizer.decode(list(completion.token_ids[:-1]))
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:

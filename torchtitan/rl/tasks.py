@@ -4,6 +4,7 @@ Prompt number i depends only on the task's seed and on i, so one number is the s
 """
 
 import importlib
+import inspect
 import json
 import math
 import random
@@ -11,21 +12,26 @@ import string
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
+from torchtitan.rl.verifiers import VerifierPool
 from torchtitan.tools.logging import logger
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: the policy's prompt, and the expected answer."""
+    """One problem: the policy's prompt, and the expected answer.
+
+    row: the JSON object that it was read from, if any.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     answer: str
+    row: dict[str, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,21 @@ class Task(ABC):
     @abstractmethod
     def grade(self, prompt: Prompt, text: str) -> Grade:
         """Grade a completion's text, which holds no end-of-text token."""
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
+        """As `grade` for each pair. Raises ValueError where grading fails."""
+        return [self._grade_one(prompt, text) for prompt, text in pairs]
+
+    def _grade_one(self, prompt: Prompt, text: str) -> Grade:
+        try:
+            return self.grade(prompt, text)
+        except ValueError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise failed_grading(error, prompt, text) from error
+
+    def close(self) -> None:  # noqa: B027, as most tasks hold nothing
+        """Free what the task holds. Safe to call twice."""
 
     def sample(self, n: int) -> list[Prompt]:
         """The next n training prompts."""
@@ -200,7 +221,10 @@ class JsonlTask(Task):
 
     path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
         lines of `path`.
-    reward_fn: (completion text, expected answer) -> reward. Exact answers are counted, too.
+    reward_fn: (completion text, expected answer) -> reward. Where it has parameters of these names,
+        it gets `prompt`, the prompt's text, and `row`, its JSON object. Exact answers are counted, too.
+    verifiers: processes that call the function of this name, in place of `reward_fn`. One that hangs
+        or dies gives a reward of 0, a score `verifier_failed` and a warning.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
     Raises ValueError for other lines, and if no prompt is left.
     """
@@ -208,9 +232,10 @@ class JsonlTask(Task):
     def __init__(
         self,
         path: str,
-        reward_fn: Callable[[str, str], float],
+        reward_fn: Callable[..., float],
         tokenizer: BaseTokenizer,
         *,
+        verifiers: VerifierPool | None = None,
         eval_path: str = "",
         prompt_key: str = "prompt",
         answer_key: str = "answer",
@@ -218,7 +243,8 @@ class JsonlTask(Task):
         seed: int = 0,
     ) -> None:
         super().__init__(tokenizer)
-        self.reward_fn, self.seed = reward_fn, seed
+        self.reward_fn, self.seed, self.verifiers = reward_fn, seed, verifiers
+        self._reward_names = _names_of_parameters(reward_fn)
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
@@ -250,7 +276,7 @@ class JsonlTask(Task):
                         "the key"
                     )
                 answer = answer if isinstance(answer, str) else json.dumps(answer)
-                prompts.append(self.make_prompt(text, answer))
+                prompts.append(replace(self.make_prompt(text, answer), row=values))
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
         if len(kept) < len(prompts):
             logger.warning(
@@ -281,9 +307,42 @@ class JsonlTask(Task):
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
         try:
-            returned = self.reward_fn(text, prompt.answer)
+            returned = self.reward_fn(text, prompt.answer, **self._more_arguments(prompt))
         except (Exception, SystemExit) as error:
             raise failed_grading(error, prompt, text) from error
+        return self._as_grade(returned, prompt, text)
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
+        if self.verifiers is None:
+            return super().grade_all(pairs)
+        verdicts = self.verifiers.call_all(
+            [((text, p.answer), self._more_arguments(p)) for p, text in pairs]
+        )
+        grades = []
+        for (prompt, text), verdict in zip(pairs, verdicts, strict=True):
+            about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
+            if verdict.error is not None:
+                raise ValueError(
+                    f"grading failed: {verdict.error}; {about}; correct the reward function"
+                )
+            if verdict.failure is not None:
+                logger.warning("%s: reward 0; %s", verdict.failure, about)
+                grades.append(Grade(0.0, {"exact": 0.0, "verifier_failed": 1.0}))
+                continue
+            grade = self._as_grade(verdict.value, prompt, text)
+            grades.append(Grade(grade.reward, grade.scores | {"verifier_failed": 0.0}))
+        return grades
+
+    def close(self) -> None:
+        if self.verifiers is not None:
+            self.verifiers.close()
+
+    def _more_arguments(self, prompt: Prompt) -> dict[str, Any]:
+        known = {"prompt": prompt.text, "row": prompt.row}
+        return {name: known[name] for name in self._reward_names & known.keys()}
+
+    @staticmethod
+    def _as_grade(returned: Any, prompt: Prompt, text: str) -> Grade:
         try:
             reward = float(returned)
         except (TypeError, ValueError, OverflowError):
@@ -297,7 +356,14 @@ class JsonlTask(Task):
         return Grade(reward, {"exact": float(text == prompt.answer)})
 
 
-def find_reward_fn(name: str) -> Callable[[str, str], float]:
+def _names_of_parameters(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(list(inspect.signature(function).parameters)[2:])
+    except ValueError:  # some functions written in C
+        return set()
+
+
+def find_reward_fn(name: str) -> Callable[..., float]:
     """Import the function that `name`, module:function, stands for; ValueError if there is none."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
@@ -337,6 +403,9 @@ def _build_jsonl(rl: Any, tokenizer: BaseTokenizer | None, longest: int | None) 
         task.path,
         find_reward_fn(task.reward_fn),
         tokenizer,
+        verifiers=VerifierPool(task.reward_fn, task.reward_processes, task.reward_timeout_seconds)
+        if task.reward_processes
+        else None,
         eval_path=task.eval_path,
         prompt_key=task.prompt_key,
         answer_key=task.answer_key,

@@ -22,6 +22,7 @@ from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
+from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.types import (
     ForwardBackwardOutput,
     OptimParams,
@@ -244,10 +245,20 @@ class PolicyTrainer:
         if not self.engine.load(path, model_only=model_only):
             return False
         if model_only:
-            for optimizer in self.engine.optimizers:
-                optimizer.state.clear()
+            self._restart_optimizer()
         self.zero_grad()
         return True
+
+    def replace_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take these weights (`snapshots.host_copy`); the optimizer starts from nothing."""
+        exchange(self.engine, weights)
+        self.engine.weights_version += 1
+        self._restart_optimizer()
+        self.zero_grad()
+
+    def _restart_optimizer(self) -> None:
+        for optimizer in self.engine.optimizers:
+            optimizer.state.clear()
 
     def push_model_state_dict(self, generator: Generator) -> int:
         """Give a generator the weights; returns their version. Raises as `WeightSync.update`."""

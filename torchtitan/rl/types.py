@@ -8,7 +8,7 @@ B rows, T slots per row, n slots of one sequence.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,8 @@ class SamplingConfig:
     top_k: draw from this many of the most probable tokens; 0 keeps all.
     max_tokens: the longest completion.
     stop_token_ids: each of these ends a completion, and is part of it.
+    stop_strings: so does the token that completes one of these in the completion's text, which
+        `decode` gives (token ids -> text).
     seed: decides the draws; None continues the generator's own stream.
     """
 
@@ -37,9 +39,18 @@ class SamplingConfig:
     top_k: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.stop_strings and self.decode is None:
+            raise ValueError(
+                f"stop_strings = {self.stop_strings} are looked for in a completion's text, got no "
+                "decode; give the tokenizer's"
+            )
+        if "" in self.stop_strings:
+            raise ValueError("a stop string must have a character, got ''; take it out")
         rules = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
@@ -54,6 +65,24 @@ class SamplingConfig:
     def truncates(self) -> bool:
         """Whether some tokens can never be drawn."""
         return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a completion can end before max_tokens."""
+        return bool(self.stop_token_ids or self.stop_strings)
+
+    def stops_at(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of a completion's tokens ends it."""
+        if token_ids[-1] in self.stop_token_ids:
+            return True
+        if not self.stop_strings:
+            return False
+        assert self.decode is not None
+        # Every token that has text has a byte of it, so the end of the completion is enough. Four
+        # more tokens, as the first ones may be a part of a character.
+        longest = max(len(string.encode()) for string in self.stop_strings)
+        text = self.decode(list(token_ids[-(longest + 4) :]))
+        return any(string in text for string in self.stop_strings)
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,10 @@ class VLLMGenerator(Generator):
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     stop_token_ids=list(sampling.stop_token_ids),
+                    stop=list(sampling.stop_strings) or None,
+                    include_stop_str_in_output=True,
                     ignore_eos=True,
-                    detokenize=False,
+                    detokenize=bool(sampling.stop_strings),
                     logprobs=0,
                     seed=(seed + row) % 2**63,  # one for each completion
                 )
@@ -102,7 +104,7 @@ class VLLMGenerator(Generator):
                 # Nothing else could be drawn; vLLM gives the log-probs at temperature 1.
                 kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
                 logprobs = (0.0,) * len(logprobs)
-            reason = "stop" if token_ids[-1] in sampling.stop_token_ids else "length"
+            reason = "stop" if sampling.stops_at(token_ids) else "length"
             completions.append(
                 Completion(token_ids, logprobs, reason, self.policy_version, kept_mass)
             )

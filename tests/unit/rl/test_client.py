@@ -12,6 +12,7 @@ from torchtitan.rl.client import (
     ModelInput,
     SamplingParams,
 )
+from torchtitan.rl.tasks import CharTokenizer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
@@ -107,8 +108,8 @@ def test_calls_are_carried_out_in_order_and_errors_come_out_of_futures(client):
 
     client.forward_backward(DATA, "cross_entropy")
     client.optim_step(AdamParams()).result()
-    with pytest.raises(ValueError, match="ask for a new one"):
-        sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result()
+    again = sampler.compute_logprobs(ModelInput.from_ints([1, 2, 3, *sequence.tokens])).result()
+    assert again == scored, "of the weights that the client was made for"
     with pytest.raises(ValueError, match="found no gradients"):
         client.optim_step(AdamParams()).result()
 
@@ -207,10 +208,15 @@ def test_custom_loss_sees_masked_targets_too(client):
     assert seen[0].all()
 
 
-@pytest.mark.parametrize("stop", ["=", ["="]])
-def test_stop_has_to_be_token_ids(stop):
-    with pytest.raises(ValueError, match="stop must be token ids, got"):
+@pytest.mark.parametrize("stop", ["=", ["="], [1, "="]])
+def test_stop_strings_need_a_tokenizer(stop):
+    with pytest.raises(ValueError, match="stop must be token ids where the model has no tokenizer"):
         SamplingParams(stop=stop).to_config()
+
+
+def test_stop_is_token_ids_or_strings():
+    with pytest.raises(ValueError, match=r"stop must be token ids or strings, got \[1.5\]"):
+        SamplingParams(stop=[1.5]).to_config()
 
 
 def test_unseeded_sampling_goes_on_after_loading_as_it_would_have(client):
@@ -273,3 +279,102 @@ def test_custom_loss_of_nothing_is_refused(client):
         client.forward_backward_custom([], lambda *_: None).result()
     with pytest.raises(RuntimeError, match="a forward_backward of this step failed"):
         client.optim_step(AdamParams()).result()
+
+
+def test_completion_ends_with_the_token_that_completes_a_stop_string(client):
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz01234")
+    client.tokenizer = tokenizer  # the toy model has none of its own
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, drawn = ModelInput.from_ints([1, 2]), {"max_tokens": 12, "temperature": 0.0}
+    whole = sampler.sample(prompt, 1, SamplingParams(**drawn)).result().sequences[0]
+    text = tokenizer.decode(whole.tokens)
+    for stop in (text[3:6], [text[3:6]], ["never", text[3:6]]):
+        stopped = sampler.sample(prompt, 2, SamplingParams(stop=stop, **drawn)).result()
+        end = text.index(text[3:6]) + 3
+        for sequence in stopped.sequences:
+            assert tokenizer.decode(sequence.tokens) == text[:end]
+            assert sequence.stop_reason == "stop"
+            assert sequence.logprobs == whole.logprobs[: len(sequence.tokens)]
+    never = sampler.sample(prompt, 1, SamplingParams(stop="never", **drawn)).result()
+    assert never.sequences == [whole] and whole.stop_reason == "length"
+
+
+# ---- samplers keep their weights ----
+
+PROBE = ModelInput.from_ints([1, 2, 3, 4])
+
+
+def learn(client, lr=1e-2):
+    client.forward_backward(DATA, "cross_entropy")
+    client.optim_step(AdamParams(learning_rate=lr)).result()
+
+
+@pytest.mark.parametrize("mode", ["reference", "broadcast"])
+def test_sampler_keeps_its_weights_and_training_goes_on_as_without_it(tmp_path, mode):
+    def run(with_samplers):
+        config = toy_config(tmp_path / str(with_samplers), f"--rl.weight_sync.mode={mode}")
+        with LocalTrainingClient(config) as client:
+            samplers, said = [], []
+            greedy = SamplingParams(max_tokens=6, temperature=0.0)
+            for _ in range(3):
+                if with_samplers:
+                    sampler = client.save_weights_and_get_sampling_client().result()
+                    samplers.append(sampler)
+                    said.append(
+                        (
+                            sampler.sample(PROBE, 2, greedy).result(),
+                            sampler.compute_logprobs(PROBE).result(),
+                        )
+                    )
+                learn(client)
+            for sampler, (drawn, scored) in list(zip(samplers, said, strict=True))[::-1]:
+                assert sampler.sample(PROBE, 2, greedy).result() == drawn
+                assert sampler.compute_logprobs(PROBE).result() == scored
+            assert len({tuple(scored) for _, scored in said}) == len(said)
+            learn(client)
+            return client.forward(DATA).result().loss_fn_outputs
+
+    for ours, plain in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours["logprobs"], plain["logprobs"])
+
+
+def test_copies_are_bounded_and_pinned_ones_stay(tmp_path):
+    with LocalTrainingClient(toy_config(tmp_path, "--rl.generator.max_snapshots=2")) as client:
+        first = client.save_weights_and_get_sampling_client(pinned=True).result()
+        scored = first.compute_logprobs(PROBE).result()
+        samplers = []
+        for _ in range(4):
+            learn(client)
+            samplers.append(client.save_weights_and_get_sampling_client().result())
+        assert len(client._snapshots._copies) == 1 + 2
+        with pytest.raises(ValueError, match="kept of the last 2 .* raise rl.generator.max_snap"):
+            samplers[0].compute_logprobs(PROBE).result()
+        samplers[1].compute_logprobs(PROBE).result()
+        assert first.compute_logprobs(PROBE).result() == scored
+        client.load_sampler_weights(first).result()
+        assert client.forward(DATA).result()  # the policy is what it was at the start
+        now = client.save_weights_and_get_sampling_client().result()
+        assert now.compute_logprobs(PROBE).result() == scored
+        assert not any(optimizer.state for optimizer in client._trainer.engine.optimizers)
+
+
+def test_weights_that_nobody_samples_from_are_not_copied(client):
+    client.save_weights_and_get_sampling_client().result()  # and dropped
+    client.forward(DATA).result()
+    learn(client)
+    assert not client._snapshots._copies
+
+
+def test_sampler_of_a_saved_state_leaves_the_policy_alone(client):
+    now = client.save_weights_and_get_sampling_client().result()
+    scored = now.compute_logprobs(PROBE).result()
+    path = client.save_state("for_sampler").result().path
+    learn(client)
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+    saved = client.create_sampling_client(path).result()
+    assert saved.compute_logprobs(PROBE).result() == scored
+    for _ in range(6):  # more than copies are kept of: it is loaded again
+        client.save_weights_and_get_sampling_client().result()
+        learn(client, lr=0.0)
+    assert saved.compute_logprobs(PROBE).result() == scored
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)

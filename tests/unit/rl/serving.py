@@ -1,0 +1,152 @@
+"""A server of the toy policy for tests, and raw HTTP to talk to it."""
+
+import contextlib
+import http.client
+import json
+import struct
+import threading
+import urllib.parse
+
+from torchtitan.rl.serve import Server
+
+
+@contextlib.contextmanager
+def serving(config):
+    """The URL of a server, which runs on a thread."""
+    server, urls, started = Server(config), [], threading.Event()
+    thread = threading.Thread(
+        target=server.train, args=(lambda u: (urls.append(u), started.set()),)
+    )
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield urls[0]
+    finally:
+        server.stop()
+        thread.join(60)
+        server.close()
+    assert not thread.is_alive()
+
+
+class Http:
+    """Sends requests and returns (status, JSON)."""
+
+    def __init__(self, url):
+        self.address = urllib.parse.urlparse(url).netloc
+        self.n_sent = 0
+
+    def send(self, method, path, body=b"", headers=None):
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        found = response.status, response.read()
+        connection.close()
+        return found
+
+    def post(self, path, /, **values):
+        status, body = self.send("POST", "/api/v1/" + path, json.dumps(values).encode())
+        return status, json.loads(body)
+
+    def ask(self, path, /, **values):
+        """The answer to a request that is carried out at once."""
+        status, answer = self.post(path, **values)
+        assert status == 200, answer
+        return answer
+
+    def wait(self, path, /, **values):
+        """The result of a request that gives a future."""
+        return self.result(self.ask(path, **values))
+
+    def result(self, accepted):
+        while True:
+            status, answer = self.post("retrieve_future", request_id=accepted["request_id"])
+            if status != 408:
+                assert status == 200, answer
+                return answer
+
+    # ---- a training run ----
+
+    def start(self):
+        self.session = self.ask("create_session", tags=[], sdk_version="0")["session_id"]
+        self.model = self.wait(
+            "create_model",
+            session_id=self.session,
+            model_seq_id=0,
+            base_model="any",
+            lora_config={"rank": 8},
+        )["model_id"]
+        return self
+
+    def train(self, path, /, **values):
+        self.n_sent += 1
+        return self.wait(path, model_id=self.model, seq_id=self.n_sent, **values)
+
+    def forward_backward(self, data, loss_fn="cross_entropy", **options):
+        self.n_sent += 1
+        body = forward_backward_message(self.model, self.n_sent, data, loss_fn, **options)
+        status, answer = self.send("POST", "/api/v1/forward_backward", body)
+        assert status == 200, answer
+        return self.result(json.loads(answer))
+
+    def optim_step(self, lr=1e-2):
+        return self.train("optim_step", adam_params={"learning_rate": lr})
+
+    def sampler(self):
+        number = self.n_sent
+        found = self.train("save_weights_for_sampler", sampling_session_seq_id=number)
+        return found["sampling_session_id"]
+
+    def sample(self, sampler, tokens, seq_id, wait=True, num_samples=1, **values):
+        params = {"max_tokens": 4, "temperature": 0.0} | values.pop("params", {})
+        accepted = self.ask(
+            "asample",
+            sampling_session_id=sampler,
+            seq_id=seq_id,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            num_samples=num_samples,
+            sampling_params=params,
+            **values,
+        )
+        return self.result(accepted) if wait else accepted
+
+
+# ---- protobuf, written apart from the code under test ----
+
+
+def varint(value):
+    out = b""
+    while True:
+        value, low = value >> 7, value & 127
+        out += bytes([low | (128 if value else 0)])
+        if not value:
+            return out
+
+
+def part(number, value):
+    if isinstance(value, int):
+        return varint(number * 8) + varint(value)
+    value = value.encode() if isinstance(value, str) else value
+    return varint(number * 8 + 2) + varint(len(value)) + value
+
+
+def tensor_message(values):
+    is_float = any(isinstance(value, float) for value in values)
+    data = struct.pack(f"<{len(values)}{'f' if is_float else 'q'}", *values)
+    return part(1, data) + part(3, 1 if is_float else 2) + part(4, varint(len(values)))
+
+
+def forward_backward_message(
+    model, seq_id, data, loss_fn="cross_entropy", config=None, forward_only=False, chunk=1
+):
+    """data: (tokens, {name: values}) of each datum. chunk: 1 is text, 2 an image."""
+    out = part(1, model) + part(2, seq_id)
+    for tokens, inputs in data:
+        text = part(1, struct.pack(f"<{len(tokens)}i", *tokens))
+        datum = part(1, part(chunk, text))
+        for name, values in inputs.items():
+            datum += part(2, part(1, name) + part(2, tensor_message(values)))
+        out += part(3, datum)
+    out += part(4, loss_fn) + part(6, int(forward_only))
+    for name, value in (config or {}).items():
+        out += part(5, part(1, name) + b"\x11" + struct.pack("<d", value))
+    return out

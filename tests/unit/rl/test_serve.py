@@ -1,0 +1,424 @@
+"""The HTTP server by raw requests; test_serve_tinker.py has the published client talk to it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.unit.rl.serving import Http, forward_backward_message, serving
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.rl.checks import check_server_config
+from torchtitan.rl.client import LocalTrainingClient
+from torchtitan.rl.client_types import AdamParams, Datum, ModelInput
+from torchtitan.testing.gloo import run_ranks
+
+DATA = [
+    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
+    ([5], {"target_tokens": [6], "weights": [1.0]}),
+]
+PROMPT = [1, 2, 3, 4]
+
+
+def server_config(folder, *overrides):
+    return toy_config(folder, "--rl.serve.port=0", *overrides)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
+        yield url
+
+
+@pytest.fixture
+def run(url):
+    """A training run of its own, which leaves the policy to the next one."""
+    client = Http(url).start()
+    yield client
+    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+
+
+def test_training_over_http_is_training_in_this_process(run, tmp_path):
+    with LocalTrainingClient(toy_config(tmp_path)) as client:
+        data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
+        for _ in range(3):
+            ours = client.forward_backward(data, "cross_entropy").result()
+            step = client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            served = run.forward_backward(DATA)
+            metrics = run.optim_step()["metrics"]
+            assert metrics["grad_norm"] == pytest.approx(step.metrics["grad_norm"], rel=1e-6)
+            assert served["metrics"]["loss:sum"] == pytest.approx(ours.metrics["loss:sum"])
+            for found, expected in zip(
+                served["loss_fn_outputs"], ours.loss_fn_outputs, strict=True
+            ):
+                assert found["logprobs"]["data"] == pytest.approx(expected["logprobs"].tolist())
+
+
+def test_new_model_begins_with_the_first_weights(run, url):
+    before = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"]
+    run.forward_backward(DATA)
+    run.optim_step()
+    assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] != before
+    run.ask(f"sessions/{run.session}/finish", reason={"type": "success"})
+    again = Http(url).start()
+    run.session = again.session  # finished by the fixture
+    assert again.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
+
+
+def test_sampler_keeps_its_weights_after_an_update(run):
+    sampler = run.sampler()
+    first = run.sample(sampler, PROMPT, 0, prompt_logprobs=True)
+    run.forward_backward(DATA)
+    run.optim_step()
+    assert run.sample(sampler, PROMPT, 1, prompt_logprobs=True) == first
+    other = run.sample(run.sampler(), PROMPT, 0, prompt_logprobs=True)
+    assert other["prompt_logprobs"] != first["prompt_logprobs"]
+    assert first["prompt_logprobs"][0] is None and len(first["prompt_logprobs"]) == len(PROMPT)
+    (sequence,) = first["sequences"]
+    assert len(sequence["tokens"]) == len(sequence["logprobs"]) == 4
+    assert sequence["stop_reason"] == "length"
+    last = run.sample(sampler, PROMPT, 2, prompt_logprobs=True, prompt_logprobs_last_n=1)
+    assert last["prompt_logprobs"] == [None] * 3 + first["prompt_logprobs"][3:]
+
+
+def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
+    sampler, asked = run.sampler(), []
+    from torchtitan.rl.client import LocalSamplingClient
+
+    sample = LocalSamplingClient._sample
+    monkeypatch.setattr(
+        LocalSamplingClient, "_sample", lambda *args: (asked.append(len(args[1])), sample(*args))[1]
+    )
+    prompts = [[i, i + 1] for i in range(24)]
+    found = [None] * len(prompts)
+
+    def draw(i):
+        found[i] = Http(url).sample(sampler, prompts[i], i)
+
+    threads = [threading.Thread(target=draw, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(asked) == len(prompts) and len(asked) <= 6, asked
+    alone = [run.sample(sampler, prompt, 100 + i) for i, prompt in enumerate(prompts)]
+    assert [f["sequences"][0]["tokens"] for f in found] == [
+        f["sequences"][0]["tokens"] for f in alone
+    ]
+
+
+def test_mistake_of_one_sample_is_not_the_others(run):
+    sampler = run.sampler()
+    long = {"max_tokens": 21}  # 4 + 21 tokens are one more than a row has
+    accepted = [
+        run.sample(sampler, PROMPT[:length], i, wait=False, params=long if length < 4 else {})
+        for i, length in enumerate([3, 4, 3])
+    ]
+    assert all("sequences" in run.result(future) for future in accepted)
+    status, answer = run.post(
+        "asample",
+        sampling_session_id=sampler,
+        seq_id=9,
+        prompt={"chunks": [{"tokens": PROMPT}]},
+        sampling_params={"max_tokens": 30},
+    )
+    assert (status, answer["detail"]) == (400, "max_tokens must be 1 to 21, got 30")
+
+
+def test_request_that_is_sent_twice_is_carried_out_once(run):
+    run.forward_backward(DATA)
+    step = {"model_id": run.model, "seq_id": 50, "adam_params": {"learning_rate": 1e-2}}
+    first, second = run.ask("optim_step", **step), run.ask("optim_step", **step)
+    assert first == second and run.result(first) == run.result(second)
+    sampler = run.sampler()
+    assert run.sample(sampler, PROMPT, 0) == run.sample(sampler, PROMPT, 0)
+
+
+def test_one_poll_tells_of_all_samples_of_a_session(run):
+    sampler = run.sampler()
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    sent = [run.sample(sampler, PROMPT, i, wait=False)["request_id"] for i in range(3)]
+    cursor, told = 0, []
+    while len(told) < 3:
+        found = run.ask("retrieve_futures", target=target, prev_cursor=cursor)
+        cursor, told = found["cursor"], told + found["completions"]
+    assert [entry["request_id"] for entry in told] == sent
+    assert {entry["state"] for entry in told} == {"finished"}
+    again = run.ask("retrieve_futures", target=target, prev_cursor=cursor, timeout=0)
+    assert again == {"completions": [], "cursor": cursor}
+
+
+def test_saved_states_are_loaded_and_sampled_from(run):
+    run.forward_backward(DATA)
+    run.optim_step()
+    state = run.train("save_weights", path="step-1")["path"]
+    weights = run.train("save_weights_for_sampler", path="step-1")["path"]
+    assert weights == f"tinker://{run.model}/sampler_weights/step-1"
+    before = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"]
+    expected = run.sample(run.sampler(), PROMPT, 0, prompt_logprobs=True)
+    run.forward_backward(DATA)
+    run.optim_step()
+
+    sampler = run.ask(
+        "create_sampling_session",
+        session_id=run.session,
+        sampling_session_seq_id=70,
+        model_path=weights,
+    )["sampling_session_id"]
+    assert run.sample(sampler, PROMPT, 0, prompt_logprobs=True) == expected
+    loaded = run.wait(
+        "load_weights", session_id=run.session, model_seq_id=1, path=state, optimizer=True
+    )
+    run.model, run.n_sent = loaded["model_id"], 0
+    assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
+    status, answer = run.post(
+        "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
+    )
+    assert status == 404 and "does not have the policy" in answer["detail"]
+
+
+def test_second_session_waits_for_the_policy(run, url):
+    other = Http(url)
+    session = other.ask("create_session")["session_id"]
+    status, answer = other.post(
+        "create_model", session_id=session, model_seq_id=0, base_model="any"
+    )
+    assert status == 400 and "has this server's only policy; close that" in answer["detail"]
+
+
+def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
+    monkeypatch.setattr("torchtitan.rl.serving.service._SECONDS_UNTIL_GONE", 0.2)
+    time.sleep(0.25)
+    other = Http(url)
+    status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
+    assert status == 200 and json.loads(answer)["is_lora"] is False
+    status, answer = other.send("GET", "/api/v1/training_runs/never")
+    assert status == 404
+    other.start()
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and f"{other.model} does" in answer["detail"]
+    run.session = other.session  # finished by the fixture
+
+
+def test_failed_call_fails_the_step(run):
+    run.forward_backward(DATA)
+    failed = run.forward_backward([([1, 2], {"target_tokens": [2, 3], "wieghts": [1.0, 1.0]})])
+    assert failed["category"] == "user" and "got 'wieghts'" in failed["error"]
+    step = run.optim_step()
+    assert "a forward_backward of this step failed" in step["error"]
+    image = run.forward_backward([([1], {"target_tokens": [2]})], chunk=2)
+    assert "must be text tokens, got an image or audio (datum 0)" in image["error"]
+    assert "of this step failed" in run.optim_step()["error"]
+    run.forward_backward(DATA)
+    assert "metrics" in run.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        ("dro", "loss_fn must be one of cross_entropy, .* got 'dro'"),
+        ("importance_sampling", "a policy loss needs logprobs"),
+    ],
+)
+def test_loss_that_cannot_be_is_refused_in_the_future(run, loss_fn, message):
+    import re
+
+    assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
+
+
+def test_gspo_takes_the_mask_that_tinker_gives_it(run):
+    inputs = {
+        "target_tokens": [2, 3, 4],
+        "logprobs": [0.0, -3.0, -3.0],
+        "advantages": [0.0, 1.0, 1.0],
+    }
+    masked = inputs | {"sequence_ratio_mask": [0.0, 1.0, 1.0]}
+    config = {"clip_high_threshold": 100.0, "clip_low_threshold": 0.01}
+    with_mask = run.forward_backward([([1, 2, 3], masked)], "gspo", config=config)
+    plain = run.forward_backward([([1, 2, 3], inputs)], "gspo", config=config)
+    new = with_mask["loss_fn_outputs"][0]["logprobs"]["data"][1:]
+    ratio = 2.718281828 ** ((sum(new) + 6.0) / 2)
+    assert with_mask["metrics"]["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-4)
+    assert plain["metrics"]["loss:sum"] != pytest.approx(-2 * ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "status", "message"),
+    [
+        ("asample", {}, 400, "the request needs sampling_session_id, which must be a text"),
+        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is not known"),
+        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not offered"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": "1"}},
+            400,
+            "learning_rate must be a number, got '1'",
+        ),
+        ("get_info", {"model_id": "none"}, 404, "model none does not have the policy"),
+        ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
+        ("retrieve_future", {"request_id": "never"}, 410, "request never is not known"),
+        (
+            "weights_info",
+            {"tinker_path": "tinker://../../etc/weights/passwd"},
+            400,
+            "a saved state is tinker://",
+        ),
+        ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
+        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not offered"),
+    ],
+)
+def test_wrong_requests_are_named(url, path, values, status, message):
+    found, answer = Http(url).post(path, **values)
+    assert found == status and message in answer["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"{", {}, 400, "not valid JSON"),
+        (b"[1]", {}, 400, "must be a JSON object"),
+        (b"[" * 100_000, {}, 400, "not valid JSON"),
+        (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
+        (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
+        (b"{}", {"Content-Encoding": "zstd"}, 415, "are not compressed"),
+        (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
+    ],
+)
+def test_broken_requests_are_refused(url, body, headers, status, message):
+    found, answer = Http(url).send("POST", "/api/v1/create_session", body, headers)
+    assert found == status and message in json.loads(answer)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\x0a\xff\xff\xff\xff\xff\x7fx", "ends"),
+        (b"\xff" * 12, "does not end"),
+        (b"\x0b", "field of type 3"),
+        (b"\x1a\x02\x08\x01", "number where a message is due"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(url, body, message):
+    found, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
+    assert found == 400 and message in json.loads(answer)["detail"]
+
+
+def test_cut_and_changed_messages_never_break_the_server(url):
+    import random
+
+    rng = random.Random(0)
+    whole = forward_backward_message("m", 1, DATA)
+    for _ in range(200):
+        body = bytearray(whole[: rng.randrange(len(whole))])
+        for _ in range(rng.randrange(4)):
+            if body:
+                body[rng.randrange(len(body))] = rng.randrange(256)
+        status, _ = Http(url).send("POST", "/api/v1/forward_backward", bytes(body))
+        assert status in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
+        (["--rl.serve.port=70000"], "rl.serve.port must be 0 to 65535"),
+        (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
+        (["--rl.async_steps=1"], "clients decide by themselves"),
+    ],
+)
+def test_config_of_the_server_is_checked(tmp_path, values, message):
+    with pytest.raises(ConfigError, match=message):
+        check_server_config(toy_config(tmp_path, *values))
+
+
+def test_address_in_use_is_a_config_error(url, tmp_path):
+    from torchtitan.rl.serve import Server
+
+    server = Server(toy_config(tmp_path, f"--rl.serve.port={url.rpartition(':')[2]}"))
+    with pytest.raises(ConfigError, match="must be free to listen at"):
+        server.train()
+    server.close()
+
+
+def test_other_base_models_are_refused_on_request(tmp_path):
+    config = server_config(tmp_path, "--rl.serve.only_base_model", "--rl.serve.base_model=toy/one")
+    with serving(config) as url:
+        client = Http(url)
+        session = client.ask("create_session")["session_id"]
+        status, answer = client.post(
+            "create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B"
+        )
+        assert status == 400 and "base_model must be 'toy/one'" in answer["detail"]
+
+
+def test_sigterm_ends_the_server_cleanly(tmp_path):
+    command = [sys.executable, "-m", "torchtitan.rl.serve", "--model.name=rl_toy"]
+    command += [f"--job.dump_folder={tmp_path}", "--rl.serve.port=0", "--training.seq_len=16"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    in_time = threading.Timer(90, process.kill)
+    in_time.start()
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "serving policy at http://127.0.0.1:" in line:
+            break
+    else:
+        pytest.fail("".join(said))
+    client = Http(line.split(" at ")[-1].strip()).start()
+    sampler = client.sampler()
+    waiting = [client.sample(sampler, [1, 2], i, wait=False) for i in range(4)]
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    in_time.cancel()
+    assert process.wait(60) == 0, "".join(said) + rest
+    assert waiting and "the server has ended" in rest and "Traceback" not in rest
+
+
+def _serve_on_two_ranks(folder):
+    import torch.distributed as dist
+
+    from torchtitan.rl.serve import Server
+
+    server = Server(server_config(folder))
+    found = []
+
+    def use(url):
+        run = Http(url).start()
+        losses = []
+        for _ in range(3):
+            losses.append(run.forward_backward(DATA)["metrics"]["loss:sum"])
+            sampler = run.sampler()
+            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            run.optim_step()
+            assert run.sample(sampler, PROMPT, 1, prompt_logprobs=True, num_samples=3) == drawn
+        assert "error" in run.forward_backward([([1], {"target_tokens": [2, 3]})])
+        found.append((losses, drawn["prompt_logprobs"], drawn["sequences"]))
+        server.stop()
+
+    def start(url):
+        threading.Thread(target=use, args=(url,)).start()
+
+    server.train(start)
+    server.close()
+    return found if dist.get_rank() == 0 else None
+
+
+def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
+    os.makedirs(tmp_path / "two")
+    (two, _) = run_ranks(_serve_on_two_ranks, 2, str(tmp_path / "two"), timeout_seconds=240)
+    with serving(server_config(tmp_path / "one")) as url:
+        run = Http(url).start()
+        for expected in two[0][0]:
+            assert run.forward_backward(DATA)["metrics"]["loss:sum"] == pytest.approx(
+                expected, rel=1e-4
+            )
+            sampler = run.sampler()
+            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            run.optim_step()
+        assert drawn["prompt_logprobs"][1:] == pytest.approx(two[0][1][1:], abs=1e-4)

@@ -1,0 +1,1 @@
+"""A policy behind Tinker's HTTP interface; `python -m torchtitan.rl.serve` starts it."""

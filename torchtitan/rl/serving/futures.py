@@ -1,0 +1,114 @@
+"""Results that clients come back for: by request id, or by the sampler that they asked."""
+
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+# A result that was fetched is kept for a client whose connection broke; one that nobody fetches
+# does not stay for ever.
+_SECONDS_AFTER_FETCHING = 120
+_SECONDS_UNFETCHED = 3600
+
+
+@dataclass
+class Pending:
+    """A request that was accepted. result: what to send, or the exception; None until it is known.
+
+    channel: who is told that it is done, besides those who ask for it.
+    extra: what the acceptance said besides the id.
+    """
+
+    request_id: str
+    channel: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+    forget_at: float = float("inf")
+
+
+class Futures:
+    """The requests of all clients. Safe to call from any thread.
+
+    limit: how many may wait for their results at the same time.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._all: dict[str, Pending] = {}
+        self._n_open = 0
+        self._is_closed = False
+        self._next_drop_at = 0.0
+        # channel -> the ids that are done, and how many of its first ones were dropped
+        self._done: defaultdict[Any, list[tuple[int, Pending]]] = defaultdict(list)
+        self._n_done: defaultdict[Any, int] = defaultdict(int)
+
+    def accept(self, pending: Pending) -> Pending | None:
+        """Note a new request; the one that is there if a client sends it again, None if too many.
+
+        Compare what comes back with `pending`.
+        """
+        with self._changed:
+            self._drop_old()
+            if known := self._all.get(pending.request_id):
+                return known
+            if self._n_open >= self._limit:
+                return None
+            self._n_open += 1
+            self._all[pending.request_id] = pending
+            return pending
+
+    def finish(self, pending: Pending, result: Any) -> None:
+        with self._changed:
+            if pending.result is not None:
+                return
+            pending.result = result
+            pending.forget_at = time.monotonic() + _SECONDS_UNFETCHED
+            self._n_open -= 1
+            if pending.channel is not None:
+                self._n_done[pending.channel] += 1
+                self._done[pending.channel].append((self._n_done[pending.channel], pending))
+            self._changed.notify_all()
+
+    def wait(self, request_id: str, seconds: float) -> Pending | None:
+        """The request, with its result if that comes in time; None if it is not known."""
+        with self._changed:
+            pending = self._all.get(request_id)
+            if pending is not None:
+                self._changed.wait_for(
+                    lambda: pending.result is not None or self._is_closed, seconds
+                )
+                if pending.result is not None:
+                    pending.forget_at = time.monotonic() + _SECONDS_AFTER_FETCHING
+            return pending
+
+    def wait_for_channel(
+        self, channel: Any, after: int, seconds: float
+    ) -> tuple[list[Pending], int]:
+        """Requests of a channel that are done, after a cursor, and the next cursor."""
+        with self._changed:
+            self._done[channel] = [entry for entry in self._done[channel] if entry[0] > after]
+            self._changed.wait_for(lambda: self._done[channel] or self._is_closed, seconds)
+            found = self._done[channel]
+            return [pending for _, pending in found], found[-1][0] if found else after
+
+    def close(self, error: Exception) -> None:
+        """Answer all that wait with an error."""
+        with self._changed:
+            waiting = [pending for pending in self._all.values() if pending.result is None]
+        for pending in waiting:
+            self.finish(pending, error)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _drop_old(self) -> None:
+        now = time.monotonic()
+        if now < self._next_drop_at:
+            return
+        self._next_drop_at = now + 10
+        for pending in [p for p in self._all.values() if p.forget_at < now]:
+            del self._all[pending.request_id]
+            done = self._done.get(pending.channel, [])
+            done[:] = [entry for entry in done if entry[1] is not pending]

@@ -1,0 +1,126 @@
+"""Reading what clients send as JSON: each wrong value is refused by name."""
+
+import json
+import math
+import re
+from typing import Any
+
+from torchtitan.rl.client_types import AdamParams, ModelInput, SamplingParams
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
+_PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights)/({_NAME})")
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Refused(ValueError):
+    """A request that is not carried out. status: of the HTTP answer."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the request is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise Refused(f"the request must be a JSON object, got {type(values).__name__}")
+    return values
+
+
+def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> Any:
+    """A value of the kind that it must have; the default where it is missing or null."""
+    value = values.get(key)
+    if value is None:
+        if default is ...:
+            raise Refused(f"the request needs {key}, which must be {_KINDS[kind]}, got none")
+        return default
+    is_number = kind is float and type(value) is int and abs(value) < 2**63
+    if type(value) is not kind and not is_number:
+        raise Refused(f"{key} must be {_KINDS[kind]}, got {_short(value)}")
+    if kind is int and not -(2**63) <= value < 2**63:
+        raise Refused(f"{key} must have at most 64 bits, got {_short(value)}")
+    if kind is float and not math.isfinite(value):
+        raise Refused(f"{key} must be finite, got {value}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def folder_of(path: str) -> str:
+    """The folder, below that of the server's states, that a tinker:// path stands for."""
+    found = _PATH.fullmatch(path)
+    if found is None:
+        raise Refused(
+            f"a saved state is tinker://<model id>/weights/<name>, or .../sampler_weights/<name>, "
+            f"got {_short(path)}; give the path that a save returned"
+        )
+    return "/".join(found.groups())
+
+
+def model_input(values: dict[str, Any], key: str) -> ModelInput:
+    tokens: list[int] = []
+    for chunk in take(take(values, key, dict), "chunks", list):
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
+        if kind != "encoded_text":
+            raise Refused(
+                f"{key} must be chunks of encoded_text, got {_short(kind)}; images and "
+                "audio are not offered"
+            )
+        tokens += take(chunk, "tokens", list)
+    if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise Refused(f"{key} must have at least one token, all of them ids, got {_short(tokens)}")
+    return ModelInput.from_ints(tokens)
+
+
+def adam_params(values: dict[str, Any]) -> AdamParams:
+    if (other := values.get("optimizer_params")) is not None:
+        kind = other.get("type") if isinstance(other, dict) else other
+        raise Refused(
+            f"the optimizer is AdamW, got optimizer_params of {_short(kind)}; send adam_params"
+        )
+    params = take(values, "adam_params", dict)
+    names = AdamParams.__dataclass_fields__
+    return AdamParams(**{name: take(params, name, float, names[name].default) for name in names})
+
+
+def sampling_params(
+    values: dict[str, Any], default_max_tokens: int, eos_id: int | None, vocab_size: int
+) -> SamplingParams:
+    """Stops are those asked for and end-of-text; an empty list is none at all."""
+    params = take(values, "sampling_params", dict)
+    stop = params.get("stop")
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(type(s) in (str, int) for s in stops):
+        raise Refused(f"stop must be a text, or a list of texts or token ids, got {_short(stop)}")
+    if eos_id is not None and (stop is None or stops):
+        stops = [*stops, eos_id]
+    wanted = SamplingParams(
+        max_tokens=take(params, "max_tokens", int, default_max_tokens),
+        temperature=take(params, "temperature", float, 1.0),
+        top_k=take(params, "top_k", int, -1),
+        top_p=take(params, "top_p", float, 1.0),
+        stop=tuple(stops),
+        seed=take(params, "seed", int, None),
+    )
+    for name, is_kept, rule in (
+        ("max_tokens", 1 <= wanted.max_tokens <= default_max_tokens, f"1 to {default_max_tokens}"),
+        ("temperature", wanted.temperature >= 0, "at least 0"),
+        ("top_p", 0 < wanted.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", -1 <= wanted.top_k <= vocab_size, f"-1 to {vocab_size}"),
+    ):
+        if not is_kept:
+            raise Refused(f"{name} must be {rule}, got {getattr(wanted, name)}")
+    return wanted

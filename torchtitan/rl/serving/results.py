@@ -1,0 +1,137 @@
+"""From requests to results: what was accepted, who waits for it, and how it is written."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.rl.client_types import ForwardBackwardOutput
+from torchtitan.rl.serving import wire
+from torchtitan.rl.serving.futures import Futures, Pending
+from torchtitan.rl.serving.policy import Command
+from torchtitan.rl.serving.requests import Refused, take
+
+_SECONDS_TO_HOLD = 20  # a request for a result that is not there yet
+_MOST_WAITING = 8192
+
+
+@dataclass(frozen=True)
+class Answer:
+    """values: sent as JSON; body: sent as it is, in place of them."""
+
+    values: Any = None
+    status: int = 200
+    body: bytes | None = None
+
+
+@dataclass
+class Result:
+    """values: as JSON. body: as protobuf, where the client reads that."""
+
+    values: dict[str, Any]
+    body: bytes | None = None
+
+
+class Results:
+    """Requests that are carried out later. `put` hands on commands for the policy."""
+
+    def __init__(self, put: Callable[[Command], None]):
+        self._put = put
+        self.futures = Futures(_MOST_WAITING)
+
+    def known(self, request_id: str) -> Answer | None:
+        """The answer to a request that was accepted before; None for a new one."""
+        pending = self.futures.wait(request_id, 0)
+        return None if pending is None else accepted(pending)
+
+    def accept(self, pending: Pending) -> Answer | None:
+        """Note a new request, and return None; the answer to one that was accepted before."""
+        found = self.futures.accept(pending)
+        if found is None:
+            raise Refused(f"{_MOST_WAITING} requests wait already; send this one again later", 429)
+        return None if found is pending else accepted(found)
+
+    def submit(
+        self, request_id: str, command: Command, write: Callable[[Any], Result], **extra: Any
+    ) -> Answer:
+        """Have a command carried out; `write` makes what is sent of its result."""
+        pending = Pending(request_id, extra=extra)
+        if (answer := self.accept(pending)) is not None:
+            return answer
+
+        def finish(result: Any) -> None:
+            is_error = isinstance(result, Exception)
+            self.futures.finish(pending, result if is_error else write(result))
+
+        self._put(dataclasses.replace(command, answer=finish))
+        return accepted(pending)
+
+    def retrieve(self, values: dict[str, Any], accepts_protobuf: bool) -> Answer:
+        """The result of one request, or 408 if it takes longer."""
+        request_id = take(values, "request_id", str)
+        pending = self.futures.wait(request_id, _SECONDS_TO_HOLD)
+        if pending is None:
+            raise Refused(f"request {request_id} is not known, or was fetched long ago", 410)
+        result = pending.result
+        if result is None:
+            waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return Answer(waiting, status=408)
+        if isinstance(result, Exception):
+            is_users = isinstance(result, ValueError)
+            said = str(result) if is_users else f"{type(result).__name__}: {result}"
+            return Answer({"error": said, "category": "user" if is_users else "server"})
+        if result.body is not None and accepts_protobuf:
+            return Answer(body=result.body)
+        return Answer(result.values)
+
+    def retrieve_many(self, values: dict[str, Any], channel: Any) -> Answer:
+        """Which requests of a channel are done."""
+        seconds = take(values, "timeout", float, float(_SECONDS_TO_HOLD))
+        done, cursor = self.futures.wait_for_channel(
+            channel,
+            take(values, "prev_cursor", int, 0),
+            max(0.0, min(seconds, _SECONDS_TO_HOLD)),
+        )
+        completions = [
+            {
+                "state": "failed" if isinstance(pending.result, Exception) else "finished",
+                "request_id": pending.request_id,
+            }
+            for pending in done
+        ]
+        return Answer({"completions": completions, "cursor": cursor})
+
+
+def accepted(pending: Pending) -> Answer:
+    return Answer({"request_id": pending.request_id} | pending.extra)
+
+
+def write_output(output: ForwardBackwardOutput) -> Result:
+    # Clients reduce metrics of several requests by what stands after the colon.
+    metrics = {
+        name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
+        for name, value in output.metrics.items()
+    }
+    logprobs = [np.asarray(found["logprobs"].cpu()) for found in output.loss_fn_outputs]
+    values = {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [{"logprobs": _tensor(array)} for array in logprobs],
+        "metrics": metrics,
+    }
+    return Result(values, wire.write_forward_backward(logprobs, metrics))
+
+
+def _tensor(array: np.ndarray) -> dict[str, Any]:
+    return {"data": array.tolist(), "dtype": "float32", "shape": list(array.shape)}
+
+
+def write_samples(sequences: Any, prompt_logprobs: list[float | None] | None) -> Result:
+    values = {
+        "type": "sample",
+        "sequences": [vars(sequence) for sequence in sequences],
+        "prompt_logprobs": prompt_logprobs,
+    }
+    triples = [(s.tokens, s.logprobs, s.stop_reason) for s in sequences]
+    return Result(values, wire.write_samples(triples, prompt_logprobs))

@@ -1,0 +1,220 @@
+"""The protobuf messages of Tinker's interface, read and written without a protobuf library.
+
+Only forward_backward requests, and its and sampling's results, are protobuf; all else is JSON. The
+format is https://protobuf.dev/programming-guides/encoding. Field numbers are those of
+`tinker/proto/tinker_public.proto` in the published client, 0.38.0.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.rl.client_types import Datum, ModelInput
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# DType in messages -> numpy's
+_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_FLOAT32 = 1
+_STOP_REASONS = {"stop": 0, "length": 1}
+
+
+class WireError(ValueError):
+    """The bytes are not such a message."""
+
+
+# ---- reading ----
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    number = 0
+    for i, byte in enumerate(data[at : at + 10]):
+        number |= (byte & 127) << (7 * i)
+        if byte < 128:
+            return number, at + i + 1
+    raise WireError("a number in the message does not end; send what the tinker client makes")
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of a message: an int, or the bytes of all other types."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            size, at = _varint(data, at)
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+        else:
+            raise WireError(f"the message has a field of type {kind}, which is not known here")
+        if at + size > len(data):
+            raise WireError(f"the message ends {at + size - len(data)} bytes early; send it again")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _message(data: Any, *numbers: int) -> list[Any]:
+    """The last value of each of these fields, None for those that are not there."""
+    if isinstance(data, int):
+        raise WireError("the message has a number where a message is due")
+    found = dict(_fields(data))
+    return [found.get(number) for number in numbers]
+
+
+def _text(value: Any) -> str:
+    try:
+        return bytes(value or b"").decode()
+    except (UnicodeDecodeError, TypeError) as error:
+        raise WireError(f"the message has a name that is no text: {error}") from error
+
+
+def _array(data: Any, dtype: np.dtype) -> np.ndarray:
+    if isinstance(data, int) or len(data or b"") % dtype.itemsize:
+        raise WireError(
+            f"an array of {dtype} has bytes left over; send what the tinker client makes"
+        )
+    return np.frombuffer(data or b"", dtype)
+
+
+def _double(value: Any) -> float:
+    return float(_array(value, np.dtype("<f8"))[0])
+
+
+@dataclass(frozen=True)
+class ForwardBackwardRequest:
+    """A forward_backward request. problem: why its data cannot be used; None if they can."""
+
+    model_id: str
+    seq_id: int
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float]
+    forward_only: bool
+    problem: str | None = None
+
+
+def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """Raises WireError for bytes that are no such message."""
+    data: list[Datum] = []
+    config: dict[str, float] = {}
+    values: dict[int, Any] = {}
+    problem = None
+    for number, value in _fields(memoryview(body)):
+        values[number] = value
+        try:
+            if number == 3:
+                data.append(_datum(value))
+            elif number in (5, 7):
+                key, setting = _message(value, 1, 2)
+                if number == 7:
+                    setting, text = _message(setting or b"", 1, 2)
+                    if text is not None:
+                        raise ValueError(
+                            f"loss_fn_config takes numbers, got {_text(key)} = {_text(text)!r}"
+                        )
+                config[_text(key)] = 0.0 if setting is None else _double(setting)
+        except WireError:
+            raise
+        except ValueError as error:
+            problem = problem or f"{error} (datum {len(data)})"
+    return ForwardBackwardRequest(
+        model_id=_text(values.get(1)),
+        seq_id=int(values.get(2, 0)),
+        data=data,
+        loss_fn=_text(values.get(4)),
+        loss_fn_config=config,
+        forward_only=bool(values.get(6, 0)),
+        problem=problem,
+    )
+
+
+def _datum(message: memoryview) -> Datum:
+    tokens: list[int] = []
+    inputs = {}
+    for number, value in _fields(message):
+        if number == 1:
+            (text,) = _message(value, 1)
+            if text is None:
+                raise ValueError("a Datum's input must be text tokens, got an image or audio")
+            tokens += _array(_message(text, 1)[0], np.dtype("<i4")).tolist()
+        elif number == 2:
+            key, tensor = _message(value, 1, 2)
+            inputs[_text(key)] = _tensor(_text(key), tensor or b"")
+    return Datum(ModelInput.from_ints(tokens), inputs)
+
+
+def _tensor(name: str, message: Any) -> np.ndarray:
+    dense, sparse, dtype = _message(message, 1, 2, 3)
+    shape = [value for number, value in _fields(message) if number == 4]
+    # Dimensions come packed into one field, or one by one.
+    packed = [value for value in shape if not isinstance(value, int)]
+    for value in packed:
+        at = 0
+        shape = []
+        while at < len(value):
+            size, at = _varint(value, at)
+            shape.append(size)
+    if sparse is not None or len(shape) > 1 or dtype not in _DTYPES:
+        raise ValueError(
+            f"loss_fn_inputs hold one number per token, of float32 or int64, got {name} of shape "
+            f"{shape}{', sparse' if sparse is not None else ''}; several targets per token are not "
+            "offered"
+        )
+    return _array(dense, _DTYPES[dtype]).copy()
+
+
+# ---- writing ----
+
+
+def _number(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _field(number: int, value: int | float | str | bytes) -> bytes:
+    if isinstance(value, int):
+        return _number(number << 3 | _VARINT) + _number(value)
+    if isinstance(value, float):
+        return _number(number << 3 | _FIXED64) + struct.pack("<d", value)
+    data = value.encode() if isinstance(value, str) else value
+    return _number(number << 3 | _BYTES) + _number(len(data)) + data
+
+
+def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) -> bytes:
+    """A ForwardBackwardOutput: the log-probs of each datum [n], float32."""
+    sizes = [values.size * 4 for values in logprobs]
+    offsets = np.cumsum([0, *sizes]).astype("<i8")
+    joined = b"".join(values.astype("<f4").tobytes() for values in logprobs)
+    tensor = _field(1, joined) + _field(2, offsets.tobytes()) + _field(3, _FLOAT32)
+    entry = _field(1, "logprobs") + _field(2, tensor)
+    record = _field(1, "ArrayRecord") + _field(2, entry) + _field(3, len(logprobs))
+    pairs = (_field(3, _field(1, name) + _field(2, float(v))) for name, v in metrics.items())
+    return _field(1, "ArrayRecord") + _field(2, record) + b"".join(pairs)
+
+
+def write_samples(
+    sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
+    prompt_logprobs: Sequence[float | None] | None,
+) -> bytes:
+    """A SampleResponse: (tokens, log-probs, stop reason) of each sequence; NaN for None."""
+    out = b""
+    for tokens, logprobs, stop_reason in sequences:
+        sequence = _field(1, _STOP_REASONS[stop_reason])
+        sequence += _field(2, np.asarray(tokens, "<i4").tobytes())
+        sequence += _field(3, np.asarray(logprobs, "<f4").tobytes())
+        out += _field(1, sequence)
+    if prompt_logprobs is not None:
+        values = [np.nan if value is None else value for value in prompt_logprobs]
+        out += _field(2, np.asarray(values, "<f4").tobytes())
+    return out

@@ -1,0 +1,131 @@
+"""Copies of earlier weights, which take the place of the weights for a forward or a draw.
+
+There is no second model: a copy is exchanged with this rank's part of the weights (and with the
+biases that balance experts), and exchanged back.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.engine import TrainingEngine
+
+
+def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of the weights: parameters, and saved buffers of floating point."""
+    for part in engine.model_parts:
+        for name, parameter in part.named_parameters():
+            yield name_without_wrappers(name), parameter
+        for prefix, module in part.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                is_saved = name not in module._non_persistent_buffers_set
+                if is_saved and buffer.is_floating_point():
+                    yield name_without_wrappers(f"{prefix}.{name}"), buffer
+
+
+@torch.no_grad()
+def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
+    """Swap the weights with those in `weights`, in place."""
+    for name, weight in own_weights(engine):
+        own, other = local_tensor(weight), local_tensor(weights[name])
+        kept = own.clone()
+        own.copy_(other)
+        other.copy_(kept)
+
+
+def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
+    """This rank's part of the weights, copied to host memory."""
+    return {
+        name: local_tensor(weight.detach()).to("cpu", copy=True)
+        for name, weight in own_weights(engine)
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsKey:
+    """Stands for the weights of one moment. number: counts the keys that were given out."""
+
+    number: int
+
+
+class Snapshots:
+    """Weights of earlier moments in host memory, as long as somebody holds their key.
+
+    limit: a key's weights are kept until this many later ones were asked for; pinned ones stay.
+        Ranks count alike, so all of them have a copy, or none, whenever Python frees a key.
+    """
+
+    def __init__(self, engine: TrainingEngine, limit: int):
+        self._engine, self._limit = engine, limit
+        self._copies: weakref.WeakKeyDictionary[WeightsKey, dict[str, Tensor]]
+        self._copies = weakref.WeakKeyDictionary()
+        self._pinned: set[WeightsKey] = set()
+        self._n_keys = 0
+        self._now: Callable[[], WeightsKey | None] = lambda: None
+
+    def key(self, *, pinned: bool = False) -> WeightsKey:
+        """The key of the weights as they are; a copy is made when they change."""
+        key = self._now()
+        if key is None:
+            key = self._new_key()
+            self._now = weakref.ref(key)
+        if pinned:
+            self._pinned.add(key)
+        return key
+
+    def _new_key(self) -> WeightsKey:
+        self._n_keys += 1
+        for old in [old for old in self._copies if self.is_expired(old)]:
+            del self._copies[old]
+        return WeightsKey(self._n_keys)
+
+    def is_expired(self, key: WeightsKey) -> bool:
+        """Whether too many later weights were asked for."""
+        return key not in self._pinned and self._n_keys - key.number > self._limit
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, the weights change."""
+        key = self._now()
+        if key is not None:
+            self._copies[key] = host_copy(self._engine)
+        try:
+            yield
+        finally:
+            self._now = lambda: None
+
+    @contextlib.contextmanager
+    def using(self, key: WeightsKey) -> Iterator[None]:
+        """Inside, the model has the weights of the key. Raises ValueError if they are gone."""
+        if key is self._now():
+            yield
+            return
+        if self.is_expired(key):
+            raise ValueError(
+                f"the weights of this sampling client are gone: copies are kept of the last "
+                f"{self._limit} that sampling clients were made for; raise "
+                "rl.generator.max_snapshots, or sample from a saved state"
+            )
+        copy = self._copies[key]
+        exchange(self._engine, copy)
+        try:
+            yield
+        finally:
+            exchange(self._engine, copy)
+
+    def loaded(self, load: Callable[[], None]) -> WeightsKey:
+        """The key of the weights that `load` puts into the model, which keeps those it has."""
+        copy = host_copy(self._engine)
+        try:
+            load()
+        finally:
+            exchange(self._engine, copy)
+        key = self._new_key()
+        self._copies[key] = copy
+        return key

@@ -1,0 +1,156 @@
+"""Reward functions in processes of their own, each with a time limit.
+
+One that hangs or dies is a grade and a sentence, not the end of the run.
+"""
+
+import importlib
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+Call = tuple[Sequence[Any], dict[str, Any]]
+"""Arguments of a function: by place, and by name."""
+
+_SECONDS_TO_START = 300  # a process, and the import of the user's module
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reward function did: `value` is what it returned.
+
+    error: what it raised, as a text. failure: why there is neither, as a sentence.
+    """
+
+    value: Any = None
+    error: str | None = None
+    failure: str | None = None
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    call: int | None = None  # the index of what it works on
+    deadline: float = 0.0
+
+
+class VerifierPool:
+    """Calls a function in `n_processes` others.
+
+    function: module:function, found anew in each process.
+    timeout_seconds: of one call; its process is then killed, and another one started.
+    """
+
+    def __init__(self, function: str, n_processes: int, timeout_seconds: float):
+        self._function, self._n_processes = function, n_processes
+        self._timeout_seconds = timeout_seconds
+        self._workers: list[_Worker] = []
+
+    def call_all(self, calls: Sequence[Call]) -> list[Verdict]:
+        """A verdict for each call, in their order."""
+        waiting, verdicts = deque(range(len(calls))), [Verdict()] * len(calls)
+        n_open = len(calls)
+        while n_open:
+            self._hand_out(calls, waiting)
+            for worker in [w for w in self._workers if w.call is not None]:
+                verdict = self._verdict(worker)
+                if verdict is not None:
+                    assert worker.call is not None
+                    verdicts[worker.call], worker.call = verdict, None
+                    n_open -= 1
+            self._workers = [w for w in self._workers if w.process.is_alive()]
+            busy = [w for w in self._workers if w.call is not None]
+            if busy:
+                until = min(worker.deadline for worker in busy)
+                wait([w.pipe for w in busy], max(0.0, until - time.monotonic()))
+        return verdicts
+
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+        idle = [w for w in self._workers if w.call is None and w.process.is_alive()]
+        n_new = min(self._n_processes - len(self._workers), len(waiting) - len(idle))
+        started = [self._start() for _ in range(max(0, n_new))]
+        for worker in started:
+            self._wait_until_ready(worker)
+        self._workers += started
+        for worker in (idle + started)[: len(waiting)]:
+            worker.call = waiting.popleft()
+            worker.deadline = time.monotonic() + self._timeout_seconds
+            worker.pipe.send(calls[worker.call])
+
+    def _verdict(self, worker: _Worker) -> Verdict | None:
+        """What came of a worker's call; None if it is still at it."""
+        if worker.pipe.poll():
+            try:
+                return worker.pipe.recv()
+            except EOFError:
+                worker.process.join()
+                code = worker.process.exitcode
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return Verdict(failure=f"the reward function's process ended ({how})")
+        if time.monotonic() < worker.deadline:
+            return None
+        self._kill(worker)
+        return Verdict(
+            failure=f"the reward function took longer than {self._timeout_seconds:g} s "
+            "(rl.task.reward_timeout_seconds)"
+        )
+
+    def _start(self) -> _Worker:
+        # Not a fork: this process has threads, and perhaps a device.
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _wait_until_ready(self, worker: _Worker) -> None:
+        ready: Any = f"it did not start within {_SECONDS_TO_START} s"
+        if worker.pipe.poll(_SECONDS_TO_START):
+            try:
+                ready = worker.pipe.recv()
+            except EOFError:
+                ready = "it ended at once"
+        if ready is not None:
+            self._kill(worker)
+            raise ValueError(
+                f"a process for rl.task.reward_fn = {self._function!r} cannot be started: {ready}; "
+                "its module is imported again there"
+            )
+
+    @staticmethod
+    def _kill(worker: _Worker) -> None:
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+
+    def close(self) -> None:
+        """End all processes. Safe to call twice."""
+        for worker in self._workers:
+            self._kill(worker)
+        self._workers = []
+
+
+def _work(pipe: Connection, name: str) -> None:
+    """Answer calls until the other side is gone."""
+    module, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), function_name)
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send(None)
+    while True:
+        try:
+            arguments, by_name = pipe.recv()
+        except EOFError:
+            return
+        try:
+            verdict = Verdict(value=float(function(*arguments, **by_name)))
+        except Exception as error:
+            verdict = Verdict(error=f"{type(error).__name__}: {error}")
+        pipe.send(verdict)
