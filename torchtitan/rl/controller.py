@@ -15,7 +15,7 @@ from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_e
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.generator import build_generator
+from torchtitan.rl.generator import BufferedGenerator, build_generator
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.report import Reporter, describe, mean_scores
@@ -53,6 +53,8 @@ class Controller:
                 self.generator = build_generator(job_config, engine)
             except ImportError as error:
                 raise ConfigError(str(error)) from error
+            if self.config.async_steps:
+                self.generator = BufferedGenerator(self.generator)
             self.rollouts = Rollouts(task, self.generator, self.config, engine.device)
             self.advantages = AdvantageEstimator(**vars(self.config.advantage))
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
@@ -163,7 +165,6 @@ class Controller:
         update = self.trainer.optim_step()
         trained = time.perf_counter()
 
-        self.rollouts.wait()  # the thread has to finish with the weights that it began with
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {

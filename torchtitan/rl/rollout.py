@@ -59,21 +59,15 @@ class Rollouts:
         while self._next_step <= last_step:
             prompts = self.task.sample(self.config.num_prompts_per_step)
             sampling = replace(self.sampling, seed=self._seed(self._next_step))
-            draw = partial(self._complete, prompts, self.config.num_samples_per_prompt, sampling)
-            # Without a thread it is drawn when it is taken.
-            share = draw if self._thread is None else self._thread.submit(draw).result
-            self._ahead[self._next_step] = share
+            self._ahead[self._next_step] = self._begin(
+                prompts, self.config.num_samples_per_prompt, sampling
+            )
             self._next_step += 1
 
     def take(self, step: int) -> list[Episode]:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
         episodes = self._ahead.pop(step)
         return episodes if isinstance(episodes, list) else _gathered(episodes)
-
-    def wait(self) -> None:
-        """Wait until the thread has drawn every step that was begun; `take` raises its errors."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()  # after all that was submitted before
 
     # ---- evaluation ----
 
@@ -85,12 +79,26 @@ class Rollouts:
         prompts = self.task.held_out(self.config.eval_samples)
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
-        return _gathered(lambda: self._complete(prompts, 1, sampling))
+        return _gathered(self._begin(prompts, 1, sampling))
 
     # ---- both ----
 
-    def _complete(
+    def _begin(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig
+    ) -> Callable[[], list[Episode]]:
+        """Have the thread draw this rank's share with today's weights; returns what waits for it.
+
+        Without a thread it is drawn when it is waited for.
+        """
+        draw = partial(self._complete, self.generator.pinned(), prompts, num_samples, sampling)
+        return draw if self._thread is None else self._thread.submit(draw).result
+
+    def _complete(
+        self,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: SamplingConfig,
     ) -> list[Episode]:
         """Complete prompts, and grade this rank's share.
 
@@ -100,8 +108,10 @@ class Rollouts:
         rank = dist.get_rank() if dist.is_initialized() else 0
         n, n_ranks = len(prompts), _num_ranks()
         own = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
-        asked = range(n) if self.generator.is_collective else own
-        completions = self.generator.generate(
+        together = n_ranks if generator.is_collective else generator.ranks_per_copy
+        first = rank // together * together
+        asked = range(n * first // n_ranks, n * (first + together) // n_ranks)
+        completions = generator.generate(
             [prompts[i].token_ids for i in asked],
             sampling,
             num_samples,

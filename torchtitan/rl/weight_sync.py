@@ -4,6 +4,7 @@ Every update carries a version, and a digest that the receiver's memory has to m
 our models are sent under our names, since some buffers have no Hugging Face name.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,24 @@ class PolicyWeights(Protocol):
     digest: str | None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class StagedWeights:
+    """A copy of weights that waits to be taken over; its memory is given free as it is read.
+
+    It can be read once. version, digest: as of `PolicyWeights`; the digest is known after that.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: PolicyWeights):
+        self._pairs = deque((name, tensor.detach().clone()) for name, tensor in weights)
+        self.version, self._digest = weights.version, weights.digest
+        self.digest: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while self._pairs:
+            yield self._pairs.popleft()
+        self.digest = self._digest
 
 
 class OurNames(BaseStateDictAdapter):
