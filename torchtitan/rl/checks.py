@@ -24,6 +24,7 @@ def check_rl_config(job_config: JobConfig) -> None:
         _rewards(job_config),
         _task(job_config),
         _sampling(job_config),
+        _generator(job_config),
         weight_sharing(job_config.rl),
         rescoring(job_config.rl),
     )
@@ -78,6 +79,8 @@ _SMALLEST_COUNTS = {
     "batch.max_tokens_per_microbatch": 1,
     "batch.pad_multiple": 1,
     "generator.max_batch_size": 1,
+    "generator.tensor_parallel_degree": 1,
+    "generator.max_seq_len": 2,
     "sampling.max_tokens": 1,
 }
 _NOT_NEGATIVE = (
@@ -236,6 +239,22 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         yield (
             f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
             f"got {sampling.max_tokens}; lower it, or raise training.seq_len"
+        )
+
+
+def _generator(job_config: JobConfig) -> Iterator[str]:
+    generator, default = job_config.rl.generator, RL().generator
+    for key in ("memory_share", "tensor_parallel_degree", "max_seq_len"):
+        value = getattr(generator, key)
+        if generator.backend != "vllm" and value != getattr(default, key):
+            yield (
+                f"rl.generator.{key} = {value} is read by rl.generator.backend = 'vllm' only, got "
+                f"{generator.backend!r}; take one of them out"
+            )
+    if not 0 < generator.memory_share <= 1:
+        yield (
+            f"rl.generator.memory_share must be above 0 and at most 1, got "
+            f"{generator.memory_share}; the default is {default.memory_share}"
         )
 
 

@@ -22,6 +22,7 @@ from torchtitan.rl.weight_sync import (
     NoWeightsError,
     OurNames,
     PolicyWeights,
+    StagedWeights,
     StaleWeightsError,
     copy_weights,
 )
@@ -35,13 +36,15 @@ class Generator(ABC):
 
     policy_version: of these weights; -1 before there are any.
     is_collective: whether all ranks have to call `generate` together, with the same arguments, and
-        all get all completions; otherwise each rank calls it by itself.
+        all get all completions; otherwise each rank calls it by itself, but for
+    ranks_per_copy: as many consecutive ranks, which hold one copy of the model, call it together.
     weight_names: the naming of the weights it wants; "shared" if it has the trainer's own.
     weight_dtype: what parameters have to be cast to; None for no cast.
     """
 
     policy_version: int = -1
     is_collective: bool = False
+    ranks_per_copy: int = 1
     weight_names: Literal["shared", "ours", "hf"]
     weight_dtype: torch.dtype | None = None
 
@@ -87,6 +90,13 @@ class Generator(ABC):
 
         Raises WeightMismatchError if they are not those that were sent.
         """
+
+    def pinned(self) -> "Generator":
+        """What draws with today's weights later on, whatever was updated by then.
+
+        The generator itself, unless it lets updates come before their turn.
+        """
+        return self
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -258,6 +268,47 @@ class CopyGenerator(_DecoderGenerator):
         self.policy_version = weights.version
 
 
+class BufferedGenerator(Generator):
+    """Lets updates come while another thread draws: neither waits for the other.
+
+    An update is copied aside. The next draw of a `pinned` generator that was pinned after it takes
+    it over first. So what a draw uses depends on when it was asked for, and not on how long others
+    took. Draws happen in the order of their pins, on one thread.
+
+    generator: has weights of its own. Besides its own copy there are as many as versions that were
+    pinned and not yet taken over: at most `rl.async_steps`, and one.
+    """
+
+    def __init__(self, generator: Generator):
+        self._generator = generator
+        self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
+        self.ranks_per_copy = generator.ranks_per_copy
+        self._staged: StagedWeights | None = None
+        self._checks_digest = True
+
+    def pinned(self) -> Generator:
+        return copy.copy(self)
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, first_row: int
+    ) -> list[Completion]:
+        if self._generator.policy_version != self.policy_version:
+            assert self._staged is not None
+            self._generator.update_weights(self._staged, check_digest=self._checks_digest)
+        return self._generator.generate(prompts, sampling, num_samples, first_row=first_row)
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """Copy the weights aside. Their names and digest are checked when they are taken over."""
+        self._staged, self._checks_digest = StagedWeights(weights), check_digest
+        self.policy_version = weights.version
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._generator.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._generator.load_state_dict(state_dict)
+
+
 def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
     """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
     training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
@@ -276,7 +327,14 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
-        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
+        return VLLMGenerator(
+            job_config.model.hf_assets_path,
+            dtype=dtype,
+            seed=rl.seed,
+            memory_share=rl.generator.memory_share,
+            tensor_parallel_degree=rl.generator.tensor_parallel_degree,
+            max_seq_len=rl.generator.max_seq_len or job_config.training.seq_len,
+        )
     max_rows = rl.generator.max_batch_size
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
         return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)

@@ -96,6 +96,12 @@ class RLGenerator:
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
     max_batch_size: int = 256
+    # For vllm: share of the device's memory for weights and cache; a trainer on it needs the rest
+    memory_share: float = 0.4
+    # For vllm: consecutive ranks that split one copy of the model
+    tensor_parallel_degree: int = 1
+    # For vllm: longest prompt with its completion, in tokens; None takes training.seq_len
+    max_seq_len: int | None = None
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
     # with the trainer's own precision, whose distribution they stand for

@@ -78,6 +78,15 @@ BAD_VALUES = [
         {"rl__generator__backend": "vllm", "rl__generator__rescore": True},
         "rl.generator.rescore would hide how far",
     ),
+    ({"rl__generator__memory_share": 0.5}, "memory_share = 0.5 is read by rl.generator.backend"),
+    (
+        {"rl__generator__backend": "vllm", "rl__generator__memory_share": 1.5},
+        "memory_share must be above 0 and at most 1, got 1.5",
+    ),
+    (
+        {"rl__generator__backend": "vllm", "rl__generator__tensor_parallel_degree": 0},
+        "tensor_parallel_degree must be at least 1, got 0",
+    ),
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),
