@@ -23,7 +23,7 @@ from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.rollout import Rollouts
+from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
@@ -195,7 +195,7 @@ def ask_vllm_on_rank(folder: str, degree: int) -> tuple[dict, list[list[int]], i
     generator.policy_version = 0
     config = toy_config(folder, "--rl.eval_samples=6").rl
     task = build_task(config, None)
-    rollouts = Rollouts(task, generator, config, torch.device("cpu"))
+    rollouts = Rollouts(task, config, Draws(task, generator, torch.device("cpu"), ahead=False))
     episodes = rollouts.of_held_out(greedy=False)
     asked = [prompt["prompt_token_ids"] for prompt, _ in fake.requests]
     return fake.options, asked, len(episodes)

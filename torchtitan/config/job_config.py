@@ -442,6 +442,10 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
 
+    def trainer_ranks(self, world_size: int) -> int:
+        """How many of a job's ranks train: the first ones. The layout is theirs."""
+        return world_size
+
     def to_dict(self) -> dict[str, Any]:
         """The whole config as nested dicts, which share nothing with it."""
         return asdict(self)

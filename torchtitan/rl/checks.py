@@ -78,6 +78,7 @@ _SMALLEST_COUNTS = {
     "batch.local_batch_size": 1,
     "batch.max_tokens_per_microbatch": 1,
     "batch.pad_multiple": 1,
+    "generator.ranks": 0,
     "generator.max_batch_size": 1,
     "generator.tensor_parallel_degree": 1,
     "generator.max_seq_len": 2,
@@ -251,6 +252,16 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
                 f"rl.generator.{key} = {value} is read by rl.generator.backend = 'vllm' only, got "
                 f"{generator.backend!r}; take one of them out"
             )
+    if generator.ranks:
+        for key, is_set in {
+            "comm.mode": job_config.comm.mode != "default",
+            "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
+        }.items():
+            if is_set:
+                yield (
+                    f"rl.generator.ranks = {generator.ranks} generates on ranks of their own, and "
+                    f"{key} has no such ranks; take one of them out"
+                )
     if not 0 < generator.memory_share <= 1:
         yield (
             f"rl.generator.memory_share must be above 0 and at most 1, got "
@@ -266,6 +277,8 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
     reasons = []
     if rl.generator.backend != "local":
         reasons.append(f"rl.generator.backend = {rl.generator.backend!r} has weights of its own")
+    if rl.generator.ranks:
+        reasons.append(f"rl.generator.ranks = {rl.generator.ranks} generate on ranks of their own")
     if rl.async_steps:
         reasons.append(
             f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights"

@@ -9,53 +9,84 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.generator import BufferedGenerator, build_generator
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
+from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.reference import ReferencePolicy
-from torchtitan.rl.report import Reporter, describe, mean_scores
-from torchtitan.rl.rollout import Rollouts, with_advantages
-from torchtitan.rl.tasks import Task, build_task
+from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
+from torchtitan.rl.roles import GeneratorRank, RemoteDraws, RemoteGenerator, join_role, task_of_job
+from torchtitan.rl.rollout import Draws, LostGeneratorError, Rollouts, with_advantages
+from torchtitan.rl.tasks import Task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, TrainingBatch, TrainingSample
+from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
+def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller | GeneratorRank":
+    """This rank's part of the job: with `rl.generator.ranks` the last ranks only generate.
+
+    task: in place of the one that the config names. Raises ConfigError as `Controller` does.
+    """
+    if not job_config.rl.generator.ranks:
+        return Controller(job_config, task=task)
+    check_rl_config(job_config)
+    role = join_role(job_config)
+    if role.generates:
+        return GeneratorRank(job_config, role.link, role.first_generator, task)
+    return Controller(
+        job_config, task=task, remote=RemoteGenerator(role.link, role.first_generator)
+    )
+
+
 class Controller:
     """Trains a policy as its config says.
 
     task: in place of the one that the config names.
+    remote: the ranks that generate, with `rl.generator.ranks`; see `rl.roles.join_role`.
     Raises ConfigError for a config that cannot run.
     """
 
-    def __init__(self, job_config: JobConfig, *, task: Task | None = None):
+    def __init__(
+        self,
+        job_config: JobConfig,
+        *,
+        task: Task | None = None,
+        remote: RemoteGenerator | None = None,
+    ):
         check_rl_config(job_config)
         self.job_config, self.config = job_config, job_config.rl
+        if bool(self.config.generator.ranks) != (remote is not None):
+            raise ConfigError(
+                f"rl.generator.ranks = {self.config.generator.ranks} divides the job's ranks before "
+                "there is a controller; start with torchtitan.rl.train, or by rl.roles.join_role"
+            )
         self.trainer = PolicyTrainer(job_config)
         engine = self.trainer.engine
         with on_error(engine.close):
-            if task is None:
-                build_tokenizer = engine.train_spec.build_tokenizer_fn
-                tokenizer = None if build_tokenizer is None else build_tokenizer(job_config)
-                longest_prompt = batch_seq_len(job_config) + 1 - self.config.sampling.max_tokens
-                task = build_task(self.config, tokenizer, longest_prompt)
-            check_tokenizer_fits(task.tokenizer, engine.model_args)
-            self.task = task
-            try:
-                self.generator = build_generator(job_config, engine)
-            except ImportError as error:
-                raise ConfigError(str(error)) from error
-            if self.config.async_steps:
-                self.generator = BufferedGenerator(self.generator)
-            self.rollouts = Rollouts(task, self.generator, self.config, engine.device)
+            self.task = task = task_of_job(job_config, engine.train_spec, engine.model_args, task)
+            self.generator: TakesWeights
+            draws: Draws
+            if remote is not None:
+                remote.take_policy(PolicyModel.of_engine(engine))
+                self.generator, draws = remote, RemoteDraws(remote)
+            else:
+                ahead = self.config.async_steps > 0
+                try:
+                    generator = build_generator(job_config, engine)
+                except ImportError as error:
+                    raise ConfigError(str(error)) from error
+                self.generator = generator = BufferedGenerator(generator) if ahead else generator
+                draws = Draws(task, generator, engine.device, ahead=ahead)
+            self.rollouts = Rollouts(task, self.config, draws)
             self.advantages = AdvantageEstimator(**vars(self.config.advantage))
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
             self.reporter = Reporter(job_config, engine)
@@ -101,9 +132,20 @@ class Controller:
         return True
 
     def train(self) -> None:
-        """Load the newest checkpoint, if any, and train to `training.steps`."""
-        if not self.setup():
-            return
+        """Load the newest checkpoint, if any, and train to `training.steps`.
+
+        Raises LostGeneratorError if a rank that generates is gone, after what was learned is saved.
+        """
+        try:
+            if self.setup():
+                self._train()
+        except LostGeneratorError as error:
+            checkpoint = self.job_config.checkpoint
+            if checkpoint.enable and not checkpoint.load_only and self.step > 0:
+                save_and_stop(self.trainer.engine, str(error))
+            raise
+
+    def _train(self) -> None:
         config, last_step = self.job_config, self.job_config.training.steps
         if self.step == 0:
             self._evaluate_if_due()
@@ -153,7 +195,7 @@ class Controller:
                 f"step {step} got episodes that are {lag} weight updates old, and "
                 f"rl.async_steps = {async_steps} allows no more than that"
             )
-        measured: dict[str, float] = {"rl/lag": lag}
+        measured: dict[str, float] = staleness(episodes, self.trainer.policy_version)
         generated = time.perf_counter()
 
         if self.reference is not None:
@@ -226,8 +268,8 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the engine's own state, as one JSON text. Collective."""
-        state = {"task": self.task.state_dict(), "rollouts": self.rollouts.state_dict()}
-        return {"state": json.dumps(state)}
+        rollouts = self.rollouts.state_dict()  # first: it may go back to earlier prompts
+        return {"state": json.dumps({"task": self.task.state_dict(), "rollouts": rollouts})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError if the checkpoint's state is not one of this task."""

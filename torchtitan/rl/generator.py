@@ -4,16 +4,19 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
@@ -232,7 +235,6 @@ class CopyGenerator(_DecoderGenerator):
         self.weight_dtype = model.tok_embeddings.weight.dtype
 
     @classmethod
-    @torch.no_grad()
     def of_engine(
         cls,
         engine: TrainingEngine,
@@ -246,19 +248,27 @@ class CopyGenerator(_DecoderGenerator):
         dtype: of its parameters except routers, which keep the engine's; None for what the
             trainer computes in.
         """
-        training = engine.job_config.training
+        return cls.of_model_of(PolicyModel.of_engine(engine), dtype, seed, max_rows)
+
+    @classmethod
+    @torch.no_grad()
+    def of_model_of(
+        cls, policy: "PolicyModel", dtype: torch.dtype | None, seed: int, max_rows: int
+    ) -> "CopyGenerator":
+        """The same, where the policy's engine need not be on this rank."""
+        training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-            model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
-        model.to_empty(device=engine.device)
-        with seeded_init(model, engine.seed):  # buffers, too
+            model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
+        model.to_empty(device=policy.device)
+        with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
-                parameter.data = parameter.data.to(dtype or _compute_dtype(engine))
+                parameter.data = parameter.data.to(dtype or policy.compute_dtype)
         # Not the engine's own context, which a thread that trains may be in.
         autocast = maybe_enable_amp(
-            engine.parallel_dims, training.mixed_precision_param, engine.device.type
+            policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
@@ -309,33 +319,65 @@ class BufferedGenerator(Generator):
         self._generator.load_state_dict(state_dict)
 
 
-def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
-    """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
-    training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
-    return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+@dataclass(frozen=True)
+class PolicyModel:
+    """What a generator with weights of its own has to know of the model that is trained.
+
+    parallel_dims: of the trainer. device: this rank's.
+    """
+
+    job_config: JobConfig
+    train_spec: TrainSpec
+    model_args: Any
+    parallel_dims: ParallelDims
+    device: torch.device
+
+    @classmethod
+    def of_engine(cls, engine: TrainingEngine) -> "PolicyModel":
+        return cls(*(getattr(engine, field.name) for field in fields(cls)))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
+        training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
+        return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+
+    @property
+    def generator_dtype(self) -> torch.dtype | None:
+        dtype = self.job_config.rl.generator.dtype
+        return TORCH_DTYPE_MAP[dtype] if dtype else None
 
 
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
-    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe.
+    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
-    rl = job_config.rl
-    dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
-    trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
+    rl, policy = job_config.rl, replace(PolicyModel.of_engine(engine), job_config=job_config)
+    trainer_dtype = str(policy.compute_dtype).removeprefix("torch.")
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
+        return LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
+    return build_copy(policy)
+
+
+def build_copy(policy: PolicyModel) -> Generator:
+    """A generator with weights of its own, which it has not got yet.
+
+    Raises ImportError if vLLM is wanted and not installed.
+    """
+    config, rl = policy.job_config, policy.job_config.rl
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
         return VLLMGenerator(
-            job_config.model.hf_assets_path,
-            dtype=dtype,
+            config.model.hf_assets_path,
+            dtype=policy.generator_dtype,
             seed=rl.seed,
             memory_share=rl.generator.memory_share,
             tensor_parallel_degree=rl.generator.tensor_parallel_degree,
-            max_seq_len=rl.generator.max_seq_len or job_config.training.seq_len,
+            max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
         )
-    max_rows = rl.generator.max_batch_size
-    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
-        return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
-    return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)
+    return CopyGenerator.of_model_of(
+        policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
+    )

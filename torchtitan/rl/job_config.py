@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
+from torchtitan.tools.errors import ConfigError
 
 LossAggregation = Literal[
     "token-mean",
@@ -92,6 +93,9 @@ class RLBatch:
 class RLGenerator:
     # Sample with the trainer's own modules, or with vLLM, which has to be installed
     backend: Literal["local", "vllm"] = "local"
+    # The last so many ranks of the job only generate, beside the others, which train and have the
+    # layout; 0 generates on the trainer's ranks
+    ranks: int = 0
     # Type of the generator's weights; None is what the trainer's matrix products are in
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
@@ -157,6 +161,16 @@ class JobConfig(BaseJobConfig):
     """
 
     rl: RL = field(default_factory=RL)
+
+    def trainer_ranks(self, world_size: int) -> int:
+        """All but those of `rl.generator.ranks`; raises ConfigError if none are left."""
+        apart = self.rl.generator.ranks
+        if apart and not apart < world_size:
+            raise ConfigError(
+                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} "
+                f"{'rank' if world_size == 1 else 'ranks'}; start more ranks, or lower it"
+            )
+        return world_size - apart
 
 
 def batch_seq_len(job_config: JobConfig) -> int:

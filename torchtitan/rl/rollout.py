@@ -21,79 +21,39 @@ from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
 from torchtitan.rl.tasks import Prompt, Task, failed_grading
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.utils import use_device
 
 
-class Rollouts:
-    """Graded episodes of a task, step by step; with `rl.async_steps` a thread draws them.
+class LostGeneratorError(LostConnectionError):
+    """A rank that generates is gone."""
 
-    config: the section `[rl]`. device: what is drawn on.
+
+class Draws:
+    """Has a generator of these ranks complete prompts, and grades what it draws.
+
+    ahead: draw on a thread, while the trainer works. device: what is drawn on.
     """
 
-    def __init__(self, task: Task, generator: Generator, config: RL, device: torch.device):
-        self.task, self.generator, self.config = task, generator, config
-        eos_id = task.tokenizer.eos_id
-        stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
-        settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
-        self.sampling = SamplingConfig(**settings)
+    def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
+        self.task, self._generator = task, generator
         self._thread = None
-        if config.async_steps:
+        if ahead:
             self._thread = ThreadPoolExecutor(
                 1, "rollouts", initializer=use_device, initargs=(device,)
             )
-        self._next_step = 1
-        # step -> its episodes, or what returns or raises this rank's share of them
-        self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
-        # Steps that an earlier run drew ahead, as far as its `rl.async_steps` allowed.
-        self.restored_steps: frozenset[int] = frozenset()
 
-    # ---- training ----
-
-    def skip_to(self, step: int) -> None:
-        """Begin with this step, or later."""
-        self._next_step = max(self._next_step, step)
-
-    def start_until(self, last_step: int) -> None:
-        """Begin to draw all steps up to this one that were not begun before."""
-        while self._next_step <= last_step:
-            prompts = self.task.sample(self.config.num_prompts_per_step)
-            sampling = replace(self.sampling, seed=self._seed(self._next_step))
-            self._ahead[self._next_step] = self._begin(
-                prompts, self.config.num_samples_per_prompt, sampling
-            )
-            self._next_step += 1
-
-    def take(self, step: int) -> list[Episode]:
-        """The step's episodes of all ranks. Collective; steps are taken in order."""
-        episodes = self._ahead.pop(step)
-        return episodes if isinstance(episodes, list) else _gathered(episodes)
-
-    # ---- evaluation ----
-
-    def of_held_out(self, *, greedy: bool) -> list[Episode]:
-        """One episode for each held-out prompt, of all ranks; the same prompts and draws each time.
-
-        greedy: take the likeliest token; False samples as in training.
-        """
-        prompts = self.task.held_out(self.config.eval_samples)
-        temperature = 0.0 if greedy else self.sampling.temperature
-        sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
-        return _gathered(self._begin(prompts, 1, sampling))
-
-    # ---- both ----
-
-    def _begin(
+    def begin(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig
     ) -> Callable[[], list[Episode]]:
         """Have the thread draw this rank's share with today's weights; returns what waits for it.
 
         Without a thread it is drawn when it is waited for.
         """
-        draw = partial(self._complete, self.generator.pinned(), prompts, num_samples, sampling)
+        draw = partial(self.complete, self._generator.pinned(), prompts, num_samples, sampling)
         return draw if self._thread is None else self._thread.submit(draw).result
 
-    def _complete(
+    def complete(
         self,
         generator: Generator,
         prompts: Sequence[Prompt],
@@ -125,6 +85,77 @@ class Rollouts:
             first_group=own.start,
         )
 
+    def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
+        """The episodes of all ranks, in rank order. Collective.
+
+        If this rank's share cannot be drawn, such as for a reward function, every rank raises.
+        """
+        return _gathered(share)
+
+    def close(self) -> None:
+        """Finish what is being drawn. Safe to call twice."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class Rollouts:
+    """Graded episodes of a task, step by step.
+
+    config: the section `[rl]`.
+    """
+
+    def __init__(self, task: Task, config: RL, draws: Draws):
+        self.task, self.config, self._draws = task, config, draws
+        eos_id = task.tokenizer.eos_id
+        stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
+        settings = vars(config.sampling) | {"stop_token_ids": tuple(sorted(stops))}
+        self.sampling = SamplingConfig(**settings)
+        self._next_step = 1
+        # step -> its episodes, or what returns or raises this rank's share of them
+        self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
+        # step -> the task's state before its prompts were taken
+        self._task_before: dict[int, dict[str, Any]] = {}
+        # Steps that an earlier run drew ahead, as far as its `rl.async_steps` allowed.
+        self.restored_steps: frozenset[int] = frozenset()
+
+    # ---- training ----
+
+    def skip_to(self, step: int) -> None:
+        """Begin with this step, or later."""
+        self._next_step = max(self._next_step, step)
+
+    def start_until(self, last_step: int) -> None:
+        """Begin to draw all steps up to this one that were not begun before."""
+        while self._next_step <= last_step:
+            self._task_before[self._next_step] = self.task.state_dict()
+            prompts = self.task.sample(self.config.num_prompts_per_step)
+            sampling = replace(self.sampling, seed=self._seed(self._next_step))
+            self._ahead[self._next_step] = self._draws.begin(
+                prompts, self.config.num_samples_per_prompt, sampling
+            )
+            self._next_step += 1
+
+    def take(self, step: int) -> list[Episode]:
+        """The step's episodes of all ranks. Collective; steps are taken in order."""
+        episodes = self._ahead[step]
+        if not isinstance(episodes, list):
+            episodes = self._draws.of_all_ranks(episodes)
+        del self._ahead[step]
+        self._task_before.pop(step, None)
+        return episodes
+
+    # ---- evaluation ----
+
+    def of_held_out(self, *, greedy: bool) -> list[Episode]:
+        """One episode for each held-out prompt, of all ranks; the same prompts and draws each time.
+
+        greedy: take the likeliest token; False samples as in training.
+        """
+        prompts = self.task.held_out(self.config.eval_samples)
+        temperature = 0.0 if greedy else self.sampling.temperature
+        sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
+        return self._draws.of_all_ranks(self._draws.begin(prompts, 1, sampling))
+
     def _seed(self, place: Any) -> int:
         return random.Random(f"{self.config.seed} {place}").getrandbits(63)
 
@@ -132,18 +163,24 @@ class Rollouts:
 
     def close(self) -> None:
         """Finish what is being drawn. Safe to call twice."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._draws.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, and the episodes that were drawn ahead. Collective.
 
-        The weights that drew these will be gone, so they cannot be drawn again.
+        The weights that drew these will be gone, so they cannot be drawn again. Where the
+        generator is gone, too, the run goes on with other episodes of the same prompts.
         """
-        self._ahead = {step: self.take(step) for step in list(self._ahead)}
-        pending = [
-            [step, [e.to_dict() for e in episodes]] for step, episodes in self._ahead.items()
-        ]
+        taken: dict[int, list[Episode]] = {}
+        for step in list(self._ahead):
+            try:
+                taken[step] = self.take(step)
+            except LostGeneratorError:
+                self.task.load_state_dict(self._task_before[step])
+                self._next_step = step
+                break
+        self._ahead = dict(taken)
+        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in taken.items()]
         return {"next_step": self._next_step, "pending": pending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -87,6 +87,14 @@ BAD_VALUES = [
         {"rl__generator__backend": "vllm", "rl__generator__tensor_parallel_degree": 0},
         "tensor_parallel_degree must be at least 1, got 0",
     ),
+    (
+        {"rl__generator__ranks": 1, "rl__weight_sync__mode": "reference"},
+        "rl.generator.ranks = 1 generate on ranks of their own",
+    ),
+    (
+        {"rl__generator__ranks": 1, "checkpoint__create_seed_checkpoint": True},
+        "checkpoint.create_seed_checkpoint has no such ranks",
+    ),
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),
