@@ -16,11 +16,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 from torchtitan.testing.gloo import run_ranks
 
+PRESET = Path(__file__).resolve().parents[1] / "torchtitan/rl/train_configs/copy_cpu.toml"
 WAYS = {"colocated, 2 ranks": (2, 0), "2 training, 2 generating": (4, 2)}
 
 
@@ -30,8 +32,7 @@ def run_part(folder: str, flags: list[str]) -> list[dict[str, float]] | None:
     from torchtitan.rl.controller import Controller, build_part
     from torchtitan.rl.job_config import JobConfig
 
-    preset = ROOT / "torchtitan/rl/train_configs/copy_cpu.toml"
-    base = [f"--job.config_file={preset}", f"--job.dump_folder={folder}", "--rl.eval_every=0"]
+    base = [f"--job.config_file={PRESET}", f"--job.dump_folder={folder}", "--rl.eval_every=0"]
     part = build_part(ConfigManager(JobConfig).parse_args([*base, *flags]))
     rows: list[dict[str, float]] = []
     if isinstance(part, Controller):
@@ -81,7 +82,8 @@ def main() -> None:
                     flush=True,
                 )
     first, second = curves.values()
-    largest = max(abs(a - b) for x, y in zip(first, second) for a, b in zip(x, y))
+    differences = torch.tensor(first) - torch.tensor(second)
+    largest = differences.abs().max().item()
     print(f"largest difference of a step's reward between the two ways, same seed: {largest:.2e}")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -39,8 +39,6 @@ from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 
-# Between two messages the trainer may do anything; a rank that dies closes its connections.
-_NO_TIMEOUT = timedelta(days=365)
 _CPU = torch.device("cpu")
 
 
@@ -68,7 +66,8 @@ def join_role(job_config: JobConfig) -> Role:
             "is one of all ranks already; start without it"
         )
     n_trainers = job_config.trainer_ranks(int(os.environ.get("WORLD_SIZE", "1")))
-    store, rank, _ = find_peers(timedelta(seconds=job_config.comm.init_timeout_seconds))
+    timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
+    store, rank, _ = find_peers(timeout)
     generates = rank >= n_trainers
     if generates:
         join_part("generators", rank - n_trainers, n_apart)
@@ -83,6 +82,7 @@ def join_role(job_config: JobConfig) -> Role:
             dist.PrefixStore("rl_link", store),
             rank - n_trainers + 1 if generates else 0,
             n_apart + 1,
+            timeout,
         )
     return Role(generates, link, n_trainers)
 
@@ -90,13 +90,16 @@ def join_role(job_config: JobConfig) -> Role:
 class Link:
     """Between the trainer's rank 0, which is member 0, and the ranks that generate.
 
+    timeout: how long member 0 waits for an answer; a rank that dies it notices at once.
     down: the group in which member 0 speaks to all, one message after another.
     """
 
-    def __init__(self, store: dist.Store, member: int, size: int):
-        self.member, self.size = member, size
-        self.down = _gloo_group(dist.PrefixStore("down", store), member, size)
-        self._up = _gloo_group(dist.PrefixStore("up", store), member, size)
+    def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
+        self.size = size
+        # Between two messages the trainer may do anything.
+        down, forever = dist.PrefixStore("down", store), timedelta(days=365)
+        self.down = _gloo_group(down, member, size, forever)
+        self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
     def broadcast(self, message: Any = None) -> Any:
@@ -149,11 +152,11 @@ def _errors_of_gloo() -> Iterator[None]:
         raise first from None
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """A group of ranks that have no default group in common."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    backend = dist.ProcessGroupGloo(store, rank, size, _NO_TIMEOUT)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     group._register_backend(_CPU, kind, backend)
     group._set_default_backend(kind)
     return group
@@ -216,8 +219,8 @@ class RemoteGenerator:
             of_ranks = self._unless_lost(self._link.receive_from_all)
             if self._loss is not None:
                 raise LostGeneratorError(
-                    f"a rank that generates is gone, one from rank {self._first_generator} on: "
-                    f"{self._loss}"
+                    f"a rank that generates, one from rank {self._first_generator} on, is gone or "
+                    f"does not answer: {self._loss}"
                 )
             self._n_received += 1
             self._answers[self._n_received] = of_ranks
