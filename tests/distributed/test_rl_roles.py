@@ -8,11 +8,15 @@ import pytest
 from tests.distributed.rl_runs import numbers, weights_hash
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
+from torchtitan.distributed import ParallelDims
 from torchtitan.rl.controller import Controller, build_part
+from torchtitan.rl.generator import PolicyModel
+from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
+ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
 STEPS = ["--training.steps=6", "--rl.eval_every=3", "--rl.eval_samples=5"]
 
@@ -150,5 +154,9 @@ def leave_at_update(dump_folder):
 def test_ranks_that_cannot_be_divided_are_told(tmp_path):
     with pytest.raises(ConfigError, match="must leave ranks that train, got 1 with 1 rank"):
         build_part(toy_config(tmp_path, "--rl.generator.ranks=1"))
+    config = toy_config(tmp_path, "--rl.generator.rescore", "--rl.generator.dtype=bfloat16")
+    policy = PolicyModel(config, None, None, ONE_RANK, None)
+    with pytest.raises(ConfigError, match="rl.generator.rescore would hide how far"):
+        RemoteGenerator(None, 1).take_policy(policy)
     with pytest.raises(ConfigError, match="start with torchtitan.rl.train"):
         Controller(toy_config(tmp_path, "--rl.generator.ranks=1"))

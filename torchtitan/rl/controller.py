@@ -51,7 +51,7 @@ class Controller:
     """Trains a policy as its config says.
 
     task: in place of the one that the config names.
-    remote: the ranks that generate, with `rl.generator.ranks`; see `rl.roles.join_role`.
+    remote: the ranks that generate, with `rl.generator.ranks`; see `build_part`.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -67,7 +67,7 @@ class Controller:
         if bool(self.config.generator.ranks) != (remote is not None):
             raise ConfigError(
                 f"rl.generator.ranks = {self.config.generator.ranks} divides the job's ranks before "
-                "there is a controller; start with torchtitan.rl.train, or by rl.roles.join_role"
+                "there is a controller; start with torchtitan.rl.train, or rl.controller.build_part"
             )
         self.trainer = PolicyTrainer(job_config)
         engine = self.trainer.engine

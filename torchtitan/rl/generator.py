@@ -343,6 +343,10 @@ class PolicyModel:
         return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
     @property
+    def compute_dtype_name(self) -> str:
+        return str(self.compute_dtype).removeprefix("torch.")
+
+    @property
     def generator_dtype(self) -> torch.dtype | None:
         dtype = self.job_config.rl.generator.dtype
         return TORCH_DTYPE_MAP[dtype] if dtype else None
@@ -354,7 +358,7 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.of_engine(engine), job_config=job_config)
-    trainer_dtype = str(policy.compute_dtype).removeprefix("torch.")
+    trainer_dtype = policy.compute_dtype_name
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
         return LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)

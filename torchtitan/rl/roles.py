@@ -23,12 +23,14 @@ from torch import Tensor
 
 from torchtitan.build import derive_model_args
 from torchtitan.config.checks import check_tokenizer_fits
+from torchtitan.config.checks.common import refuse
 from torchtitan.distributed.process_group import find_peers, init_distributed, join_part
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.distributed.stop import SIGNALS
 from torchtitan.job import find_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import parallel_dims_of, set_device
+from torchtitan.rl.checks import rescoring
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_copy
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.rollout import Draws, LostGeneratorError
@@ -184,7 +186,11 @@ class RemoteGenerator:
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
-        """Learn in what form the generating ranks want the weights."""
+        """Learn in what form the generating ranks want the weights.
+
+        Raises ConfigError if they would not draw what `rl.generator.rescore` stands for.
+        """
+        refuse(rescoring(policy.job_config.rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
         if policy.job_config.rl.generator.backend == "vllm":
             self.weight_names = "hf"
