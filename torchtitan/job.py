@@ -86,4 +86,4 @@ def _world_size(job_config: JobConfig) -> int:
                 f"{f' and below {limit}' if has_limit else ''}, got {number!r}; start with "
                 "torchrun, or set it for each process"
             )
-    return int(value)
+    return job_config.trainer_ranks(int(value))

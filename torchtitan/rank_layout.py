@@ -93,7 +93,9 @@ class RankLayout:
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
         """Its meshes, for an engine; raises ValueError if the config asks for other ones."""
-        wanted = _parallel_dims(job_config, train_spec, self.device, self.parallel_dims.world_size)
+        wanted = parallel_dims_of(
+            job_config, train_spec, self.device, self.parallel_dims.world_size
+        )
         differing = [
             f"{name} = {getattr(wanted, name)} for {getattr(self.parallel_dims, name)}"
             for name in (field.name for field in dataclasses.fields(ParallelDims) if field.repr)
@@ -135,12 +137,13 @@ def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> Para
         enable_cpu_backend=config.training.enable_cpu_offload,
         base_folder=config.job.dump_folder,
     )
-    return _parallel_dims(config, spec, device, world_size)
+    return parallel_dims_of(config, spec, device, world_size)
 
 
-def _parallel_dims(
+def parallel_dims_of(
     config: JobConfig, spec: TrainSpec, device: torch.device, world_size: int
 ) -> ParallelDims:
+    """The degrees that the config gives so many ranks; no meshes yet."""
     degrees = config.parallelism
     return ParallelDims(
         dp_replicate=degrees.data_parallel_replicate_degree,

@@ -77,7 +77,9 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         # The ranks of a process group that exists already have met in their own way.
         is_guest = torch.distributed.is_initialized()
         if has_peers() and config.comm.mode == "default" and not is_guest:
-            peers = _find_peers(config.comm.init_timeout_seconds)
+            world_size = int(os.environ["WORLD_SIZE"])
+            helpers = range(config.trainer_ranks(world_size), world_size)
+            peers = _find_peers(config.comm.init_timeout_seconds, helpers)
             peers.compare(config.to_dict())
         with events.recording(config):
             if trainer_class is None:  # heavy: see the top of this file
@@ -106,8 +108,8 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         peers.leave()
 
 
-def _find_peers(timeout_seconds: float) -> Peers:
-    return Peers(*find_peers(timedelta(seconds=timeout_seconds)))
+def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:
+    return Peers(*find_peers(timedelta(seconds=timeout_seconds)), helpers)
 
 
 def _tell_config_error(message: str) -> None:

@@ -1,5 +1,7 @@
 """Generators on several ranks: what is drawn does not depend on the layout."""
 
+import itertools
+import sys
 from unittest import mock
 
 import pytest
@@ -15,13 +17,18 @@ from tests.distributed.layout_matrix import (
     run_step,
     whole,
 )
+from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.test_weight_sync import tiny, weights_of
+from tests.unit.rl.toy import toy_config
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.rollout import Draws, Rollouts
+from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
 from torchtitan.testing.gloo import run_ranks
 
@@ -177,3 +184,63 @@ def test_weights_are_gathered_once_where_memory_allows(tmp_path):
         assert for_each_token == once * SAMPLING.max_tokens
         # Backward gathers again what forward freed, afterwards as before.
         assert step > once
+
+
+# ---- vLLM, of which only our half can be run here ----
+
+
+def ask_vllm_on_rank(folder: str, degree: int) -> tuple[dict, list[list[int]], int]:
+    """(options of this rank's engine, the prompts that it got, episodes of all ranks)."""
+    sys.modules["vllm"] = fake = FakeVLLM()
+    generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
+    generator.policy_version = 0
+    config = toy_config(folder, "--rl.eval_samples=6").rl
+    task = build_task(config, None)
+    rollouts = Rollouts(task, config, Draws(task, generator, torch.device("cpu"), ahead=False))
+    episodes = rollouts.of_held_out(greedy=False)
+    asked = [prompt["prompt_token_ids"] for prompt, _ in fake.requests]
+    return fake.options, asked, len(episodes)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_each_rank_has_a_vllm_engine_and_those_of_one_model_get_the_same_prompts(degree, tmp_path):
+    first, second = run_ranks(ask_vllm_on_rank, 2, str(tmp_path), degree)
+    for options, _, n_episodes in (first, second):
+        # Of torchrun: it takes the rank's own device.
+        assert options["distributed_executor_backend"] == "external_launcher"
+        assert options["tensor_parallel_size"] == degree
+        assert n_episodes == 6
+    if degree == 1:
+        assert len(first[1]) == len(second[1]) == 3 and first[1] != second[1]
+    else:
+        assert len(first[1]) == 6 and first[1] == second[1]
+
+
+def redraw_with_vllm_on_rank(folder: str, degree: int) -> tuple[list[list[int]], list[int]]:
+    """(the prompts that this rank's engine got, how often each episode was drawn again)."""
+    sys.modules["vllm"] = FakeVLLM()
+    generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
+    generator.policy_version = 0
+    config = toy_config(folder, "--rl.redraws=1").rl
+    task = build_task(config, None)
+    teaches = {task.prompt(place).text for place in (1, 2)}
+    n_graded = itertools.count()
+    task.grade = lambda prompt, _: Grade(next(n_graded) if prompt.text in teaches else 0.5, {})
+    rollouts = Rollouts(task, config, Draws(task, generator, torch.device("cpu"), ahead=False))
+    rollouts.start_until(1)
+    with mock.patch.object(generator, "generate", wraps=generator.generate) as generate:
+        episodes = rollouts.take(1)
+    asked = [list(prompt) for call in generate.call_args_list for prompt in call.args[0]]
+    return asked, [int(episode.scores["redraws"]) for episode in episodes[::4]]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_ranks_that_split_a_vllm_engine_draw_the_same_again(degree, tmp_path):
+    """Only rank 0 knows that place 0 is to be drawn again, and rank 1 that place 3 is."""
+    first, second = run_ranks(redraw_with_vllm_on_rank, 2, str(tmp_path), degree)
+    assert first[1] == second[1] == [1, 0, 0, 1]
+    config = toy_config(tmp_path).rl
+    task = build_task(config, None)
+    by_try = [(0, 1, 2, 3), (4, 7)] if degree == 2 else [(0, 1), (4,)]
+    assert first[0] == [list(task.prompt(i).token_ids) for indices in by_try for i in indices]
+    assert degree == 1 or second[0] == first[0]

@@ -1,6 +1,7 @@
 """Runs that are told to end, and ranks that are lost: a few instants; `stop_anywhere` tries many."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,3 +100,50 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path):
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def last_step(output):
+    return max(map(int, re.findall(r"step: +(\d+)/", output)), default=0)
+
+
+@pytest.mark.parametrize("is_told_to_end", [False, True], ids=["killed", "told to end"])
+def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp_path):
+    """Whether one of them is killed, or the whole job is told to end; and the run goes on."""
+    arguments = [
+        "--job.config_file=torchtitan/rl/train_configs/copy_cpu.toml",
+        f"--job.dump_folder={tmp_path}",
+        "--metrics.log_freq=1",
+        "--metrics.disable_color_printing",
+        "--rl.num_prompts_per_step=2",
+        "--rl.eval_every=0",
+        "--rl.async_steps=2",
+        "--rl.generator.ranks=2",
+        "--checkpoint.enable",
+        "--checkpoint.interval=1000",
+    ]
+    options = {"module": "torchtitan.rl.train", "ranks": 4}
+    job = jobs.start(arguments, tmp_path / "logs", **options)
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while last_step(job.output()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for rank in range(4) if is_told_to_end else [3]:
+            job.send(signal.SIGTERM if is_told_to_end else signal.SIGKILL, rank=rank)
+        outcome = job.wait(30)
+        last = last_step(job.output())
+        assert stop_anywhere.whole_steps(tmp_path) == [last], outcome.output
+        if is_told_to_end:
+            assert outcome.exit_codes == [0] * 4, outcome.output
+        else:
+            assert outcome.exit_codes == [1, 1, 1, -signal.SIGKILL], outcome.output
+            for rank, output in enumerate(outcome.outputs[:3]):
+                (line,) = [line for line in output.splitlines() if "error:" in line]
+                assert f"rank {rank} ends because rank 3 ended without a word" in line
+        job = jobs.start(arguments, tmp_path / "logs", **options)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while last_step(job.output()) < last + 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert f"training starts at step {last + 1}" in job.output()
+        assert last_step(job.output()) >= last + 4, job.output()
+    finally:
+        job.kill()

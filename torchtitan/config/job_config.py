@@ -445,6 +445,15 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
 
+    @property
+    def ranks_apart(self) -> int:
+        """How many of a job's ranks, the last ones, do not train."""
+        return 0
+
+    def trainer_ranks(self, world_size: int) -> int:
+        """How many of a job's ranks train: the first ones. The layout is theirs."""
+        return world_size
+
     def to_dict(self) -> dict[str, Any]:
         """The whole config as nested dicts, which share nothing with it."""
         return asdict(self)

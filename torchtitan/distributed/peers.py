@@ -38,6 +38,9 @@ _OWN_OF_EACH_RANK = (
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the others
+_SECONDS_TO_SAVE = (
+    25  # after a helper's failure; torchrun kills ranks 30 s after it asks them to end
+)
 _SECONDS_TO_END = 2  # after hearing of a failure, a rank has this long to end by itself
 _SECONDS_TO_CLOSE = 10  # and a rank that failed has this long to close what it holds
 
@@ -51,9 +54,15 @@ class Peers:
 
     Rank 0 hears from every other rank, and passes on what it hears. If a connection ends without
     a message, that rank was killed.
+
+    helpers: ranks without which the others can still save. When one of these fails, the others have
+        longer to end by themselves.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, helpers: range = range(0)
+    ) -> None:
+        self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
@@ -188,7 +197,8 @@ class Peers:
         if self.rank == 0:  # first of all: once the main thread knows, it may end this process
             self._send({"failed": self._first_failure})
         self._has_failed.set()
-        if not self._leaving.wait(_SECONDS_TO_END):
+        may_save = rank in self._helpers and self.rank not in self._helpers
+        if not self._leaving.wait(_SECONDS_TO_SAVE if may_save else _SECONDS_TO_END):
             print(f"error: {self.describe_failure()}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -155,6 +155,18 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
 
+def join_part(name: str, rank: int, world_size: int) -> None:
+    """Make this process one of `world_size` ranks of a part of the job, until it ends.
+
+    RANK, WORLD_SIZE and the default process group will be those of the part. `name` is the same on
+    its ranks, and differs between parts; torchrun's ranks have met by `find_peers` before.
+    """
+    store = _meeting_places[_meeting_place()][0][0]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    place = dist.PrefixStore(name, store), rank, world_size
+    _meeting_places[_meeting_place()] = [place, 0]
+
+
 def _meeting_place() -> tuple[str, ...]:
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:

@@ -25,6 +25,7 @@ def check_rl_config(job_config: JobConfig) -> None:
         _rewards(job_config),
         _task(job_config),
         _sampling(job_config),
+        _generator(job_config),
         weight_sharing(job_config.rl),
         rescoring(job_config.rl),
     )
@@ -107,8 +108,11 @@ _SMALLEST_COUNTS = {
     "batch.local_batch_size": 1,
     "batch.max_tokens_per_microbatch": 1,
     "batch.pad_multiple": 1,
+    "generator.ranks": 0,
     "generator.max_batch_size": 1,
     "generator.max_snapshots": 0,
+    "generator.tensor_parallel_degree": 1,
+    "generator.max_seq_len": 2,
     "sampling.max_tokens": 1,
     "serve.max_request_mib": 1,
 }
@@ -304,6 +308,41 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         )
 
 
+def _generator(job_config: JobConfig) -> Iterator[str]:
+    generator, default = job_config.rl.generator, RL().generator
+    for key in ("memory_share", "tensor_parallel_degree", "max_seq_len"):
+        value = getattr(generator, key)
+        if generator.backend != "vllm" and value != getattr(default, key):
+            yield (
+                f"rl.generator.{key} = {value} is read by rl.generator.backend = 'vllm' only, got "
+                f"{generator.backend!r}; take one of them out"
+            )
+    redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
+    if generator.tensor_parallel_degree > 1 and redraws and async_steps and not generator.ranks:
+        # They would do so on a thread, with the process group that the trainer is using.
+        yield (
+            f"ranks that split one copy of a generator agree on what is drawn again, and with "
+            f"rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
+            f"rl.async_steps = {async_steps} and rl.generator.tensor_parallel_degree = "
+            f"{generator.tensor_parallel_degree}; set rl.generator.ranks, or one of them to its default"
+        )
+    if generator.ranks:
+        for key, is_set in {
+            "comm.mode": job_config.comm.mode != "default",
+            "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
+        }.items():
+            if is_set:
+                yield (
+                    f"rl.generator.ranks = {generator.ranks} generates on ranks of their own, and "
+                    f"{key} has no such ranks; take one of them out"
+                )
+    if not 0 < generator.memory_share <= 1:
+        yield (
+            f"rl.generator.memory_share must be above 0 and at most 1, got "
+            f"{generator.memory_share}; the default is {default.memory_share}"
+        )
+
+
 def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
     """Why the generator cannot use the trainer's own weights; empty if it can.
 
@@ -312,6 +351,8 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
     reasons = []
     if rl.generator.backend != "local":
         reasons.append(f"rl.generator.backend = {rl.generator.backend!r} has weights of its own")
+    if rl.generator.ranks:
+        reasons.append(f"rl.generator.ranks = {rl.generator.ranks} generate on ranks of their own")
     if rl.async_steps:
         reasons.append(
             f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights"

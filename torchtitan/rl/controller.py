@@ -10,19 +10,22 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.stop import StopRequest
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.generator import build_generator
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
+from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import metrics_of_updates
 from torchtitan.rl.reference import ReferencePolicy
-from torchtitan.rl.report import Reporter, describe, mean_scores
-from torchtitan.rl.rollout import Rollouts, with_advantages
-from torchtitan.rl.tasks import Task, build_task
+from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
+from torchtitan.rl.roles import GeneratorRank, RemoteDraws, RemoteGenerator, join_role, task_of_job
+from torchtitan.rl.rollout import Draws, LostGeneratorError, Rollouts, with_advantages
+from torchtitan.rl.tasks import Task
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import (
     Episode,
@@ -31,39 +34,69 @@ from torchtitan.rl.types import (
     TrainingBatch,
     TrainingSample,
 )
+from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
+def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller | GeneratorRank":
+    """This rank's part of the job: with `rl.generator.ranks` the last ranks only generate.
+
+    task: in place of the one that the config names. Raises ConfigError as `Controller` does.
+    """
+    if not job_config.rl.generator.ranks:
+        return Controller(job_config, task=task)
+    check_rl_config(job_config)
+    resolve_job(job_config, builds_data=False)  # while every rank can tell
+    role = join_role(job_config)
+    if role.generates:
+        return GeneratorRank(job_config, role.link, role.first_generator, task)
+    return Controller(
+        job_config, task=task, remote=RemoteGenerator(role.link, role.first_generator)
+    )
+
+
 class Controller:
     """Trains a policy as its config says.
 
     task: in place of the one that the config names.
+    remote: the ranks that generate, with `rl.generator.ranks`; see `build_part`.
     Raises ConfigError for a config that cannot run.
     """
 
-    def __init__(self, job_config: JobConfig, *, task: Task | None = None):
+    def __init__(
+        self,
+        job_config: JobConfig,
+        *,
+        task: Task | None = None,
+        remote: RemoteGenerator | None = None,
+    ):
         check_rl_config(job_config)
         self.job_config, self.config = job_config, job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
         self._num_batches: int | None = None
-        self.trainer = PolicyTrainer(job_config)
+        # With a remote generator these are the ranks that train, as in a job of only them.
+        engine = None if remote is None else TrainingEngine(job_config)
+        self.trainer = PolicyTrainer(job_config, engine=engine)
         engine = self.trainer.engine
         with on_error(engine.close):
-            if task is None:
-                build_tokenizer = engine.train_spec.build_tokenizer_fn
-                tokenizer = None if build_tokenizer is None else build_tokenizer(job_config)
-                longest_prompt = batch_seq_len(job_config) + 1 - self.config.sampling.max_tokens
-                task = build_task(self.config, tokenizer, longest_prompt)
-            check_tokenizer_fits(task.tokenizer, engine.model_args)
-            self.task = task
-            try:
-                self.generator = build_generator(job_config, engine)
-            except ImportError as error:
-                raise ConfigError(str(error)) from error
-            self.rollouts = Rollouts(task, self.generator, self.config, engine.device)
+            self.task = task = task_of_job(job_config, engine.train_spec, engine.model_args, task)
+            self.generator: TakesWeights
+            draws: Draws
+            if remote is not None:
+                remote.take_policy(PolicyModel.of_engine(engine))
+                self.generator, draws = remote, RemoteDraws(remote)
+            else:
+                ahead = self.config.async_steps > 0
+                try:
+                    generator = build_generator(job_config, engine)
+                except ImportError as error:
+                    raise ConfigError(str(error)) from error
+                self.generator = generator = BufferedGenerator(generator) if ahead else generator
+                draws = Draws(task, generator, engine.device, ahead=ahead)
+            self.rollouts = Rollouts(task, self.config, draws)
             self.advantages = AdvantageEstimator(**vars(self.config.advantage))
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
             self.reporter = Reporter(job_config, engine)
@@ -117,9 +150,20 @@ class Controller:
         return True
 
     def train(self) -> None:
-        """Load the newest checkpoint, if any, and train to `training.steps`."""
-        if not self.setup():
-            return
+        """Load the newest checkpoint, if any, and train to `training.steps`.
+
+        Raises LostGeneratorError if a rank that generates is gone, after what was learned is saved.
+        """
+        try:
+            if self.setup():
+                self._train()
+        except LostGeneratorError as error:
+            checkpoint = self.job_config.checkpoint
+            if checkpoint.enable and not checkpoint.load_only and self.step > 0:
+                save_and_stop(self.trainer.engine, str(error))
+            raise
+
+    def _train(self) -> None:
         config, last_step = self.job_config, self.job_config.training.steps
         if self.step == 0:
             self._evaluate_if_due(before=-1)
@@ -162,8 +206,8 @@ class Controller:
         started = time.perf_counter()
         first_step, number = self.step + 1, self.num_batches + 1
         episodes = with_advantages(self._take(number), self.advantages)
-        lag = self._check_lag(number, episodes)
-        measured: dict[str, float] = {"rl/lag": lag}
+        self._check_lag(number, episodes)
+        measured = staleness(episodes, self.trainer.policy_version)
         generated = time.perf_counter()
 
         if self.reference is not None:
@@ -172,7 +216,6 @@ class Controller:
         self._num_batches = number
         trained = time.perf_counter()
 
-        self.rollouts.wait()  # the thread has to finish with the weights that it began with
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {
@@ -199,8 +242,8 @@ class Controller:
         self.rollouts.start_until(min(number + self.config.async_steps, last))
         return self.rollouts.take(number)
 
-    def _check_lag(self, number: int, episodes: list[Episode]) -> int:
-        """How many weight updates old a batch's oldest episode is."""
+    def _check_lag(self, number: int, episodes: list[Episode]) -> None:
+        """Raise RuntimeError for a batch whose oldest episode is older than allowed."""
         lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
         allowed = self.config.async_steps * self.updates_per_batch
         if lag < 0 or (lag > allowed and number not in self.rollouts.restored_steps):
@@ -209,7 +252,6 @@ class Controller:
                 f"rl.async_steps = {self.config.async_steps} with {self.updates_per_batch} updates "
                 f"per batch allows no more than {allowed}"
             )
-        return lag
 
     def _update(
         self, episodes: list[Episode], measured: dict[str, float]
@@ -287,8 +329,8 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the engine's own state, as one JSON text. Collective."""
         state = {
+            "rollouts": self.rollouts.state_dict(),  # first: it may go back to earlier prompts
             "task": self.task.state_dict(),
-            "rollouts": self.rollouts.state_dict(),
             "num_batches": self.num_batches,
         }
         return {"state": json.dumps(state)}

@@ -4,16 +4,19 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
@@ -22,6 +25,7 @@ from torchtitan.rl.weight_sync import (
     NoWeightsError,
     OurNames,
     PolicyWeights,
+    StagedWeights,
     StaleWeightsError,
     copy_weights,
 )
@@ -36,13 +40,15 @@ class Generator(ABC):
 
     policy_version: of these weights; -1 before there are any.
     is_collective: whether all ranks have to call `generate` together, with the same arguments, and
-        all get all completions; otherwise each rank calls it by itself.
+        all get all completions; otherwise each rank calls it by itself, but for
+    ranks_per_copy: as many consecutive ranks, which hold one copy of the model, call it together.
     weight_names: the naming of the weights it wants; "shared" if it has the trainer's own.
     weight_dtype: what parameters have to be cast to; None for no cast.
     """
 
     policy_version: int = -1
     is_collective: bool = False
+    ranks_per_copy: int = 1
     weight_names: Literal["shared", "ours", "hf"]
     weight_dtype: torch.dtype | None = None
 
@@ -92,6 +98,13 @@ class Generator(ABC):
 
         Raises WeightMismatchError if they are not those that were sent.
         """
+
+    def pinned(self) -> "Generator":
+        """What draws with today's weights later on, whatever was updated by then.
+
+        The generator itself, unless it lets updates come before their turn.
+        """
+        return self
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +240,6 @@ class CopyGenerator(_DecoderGenerator):
         self.weight_dtype = model.tok_embeddings.weight.dtype
 
     @classmethod
-    @torch.no_grad()
     def of_engine(
         cls,
         engine: TrainingEngine,
@@ -241,19 +253,27 @@ class CopyGenerator(_DecoderGenerator):
         dtype: of its parameters except routers, which keep the engine's; None for what the
             trainer computes in.
         """
-        training = engine.job_config.training
+        return cls.of_model_of(PolicyModel.of_engine(engine), dtype, seed, max_rows)
+
+    @classmethod
+    @torch.no_grad()
+    def of_model_of(
+        cls, policy: "PolicyModel", dtype: torch.dtype | None, seed: int, max_rows: int
+    ) -> "CopyGenerator":
+        """The same, where the policy's engine need not be on this rank."""
+        training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-            model = engine.train_spec.model_cls(copy.deepcopy(engine.model_args))
-        model.to_empty(device=engine.device)
-        with seeded_init(model, engine.seed):  # buffers, too
+            model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
+        model.to_empty(device=policy.device)
+        with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
-                parameter.data = parameter.data.to(dtype or _compute_dtype(engine))
+                parameter.data = parameter.data.to(dtype or policy.compute_dtype)
         # Not the engine's own context, which a thread that trains may be in.
         autocast = maybe_enable_amp(
-            engine.parallel_dims, training.mixed_precision_param, engine.device.type
+            policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
@@ -263,30 +283,115 @@ class CopyGenerator(_DecoderGenerator):
         self.policy_version = weights.version
 
 
-def _compute_dtype(engine: TrainingEngine) -> torch.dtype:
-    """What a trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
-    training, uses_fsdp = engine.job_config.training, engine.parallel_dims.uses_fsdp
-    return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+class BufferedGenerator(Generator):
+    """Lets updates come while another thread draws: neither waits for the other.
+
+    An update is copied aside. The next draw of a `pinned` generator that was pinned after it takes
+    it over first. So what a draw uses depends on when it was asked for, and not on how long others
+    took. Draws happen in the order of their pins, on one thread.
+
+    generator: has weights of its own. Besides its own copy there are as many as versions that were
+    pinned and not yet taken over: at most `rl.async_steps`, and one.
+    """
+
+    def __init__(self, generator: Generator):
+        self._generator = generator
+        self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
+        self.ranks_per_copy = generator.ranks_per_copy
+        self._staged: StagedWeights | None = None
+        self._checks_digest = True
+
+    def pinned(self) -> Generator:
+        return copy.copy(self)
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    ) -> list[Completion]:
+        if self._generator.policy_version != self.policy_version:
+            assert self._staged is not None
+            self._generator.update_weights(self._staged, check_digest=self._checks_digest)
+        first_rows = rows[::num_samples]
+        return self._generator.generate(prompts, sampling, num_samples, first_row=first_rows)
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """Copy the weights aside. Their names and digest are checked when they are taken over."""
+        self._staged, self._checks_digest = StagedWeights(weights), check_digest
+        self.policy_version = weights.version
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._generator.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._generator.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """What a generator with weights of its own has to know of the model that is trained.
+
+    parallel_dims: of the trainer. device: this rank's.
+    """
+
+    job_config: JobConfig
+    train_spec: TrainSpec
+    model_args: Any
+    parallel_dims: ParallelDims
+    device: torch.device
+
+    @classmethod
+    def of_engine(cls, engine: TrainingEngine) -> "PolicyModel":
+        return cls(*(getattr(engine, field.name) for field in fields(cls)))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
+        training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
+        return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+
+    @property
+    def compute_dtype_name(self) -> str:
+        return str(self.compute_dtype).removeprefix("torch.")
+
+    @property
+    def generator_dtype(self) -> torch.dtype | None:
+        dtype = self.job_config.rl.generator.dtype
+        return TORCH_DTYPE_MAP[dtype] if dtype else None
 
 
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
-    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe.
+    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
-    rl = job_config.rl
-    dtype = TORCH_DTYPE_MAP[rl.generator.dtype] if rl.generator.dtype else None
-    trainer_dtype = str(_compute_dtype(engine)).removeprefix("torch.")
+    rl, policy = job_config.rl, replace(PolicyModel.of_engine(engine), job_config=job_config)
+    trainer_dtype = policy.compute_dtype_name
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
+        return LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
+    return build_copy(policy)
+
+
+def build_copy(policy: PolicyModel) -> Generator:
+    """A generator with weights of its own, which it has not got yet.
+
+    Raises ImportError if vLLM is wanted and not installed.
+    """
+    config, rl = policy.job_config, policy.job_config.rl
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
-        if job_config.model.fp32_head:
+        if config.model.fp32_head:
             logger.warning(
                 "model.fp32_head holds for the trainer; vLLM's output projection keeps its own type"
             )
-        return VLLMGenerator(job_config.model.hf_assets_path, dtype=dtype, seed=rl.seed)
-    max_rows = rl.generator.max_batch_size
-    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
-        return LocalGenerator(engine, seed=rl.seed, max_rows=max_rows)
-    return CopyGenerator.of_engine(engine, dtype=dtype, seed=rl.seed, max_rows=max_rows)
+        return VLLMGenerator(
+            config.model.hf_assets_path,
+            dtype=policy.generator_dtype,
+            seed=rl.seed,
+            memory_share=rl.generator.memory_share,
+            tensor_parallel_degree=rl.generator.tensor_parallel_degree,
+            max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
+        )
+    return CopyGenerator.of_model_of(
+        policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
+from torchtitan.tools.errors import ConfigError
 
 LossAggregation = Literal[
     "token-mean",
@@ -112,6 +113,9 @@ class RLBatch:
 class RLGenerator:
     # Sample with the trainer's own modules, or with vLLM, which has to be installed
     backend: Literal["local", "vllm"] = "local"
+    # The last so many ranks of the job only generate, beside the others, which train and have the
+    # layout; 0 generates on the trainer's ranks
+    ranks: int = 0
     # Type of the generator's weights; None is what the trainer's matrix products are in
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
@@ -119,6 +123,12 @@ class RLGenerator:
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
     # in host memory, each as large as a rank's part of the weights
     max_snapshots: int = 4
+    # For vllm: share of the device's memory for weights and cache; a trainer on it needs the rest
+    memory_share: float = 0.4
+    # For vllm: consecutive ranks that split one copy of the model
+    tensor_parallel_degree: int = 1
+    # For vllm: longest prompt with its completion, in tokens; None takes training.seq_len
+    max_seq_len: int | None = None
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
     # with the trainer's own precision, whose distribution they stand for
@@ -197,6 +207,20 @@ class JobConfig(BaseJobConfig):
     """
 
     rl: RL = field(default_factory=RL)
+
+    @property
+    def ranks_apart(self) -> int:
+        return self.rl.generator.ranks
+
+    def trainer_ranks(self, world_size: int) -> int:
+        """All but those of `rl.generator.ranks`; raises ConfigError if none are left."""
+        apart = self.ranks_apart
+        if apart and not apart < world_size:
+            raise ConfigError(
+                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} "
+                f"{'rank' if world_size == 1 else 'ranks'}; start more ranks, or lower it"
+            )
+        return world_size - apart
 
 
 def batch_seq_len(job_config: JobConfig) -> int:

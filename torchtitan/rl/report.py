@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
@@ -72,6 +73,19 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
         **advantage_metrics([e.advantage for e in episodes], [e.group_id for e in episodes]),
         "completion_tokens": fmean(len(e.token_ids) for e in episodes),
         "stopped": fmean(e.finish_reason == "stop" for e in episodes),
+    }
+
+
+def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
+    """How many updates the policy has had since the episodes were drawn: `lag` is the largest.
+
+    version: the policy's, now. `episodes_by_lag/n` counts the episodes that are n updates old.
+    """
+    counts = Counter(version - episode.policy_version for episode in episodes)
+    return {
+        "rl/lag": max(counts),
+        "rl/lag_mean": sum(lag * count for lag, count in counts.items()) / counts.total(),
+        **{f"rl/episodes_by_lag/{lag}": count for lag, count in sorted(counts.items())},
     }
 
 

@@ -8,9 +8,9 @@ layout.
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,37 +21,170 @@ from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
 from torchtitan.rl.tasks import Prompt, Task
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.utils import use_device
 
 
-class Rollouts:
-    """Graded episodes of a task, step by step; with `rl.async_steps` a thread draws them.
+class LostGeneratorError(LostConnectionError):
+    """A rank that generates is gone."""
 
-    config: the section `[rl]`. device: what is drawn on.
+
+class Try(NamedTuple):
+    """A prompt for each place in a step, and how to complete them."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw: `num_samples` episodes for each place, with the place as their group.
+
+    tries: the next one is for places whose completions all got one reward.
+    penalty: what long completions lose; None takes rewards as they are.
+    stop_strings: that end a completion; those of the tries don't count.
     """
 
-    def __init__(self, task: Task, generator: Generator, config: RL, device: torch.device):
-        self.task, self.generator, self.config = task, generator, config
+    tries: Sequence[Try]
+    num_samples: int
+    penalty: OverlongPenalty | None = None
+    stop_strings: tuple[str, ...] = ()
+
+    def with_extras(self, episode: Episode, number: int) -> Episode:
+        """An episode of a try, by its number, with what the request adds to its grade."""
+        if len(self.tries) > 1:
+            episode = replace(episode, scores=episode.scores | {"redraws": number})
+        if self.penalty is not None:
+            penalty = self.penalty(len(episode.token_ids))
+            scores = episode.scores | {"overlong_penalty": penalty}
+            episode = replace(episode, reward=episode.reward - penalty, scores=scores)
+        return episode
+
+
+class Draws:
+    """Has a generator of these ranks complete prompts, and grades what it draws.
+
+    ahead: draw on a thread, while the trainer works. device: what is drawn on.
+    """
+
+    def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
+        self.task, self._generator = task, generator
+        self._thread = None
+        if ahead:
+            self._thread = ThreadPoolExecutor(
+                1, "rollouts", initializer=use_device, initargs=(device,)
+            )
+
+    def begin(self, request: Request) -> Callable[[], list[Episode]]:
+        """Have the thread draw this rank's share with today's weights; returns what waits for it.
+
+        Without a thread it is drawn when it is waited for.
+        """
+        draw = partial(self._draw, self._generator.pinned(), request)
+        return draw if self._thread is None else self._thread.submit(draw).result
+
+    def _draw(self, generator: Generator, request: Request) -> list[Episode]:
+        """This rank's share of a request, in the order of places.
+
+        What a rank draws again depends on its own places only, so the thread needs no other rank,
+        unless ranks generate together.
+        """
+        n_tries, n_together = len(request.tries), _num_together(generator)
+        by_place: dict[int, list[Episode]] = {}
+
+        def attempt(number: int, places: Sequence[int]) -> list[int]:
+            """Draw and grade; returns those of this rank's places that are worth another try."""
+            drawn: dict[int, list[Episode]] = {}
+            for episode in self._complete(generator, request, number, places):
+                found = drawn.setdefault(episode.group_id, [])
+                found.append(request.with_extras(episode, number))
+            by_place.update(drawn)
+            return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
+
+        places: Sequence[int] = range(len(request.tries[0].prompts))
+        for number in range(n_tries):
+            if number + 1 < n_tries and n_together > 1:
+                # A rank that cannot grade must not leave the others in the next try.
+                flat = on_all_ranks(partial(attempt, number, places))
+                places = sorted(place for of_rank in flat for place in of_rank)
+            else:
+                places = attempt(number, places)
+            if not places:
+                break
+        return [episode for place in sorted(by_place) for episode in by_place[place]]
+
+    def _complete(
+        self, generator: Generator, request: Request, number: int, places: Sequence[int]
+    ) -> list[Episode]:
+        """Complete the prompts of a try at these places, and grade this rank's share.
+
+        Only the rank that drew a completion grades it: a reward function may be slow or random.
+        """
+        (prompts, sampling), n_samples = request.tries[number], request.num_samples
+        stops, decode = request.stop_strings, self.task.tokenizer.decode
+        sampling = replace(sampling, stop_strings=stops, decode=decode)
+        # Each rank has a run of consecutive places; those of all ranks in order are all of them.
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        n, n_ranks, together = len(prompts), _num_ranks(), _num_together(generator)
+        share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
+        first = rank // together * together
+        share_together = range(n * first // n_ranks, n * (first + together) // n_ranks)
+        own = [place for place in places if place in share]
+        asked = [place for place in places if place in share_together]
+        completions = generator.generate(
+            [prompts[place].token_ids for place in asked],
+            sampling,
+            n_samples,
+            first_row=[place * n_samples for place in asked],
+        )
+        start = asked.index(own[0]) * n_samples if own else 0
+        episodes = make_episodes(
+            self.task,
+            [prompts[place] for place in own],
+            completions[start : start + len(own) * n_samples],
+            stop_strings=stops,
+        )
+        return [replace(episode, group_id=own[episode.group_id]) for episode in episodes]
+
+    def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
+        """The episodes of all ranks, in rank order. Collective.
+
+        If this rank's share cannot be drawn, such as for a reward function, every rank raises.
+        """
+        return _gathered(share)
+
+    def close(self) -> None:
+        """Finish what is being drawn, and the task's processes. Safe to call twice."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self.task.close()
+
+
+class Rollouts:
+    """Graded episodes of a task, step by step.
+
+    config: the section `[rl]`.
+    """
+
+    def __init__(self, task: Task, config: RL, draws: Draws):
+        self.task, self.config, self._draws = task, config, draws
         eos_id = task.tokenizer.eos_id
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
         settings = vars(config.sampling) | {
             "stop_token_ids": tuple(sorted(stops)),
-            "stop_strings": tuple(config.sampling.stop_strings),
-            "decode": task.tokenizer.decode,
+            "stop_strings": (),  # a Request has them apart: a tokenizer does not travel
         }
         self.sampling = SamplingConfig(**settings)
-        self.overlong_penalty = OverlongPenalty(
-            self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-        )
-        self._thread = None
-        if config.async_steps:
-            self._thread = ThreadPoolExecutor(
-                1, "rollouts", initializer=use_device, initargs=(device,)
+        self._penalty = None
+        if config.overlong_tokens:
+            self._penalty = OverlongPenalty(
+                self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
             )
         self._next_step = 1
         # step -> its episodes, or what returns or raises this rank's share of them
         self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
+        # step -> the task's state before its prompts were taken
+        self._task_before: dict[int, dict[str, Any]] = {}
         # Steps that an earlier run drew ahead, as far as its `rl.async_steps` allowed.
         self.restored_steps: frozenset[int] = frozenset()
 
@@ -64,68 +197,29 @@ class Rollouts:
     def start_until(self, last_step: int) -> None:
         """Begin to draw all steps up to this one that were not begun before."""
         while self._next_step <= last_step:
-            n = self.config.num_prompts_per_step
-            prompts = self.task.sample(n * (1 + self.config.redraws))
-            tries = [prompts[first : first + n] for first in range(0, len(prompts), n)]
-            draw = partial(self._draw, self._next_step, tries)
-            # Without a thread it is drawn when it is taken.
-            share = draw if self._thread is None else self._thread.submit(draw).result
-            self._ahead[self._next_step] = share
+            self._task_before[self._next_step] = self.task.state_dict()
+            request = Request(
+                [self._next_try(number) for number in range(1 + self.config.redraws)],
+                self.config.num_samples_per_prompt,
+                self._penalty,
+                tuple(self.config.sampling.stop_strings),
+            )
+            self._ahead[self._next_step] = self._draws.begin(request)
             self._next_step += 1
+
+    def _next_try(self, number: int) -> Try:
+        seed = self._seed(f"{self._next_step} again {number}" if number else self._next_step)
+        prompts = self.task.sample(self.config.num_prompts_per_step)
+        return Try(prompts, replace(self.sampling, seed=seed))
 
     def take(self, step: int) -> list[Episode]:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
-        episodes = self._ahead.pop(step)
-        return episodes if isinstance(episodes, list) else _gathered(episodes)
-
-    def wait(self) -> None:
-        """Wait until the thread has drawn every step that was begun; `take` raises its errors."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()  # after all that was submitted before
-
-    def _draw(self, step: int, tries: Sequence[Sequence[Prompt]]) -> list[Episode]:
-        """This rank's episodes of a step.
-
-        tries: a prompt for each place in the step; the next one is for places whose completions all
-            got one reward. What a rank draws again depends on its own places only, so the thread
-            needs no other rank, unless generation does.
-        """
-        n_samples, places = self.config.num_samples_per_prompt, range(len(tries[0]))
-        by_place: dict[int, list[Episode]] = {}
-
-        def attempt(number: int, places: Sequence[int]) -> list[int]:
-            """Draw and grade; returns those of this rank's places that are worth another try."""
-            seed = self._seed(f"{step} again {number}" if number else step)
-            sampling = replace(self.sampling, seed=seed)
-            episodes = self._complete(tries[number], n_samples, sampling, places)
-            for episode in episodes:
-                own = by_place.setdefault(episode.group_id, [])
-                if len(own) == n_samples:  # of the try before
-                    own.clear()
-                own.append(self._as_reinforced(episode, number))
-            drawn = {episode.group_id for episode in episodes}
-            return [i for i in drawn if len({e.reward for e in by_place[i]}) == 1]
-
-        for number in range(len(tries)):
-            if number + 1 < len(tries) and self.generator.is_collective:
-                # A rank that cannot grade must not leave the others in the next try.
-                flat = on_all_ranks(partial(attempt, number, places))
-                places = sorted(place for of_rank in flat for place in of_rank)
-            else:
-                places = sorted(attempt(number, places))
-            if not places:
-                break
-        return [episode for place in sorted(by_place) for episode in by_place[place]]
-
-    def _as_reinforced(self, episode: Episode, number: int) -> Episode:
-        """The episode with what training adds to its grade."""
-        if self.config.redraws:
-            episode = replace(episode, scores=episode.scores | {"redraws": number})
-        if self.config.overlong_tokens:
-            penalty = self.overlong_penalty(len(episode.token_ids))
-            scores = episode.scores | {"overlong_penalty": penalty}
-            episode = replace(episode, reward=episode.reward - penalty, scores=scores)
-        return episode
+        episodes = self._ahead[step]
+        if not isinstance(episodes, list):
+            episodes = self._draws.of_all_ranks(episodes)
+        del self._ahead[step]
+        self._task_before.pop(step, None)
+        return episodes
 
     # ---- evaluation ----
 
@@ -137,42 +231,9 @@ class Rollouts:
         prompts = self.task.held_out(self.config.eval_samples)
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
-        return _gathered(lambda: self._complete(prompts, 1, sampling))
-
-    # ---- both ----
-
-    def _complete(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: SamplingConfig,
-        places: Sequence[int] | None = None,
-    ) -> list[Episode]:
-        """Complete the prompts at these places (None: all), and grade this rank's share.
-
-        Only the rank that drew a completion grades it: a reward function may be slow or random.
-        """
-        # Each rank has a run of consecutive places; those of all ranks in order are all of them.
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        n, n_ranks = len(prompts), _num_ranks()
-        share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
-        places = range(n) if places is None else places
-        own = [place for place in places if place in share]
-        asked = places if self.generator.is_collective else own
-        completions = self.generator.generate(
-            [prompts[i].token_ids for i in asked],
-            sampling,
-            num_samples,
-            first_row=[i * num_samples for i in asked],
-        )
-        first = asked.index(own[0]) * num_samples if own else 0
-        episodes = make_episodes(
-            self.task,
-            [prompts[i] for i in own],
-            completions[first : first + len(own) * num_samples],
-            stop_strings=self.config.sampling.stop_strings,
-        )
-        return [replace(episode, group_id=own[episode.group_id]) for episode in episodes]
+        stops = tuple(self.config.sampling.stop_strings)
+        request = Request([Try(prompts, sampling)], 1, stop_strings=stops)
+        return self._draws.of_all_ranks(self._draws.begin(request))
 
     def _seed(self, place: Any) -> int:
         return random.Random(f"{self.config.seed} {place}").getrandbits(63)
@@ -181,19 +242,24 @@ class Rollouts:
 
     def close(self) -> None:
         """Finish what is being drawn. Safe to call twice."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self.task.close()
+        self._draws.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, and the episodes that were drawn ahead. Collective.
 
-        The weights that drew these will be gone, so they cannot be drawn again.
+        The weights that drew these will be gone, so they cannot be drawn again. Where the
+        generator is gone, too, the run goes on with other episodes of the same prompts.
         """
-        self._ahead = {step: self.take(step) for step in list(self._ahead)}
-        pending = [
-            [step, [e.to_dict() for e in episodes]] for step, episodes in self._ahead.items()
-        ]
+        taken: dict[int, list[Episode]] = {}
+        for step in list(self._ahead):
+            try:
+                taken[step] = self.take(step)
+            except LostGeneratorError:
+                self.task.load_state_dict(self._task_before[step])
+                self._next_step = step
+                break
+        self._ahead = dict(taken)
+        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in taken.items()]
         return {"next_step": self._next_step, "pending": pending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,6 +331,11 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
 
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _num_together(generator: Generator) -> int:
+    """How many consecutive ranks have to ask for the same completions."""
+    return _num_ranks() if generator.is_collective else generator.ranks_per_copy
 
 
 def _gathered(draw: Callable[[], list[Episode]]) -> list[Episode]:

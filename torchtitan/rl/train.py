@@ -18,13 +18,13 @@ from torchtitan.rl.job_config import JobConfig
 def main() -> None:
     """Read the command line and train."""
 
-    def build_controller(config: JobConfig) -> Any:
+    def build(config: JobConfig) -> Any:
         # Heavy, and a mistake in the config is told without it.
-        from torchtitan.rl.controller import Controller
+        from torchtitan.rl.controller import build_part
 
-        return Controller(config)
+        return build_part(config)
 
-    train.main(build_controller, config_cls=JobConfig, check_config=check_rl_config)
+    train.main(build, config_cls=JobConfig, check_config=check_rl_config)
 
 
 if __name__ == "__main__":

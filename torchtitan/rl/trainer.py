@@ -19,7 +19,6 @@ from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
-from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
 from torchtitan.rl.snapshots import exchange
@@ -29,7 +28,8 @@ from torchtitan.rl.types import (
     OptimStepOutput,
     TrainingBatch,
 )
-from torchtitan.rl.weight_sync import WeightSync
+from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -49,6 +49,12 @@ class PolicyTrainer:
         check_trainer_config(job_config)
         if engine is not None:
             check_gradients_add_up(engine.job_config)
+        elif job_config.ranks_apart:
+            raise ConfigError(
+                f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before there "
+                "is a Controller, PolicyTrainer or client on them; start with torchtitan.rl.train "
+                "or rl.controller.build_part, or set it to 0"
+            )
         self.engine = TrainingEngine(job_config) if engine is None else engine
         self._begin_step()
 
@@ -260,7 +266,7 @@ class PolicyTrainer:
         for optimizer in self.engine.optimizers:
             optimizer.state.clear()
 
-    def push_model_state_dict(self, generator: Generator) -> int:
+    def push_model_state_dict(self, generator: TakesWeights) -> int:
         """Give a generator the weights; returns their version. Raises as `WeightSync.update`."""
         check_digest = self.job_config.rl.weight_sync.digest
         return WeightSync(self.engine, generator, check_digest=check_digest).update()

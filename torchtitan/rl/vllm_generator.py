@@ -1,4 +1,4 @@
-"""Sampling with vLLM, on this rank's own accelerator. vLLM is imported when one is built."""
+"""Sampling with vLLM, on the ranks' own accelerators. vLLM is imported when one is built."""
 
 import os
 import random
@@ -6,26 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.rl.generator import Generator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
+from torchtitan.tools.errors import ConfigError, RunError
 
 
 class VLLMGenerator(Generator):
-    """A generator on a vLLM engine inside this process; each rank has one.
+    """A generator on a vLLM engine inside this process; each rank has one, on its own device.
 
     hf_assets_path: folder with the model's config.json and tokenizer; weights come from
         `update_weights`, not from there.
     dtype: of vLLM's weights; None for what config.json says, and for what is sent then.
     memory_share: of the device's memory, for weights and cache; the trainer needs the rest.
+    tensor_parallel_degree: consecutive ranks that split one model. Their engines get the same
+        prompts and draw the same completions.
+    max_seq_len: the longest prompt and completion, in tokens; None for what config.json says.
     options: further arguments of `vllm.LLM`.
 
     Log-probs are those after temperature. Truncation (top_p, top_k) is refused: vLLM does not
     report the mass of the tokens that it kept. Only the version and the names of an update are
     checked: vLLM changes the layout of weights, so they have no common digest.
 
-    Raises ImportError if vLLM is not installed.
+    Raises ImportError if vLLM is not installed, ConfigError if ranks are left over from groups of
+    tensor_parallel_degree.
     """
 
     weight_names = "hf"
@@ -37,8 +43,23 @@ class VLLMGenerator(Generator):
         dtype: torch.dtype | None = None,
         seed: int = 0,
         memory_share: float = 0.4,
+        tensor_parallel_degree: int = 1,
+        max_seq_len: int | None = None,
         **options: Any,
     ):
+        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if n_ranks % tensor_parallel_degree:
+            raise ConfigError(
+                f"rl.generator.tensor_parallel_degree must divide the ranks that generate, got "
+                f"{tensor_parallel_degree} with {n_ranks} ranks; change one of them"
+            )
+        if n_ranks > 1:
+            # The engine takes its place from torchrun's RANK and LOCAL_RANK, and joins our process
+            # group. Otherwise every process would begin with the machine's first device.
+            options["distributed_executor_backend"] = "external_launcher"
+        if max_seq_len is not None:
+            options["max_model_len"] = max_seq_len
+        self.ranks_per_copy = tensor_parallel_degree
         # Runs the engine in this process: it takes tensors, which another process would copy again.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -56,9 +77,11 @@ class VLLMGenerator(Generator):
             dtype="auto" if dtype is None else dtype,
             load_format="dummy",
             gpu_memory_utilization=memory_share,
+            tensor_parallel_size=tensor_parallel_degree,
+            seed=seed,  # the engines of one model have to draw alike
             logprobs_mode="processed_logprobs",
-            # Cached blocks would still hold keys and values of earlier weights.
-            enable_prefix_caching=False,
+            # A prompt is read once for all its samples. `update_weights` empties the cache.
+            enable_prefix_caching=True,
             **options,
         )
 
@@ -75,11 +98,11 @@ class VLLMGenerator(Generator):
         if seed is None:
             self._n_calls += 1
             seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
-        requests = [prompt for prompt in prompts for _ in range(num_samples)]
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in requests],
+        requests = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             [
                 self._vllm.SamplingParams(
+                    n=num_samples,
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     stop_token_ids=list(sampling.stop_token_ids),
@@ -88,14 +111,15 @@ class VLLMGenerator(Generator):
                     ignore_eos=True,
                     detokenize=bool(sampling.stop_strings),
                     logprobs=0,
-                    seed=(seed + row) % 2**63,  # one for each completion
+                    # vLLM adds a sample's index: each completion has a seed of its own.
+                    seed=(seed + first_row) % 2**62,
                 )
-                for row in rows
+                for first_row in rows[::num_samples]
             ],
             use_tqdm=False,
         )
         completions = []
-        for output in (request.outputs[0] for request in outputs):
+        for output in (output for request in requests for output in request.outputs):
             token_ids = tuple(output.token_ids)
             pairs = zip(output.logprobs, token_ids, strict=True)
             logprobs = tuple(of_place[token].logprob for of_place, token in pairs)
@@ -118,7 +142,11 @@ class VLLMGenerator(Generator):
                 f"vLLM did not read version {weights.version} of the weights to the end; check "
                 "that config.json in model.hf_assets_path is of the model that is trained"
             )
-        self._llm.reset_prefix_cache()
+        if self._llm.reset_prefix_cache() is False:
+            raise RunError(
+                "vLLM kept its prefix cache, which holds keys and values of earlier weights, as a "
+                "request was still running; end all of them before an update"
+            )
         self.policy_version = weights.version
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,9 +4,10 @@ Every update carries a version, and a digest that the receiver's memory has to m
 our models are sent under our names, since some buffers have no Hugging Face name.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,34 @@ class PolicyWeights(Protocol):
     digest: str | None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class TakesWeights(Protocol):
+    """What weights are given to, such as a `rl.generator.Generator`; see there."""
+
+    policy_version: int
+    weight_names: Literal["shared", "ours", "hf"]
+    weight_dtype: torch.dtype | None
+
+    def update_weights(self, weights: Any, *, check_digest: bool = True) -> None: ...
+
+
+class StagedWeights:
+    """A copy of weights that waits to be taken over; its memory is given free as it is read.
+
+    It can be read once. version, digest: as of `PolicyWeights`; the digest is known after that.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: PolicyWeights):
+        self._pairs = deque((name, tensor.detach().clone()) for name, tensor in weights)
+        self.version, self._digest = weights.version, weights.digest
+        self.digest: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while self._pairs:
+            yield self._pairs.popleft()
+        self.digest = self._digest
 
 
 class OurNames(BaseStateDictAdapter):
@@ -106,11 +135,11 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
 class WeightSync:
     """Gives a generator the engine's weights.
 
-    generator: a `rl.generator.Generator`. check_digest: see `copy_weights`; reads all weights twice.
+    generator: what takes them. check_digest: see `copy_weights`; reads all weights twice.
     """
 
     engine: TrainingEngine
-    generator: Any  # its module imports this one
+    generator: TakesWeights
     check_digest: bool = True
 
     def update(self) -> int:
@@ -148,15 +177,15 @@ class WeightSync:
 def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source: int) -> None:
     """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
 
-    source: this rank's global rank.
+    source: this rank's number in the group.
     """
     bucket: list[tuple[str, Tensor]] = []
 
     def send_bucket() -> None:
         header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
-        dist.broadcast_object_list([header], src=source, group=group)
+        dist.broadcast_object_list([header], group=group, group_src=source)
         for _, tensor in bucket:
-            dist.broadcast(tensor.contiguous(), src=source, group=group)
+            dist.broadcast(tensor.contiguous(), group=group, group_src=source)
         bucket.clear()
 
     for name, tensor in weights:
@@ -166,7 +195,7 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
             send_bucket()
     send_bucket()
     end = {"version": weights.version, "digest": weights.digest}
-    dist.broadcast_object_list([end], src=source, group=group)
+    dist.broadcast_object_list([end], group=group, group_src=source)
 
 
 class ReceivedWeights:
@@ -183,12 +212,12 @@ class ReceivedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         while True:
             received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=self._source, group=self._group)
+            dist.broadcast_object_list(received, group=self._group, group_src=self._source)
             (header,) = received
             if isinstance(header, dict):
                 self.version, self.digest = header["version"], header["digest"]
                 return
             for name, shape, dtype in header:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                dist.broadcast(tensor, src=self._source, group=self._group)
+                dist.broadcast(tensor, group=self._group, group_src=self._source)
                 yield name, tensor

@@ -1,4 +1,6 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import Episode
+from torchtitan.rl.types import Episode, SamplingConfig
+from torchtitan.rl.weight_sync import WeightMismatchError
 
 
 def rows_of(path):
@@ -79,6 +82,78 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
     old = Episode(0, "", (1,), "", "", (1,), (0.0,), policy_version=2, reward=0.0)
     controller.rollouts.take = lambda step: [old]
     with pytest.raises(RuntimeError, match="3 weight updates old"):
+        controller.train_step()
+    controller.close()
+
+
+def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
+    """The third step's draw does not end before two steps are trained and given to the generator."""
+    controller = Controller(toy_config(tmp_path, "--training.steps=6", "--rl.async_steps=2"))
+    may_draw, waited_too_long, drawn_with = threading.Event(), [], []
+    inner = controller.generator._generator
+    generate = inner.generate
+
+    def slow_generate(*arguments, **options):
+        if len(drawn_with) >= 2 and not may_draw.wait(timeout=60):
+            waited_too_long.append(True)
+        drawn_with.append(inner.policy_version)
+        return generate(*arguments, **options)
+
+    inner.generate = slow_generate
+    controller.setup()
+    for _ in range(2):
+        controller.train_step()
+    assert controller.generator.policy_version == 2
+    assert len(drawn_with) == 2 and not waited_too_long
+    may_draw.set()
+    lags = [controller.train_step()["rl/lag"] for _ in range(4)]
+    # Updates came meanwhile, and each draw had the version of when it was asked for.
+    assert lags == [2, 2, 2, 2] and drawn_with == [0, 0, 0, 1, 2, 3]
+    controller.close()
+
+
+def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1", "--optimizer.lr=0.1"))
+    controller.setup()
+    generator, sampling = controller.generator, SamplingConfig(max_tokens=8, seed=1)
+    expected = generator.generate([[1, 2]], sampling, 64)
+    is_drawing, is_updated = threading.Event(), threading.Event()
+
+    def stop_after_first_token(*_):
+        is_drawing.set()
+        assert is_updated.wait(timeout=60)
+
+    hook = generator._generator.model.register_forward_hook(stop_after_first_token)
+    with ThreadPoolExecutor(1) as thread:
+        drawing = thread.submit(generator.pinned().generate, [[1, 2]], sampling, 64)
+        assert is_drawing.wait(timeout=60)
+        samples = controller.batcher.batch(toy_samples(4))
+        controller.trainer.forward_backward(samples)
+        controller.trainer.optim_step()
+        controller.trainer.push_model_state_dict(generator)
+        is_updated.set()
+        assert drawing.result() == expected
+    hook.remove()
+    (new, *_) = generator.pinned().generate([[1, 2]], sampling, 64)
+    assert new.policy_version == 1 and new.token_logprobs != expected[0].token_logprobs
+    controller.close()
+
+
+def test_evaluation_draws_with_the_newest_weights_behind_what_is_drawn_ahead(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.async_steps=2", "--training.steps=5"))
+    controller.setup()
+    for step in range(1, 4):
+        controller.train_step()
+        episodes = controller.rollouts.of_held_out(greedy=True)
+        assert {episode.policy_version for episode in episodes} == {step}
+    controller.close()
+
+
+def test_damaged_update_ends_the_step_that_would_draw_with_it(tmp_path):
+    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
+    controller.setup()
+    controller.generator._staged._digest = "0" * 64
+    with pytest.raises(WeightMismatchError, match="something overwrote them on the way"):
         controller.train_step()
     controller.close()
 

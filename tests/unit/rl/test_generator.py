@@ -270,13 +270,15 @@ class FakeVLLM(types.ModuleType):
 
     def __init__(self):
         super().__init__("vllm")
-        self.loaded = []
+        self.loaded, self.can_empty_cache = [], True
         self.SamplingParams = types.SimpleNamespace
 
     def LLM(self, **options):
         self.options = options
         return types.SimpleNamespace(
-            generate=self.generate, apply_model=self.apply_model, reset_prefix_cache=lambda: None
+            generate=self.generate,
+            apply_model=self.apply_model,
+            reset_prefix_cache=lambda: self.can_empty_cache,
         )
 
     def apply_model(self, function):
@@ -288,7 +290,7 @@ class FakeVLLM(types.ModuleType):
         tokens = [7, 8, 9]
         chances = [{t: types.SimpleNamespace(logprob=-0.1 * t)} for t in tokens]
         output = types.SimpleNamespace(token_ids=tokens, logprobs=chances)
-        return [types.SimpleNamespace(outputs=[output]) for _ in prompts]
+        return [types.SimpleNamespace(outputs=[output] * one.n) for one in params]
 
 
 def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch):
@@ -308,8 +310,9 @@ def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch
     assert found[0].token_ids == (7, 8, 9)
     assert found[0].token_logprobs == pytest.approx((-0.7, -0.8, -0.9))
     assert (found[0].finish_reason, found[0].policy_version) == ("stop", version)
-    assert [p["prompt_token_ids"] for p, _ in fake.requests] == [p for p in PROMPTS for _ in "12"]
-    assert [params.seed for _, params in fake.requests] == list(range(9, 15))
+    # Each prompt once; vLLM gives its samples the seeds that follow.
+    assert [p["prompt_token_ids"] for p, _ in fake.requests] == PROMPTS
+    assert [(params.n, params.seed) for _, params in fake.requests] == [(2, 9), (2, 11), (2, 13)]
     greedy = generator.generate(PROMPTS, dataclasses.replace(sampling, temperature=0.0))[0]
     assert greedy.token_logprobs == (0.0,) * 3
     assert greedy.token_kept_mass == pytest.approx((0.4966, 0.4493, 0.4066), abs=1e-4)
@@ -326,3 +329,31 @@ def test_vllm_is_not_told_of_an_fp32_head_and_the_log_says_so(engine, monkeypatc
         with caplog.at_level("WARNING"):
             build_generator(config, engine)
         assert caplog.text.count("model.fp32_head holds for the trainer") == n_warnings
+
+
+def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
+    config = rl_config(engine, {"generator.backend": "vllm", "generator.memory_share": 0.7})
+    config.training.seq_len = 96
+    build_generator(config, engine)
+    assert fake.options["gpu_memory_utilization"] == 0.7
+    assert (fake.options["tensor_parallel_size"], fake.options["max_model_len"]) == (1, 96)
+    assert fake.options["enable_prefix_caching"] is True
+    assert "distributed_executor_backend" not in fake.options
+    config.rl.generator.max_seq_len = 48
+    build_generator(config, engine)
+    assert fake.options["max_model_len"] == 48
+    config.rl.generator.tensor_parallel_degree = 2
+    with pytest.raises(
+        ConfigError, match="must divide the ranks that generate, got 2 with 1 ranks"
+    ):
+        build_generator(config, engine)
+
+
+def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
+    generator, fake.can_empty_cache = VLLMGenerator("assets"), False
+    with pytest.raises(RuntimeError, match="vLLM kept its prefix cache"):
+        WeightSync(engine, generator).update()
+    with pytest.raises(NoWeightsError):
+        generator.generate(PROMPTS, SAMPLING)

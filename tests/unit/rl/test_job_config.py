@@ -94,6 +94,32 @@ BAD_VALUES = [
         {"rl__generator__backend": "vllm", "rl__generator__rescore": True},
         "rl.generator.rescore would hide how far",
     ),
+    ({"rl__generator__memory_share": 0.5}, "memory_share = 0.5 is read by rl.generator.backend"),
+    (
+        {"rl__generator__backend": "vllm", "rl__generator__memory_share": 1.5},
+        "memory_share must be above 0 and at most 1, got 1.5",
+    ),
+    (
+        {"rl__generator__backend": "vllm", "rl__generator__tensor_parallel_degree": 0},
+        "tensor_parallel_degree must be at least 1, got 0",
+    ),
+    (
+        {
+            "rl__generator__backend": "vllm",
+            "rl__generator__tensor_parallel_degree": 2,
+            "rl__redraws": 1,
+            "rl__async_steps": 1,
+        },
+        "agree on what is drawn again",
+    ),
+    (
+        {"rl__generator__ranks": 1, "rl__weight_sync__mode": "reference"},
+        "rl.generator.ranks = 1 generate on ranks of their own",
+    ),
+    (
+        {"rl__generator__ranks": 1, "checkpoint__create_seed_checkpoint": True},
+        "checkpoint.create_seed_checkpoint has no such ranks",
+    ),
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),

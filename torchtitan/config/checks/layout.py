@@ -73,12 +73,14 @@ def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
         return
     listed = ", ".join(f"{name} = {degree}" for name, degree in degrees.items())
     others = product // shards
-    remedy = f"start {product} processes"
+    apart = job_config.ranks_apart
+    remedy = f"start {product + apart} processes"
     if world_size % others == 0:
         remedy += f", or set data_parallel_shard_degree = {world_size // others} (or -1)"
     yield (
         f"the parallelism degrees must multiply to the number of processes, got {world_size} "
-        f"processes and a product of {product}: {listed}; {remedy}"
+        f"processes{f' that train (and {apart} that generate)' if apart else ''} and a product of "
+        f"{product}: {listed}; {remedy}"
     )
 
 

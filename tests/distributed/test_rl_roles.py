@@ -1,0 +1,211 @@
+"""Ranks that generate beside ranks that train: the same run, and what a lost rank does to it."""
+
+import os
+import signal
+
+import pytest
+
+from tests.distributed.rl_runs import numbers, weights_hash
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.distributed import ParallelDims
+from torchtitan.rl.client import LocalTrainingClient
+from torchtitan.rl.controller import Controller, build_part
+from torchtitan.rl.generator import PolicyModel
+from torchtitan.rl.roles import RemoteGenerator
+from torchtitan.rl.rollout import LostGeneratorError
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.testing.gloo import RankFailure, run_ranks
+from torchtitan.tools.errors import RunError
+
+ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
+FSDP = ["--parallelism.data_parallel_shard_degree=2"]
+STEPS = ["--training.steps=6", "--rl.eval_every=3", "--rl.eval_samples=5"]
+
+
+def run_part(dump_folder, flags, kill_after=None):
+    """What this rank's part of the job logged; None on ranks that generate.
+
+    kill_after: the step after which the ranks that train die.
+    """
+    part = build_part(toy_config(dump_folder, *flags))
+    if not isinstance(part, Controller):
+        part.train()
+        part.close()
+        return None
+    steps, evaluations = [], []
+    train_step, evaluation = part.train_step, part.reporter.evaluation
+
+    def recorded_step():
+        steps.append({"step": part.step + 1} | train_step())
+        if part.step == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    part.train_step = recorded_step
+    part.reporter.evaluation = lambda *values: (evaluations.append(values), evaluation(*values))
+    part.train()
+    result = {"steps": steps, "evaluations": evaluations, "digest": weights_hash(part)}
+    part.close()
+    return result
+
+
+def run_roles(folder, n_ranks, *flags, kill_after=None):
+    return run_ranks(run_part, n_ranks, folder, list(flags), kill_after, init_process_group=False)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_both(ahead, tmp_path):
+    flags = [*STEPS, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
+    both = run_roles(tmp_path / "both", 2, *flags)
+    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    assert apart[2:] == [None, None]
+    assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
+    assert apart[0]["evaluations"] == both[0]["evaluations"] and both[0]["evaluations"]
+    assert apart[0]["digest"] == both[0]["digest"]
+    last = apart[0]["steps"][-1]
+    assert last["rl/lag"] == ahead and last[f"rl/episodes_by_lag/{ahead}"] == 16
+
+
+BATCHES = ["--training.steps=7", "--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]
+BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.bucketing"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead, tmp_path):
+    flags = [*BATCHES, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
+    both = run_roles(tmp_path / "both", 2, *flags)
+    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
+    assert apart[0]["digest"] == both[0]["digest"]
+    texts = [
+        (folder / "episodes.jsonl").read_text()
+        for folder in (tmp_path / "both", tmp_path / "apart")
+    ]
+    assert texts[0] == texts[1] and texts[0]
+    # Two batches, of four updates and of three; some places were drawn again, with one version.
+    first, second = apart[0]["steps"]
+    assert max(step["rl/redraws"] for step in (first, second)) > 0
+    assert second["rl/lag"] == 4 * ahead and second[f"rl/episodes_by_lag/{4 * ahead}"] == 16
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["--parallelism.tensor_parallel_degree=2"], ["--parallelism.pipeline_parallel_degree=2"]],
+    ids=["TP", "PP"],
+)
+def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout, tmp_path):
+    flags = ["--training.steps=3", *layout, "--rl.weight_sync.mode=broadcast"]
+    both = run_roles(tmp_path / "both", 2, *flags)
+    apart = run_roles(tmp_path / "apart", 3, *flags, "--rl.generator.ranks=1")
+    assert numbers(apart[0]) == numbers(apart[1])
+    # One rank draws more rows at once than each of two, and sums in another order.
+    for found, expected in zip(numbers(apart[0]), numbers(both[0]), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+SAVED = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=5"]
+SAVED += ["--checkpoint.no_last_save_model_only", "--rl.async_steps=2", "--rl.generator.ranks=1"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "steps_left"),
+    [([], list(range(6, 13))), (["--rl.redraws=1", "--rl.minibatches=2"], [7, 9, 11])],
+    ids=["one update", "redraws and two updates"],
+)
+def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left, tmp_path):
+    unbroken = run_roles(tmp_path / "unbroken", 2, *SAVED, *extra)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_roles(tmp_path / "killed", 2, *SAVED, *extra, kill_after=8)
+    resumed = run_roles(tmp_path / "killed", 2, *SAVED, *extra)[0]
+    assert [step["step"] for step in resumed["steps"]] == steps_left
+    assert numbers(resumed) == numbers(unbroken)[-len(steps_left) :]
+    assert resumed["digest"] == unbroken["digest"]
+
+
+def test_failing_reward_on_a_generating_rank_ends_the_step_on_all(tmp_path):
+    """The message names the rank and the cause."""
+    first, second, generator = run_ranks(fail_at_grading, 3, tmp_path, init_process_group=False)
+    assert first == second and "rank 2 could not draw or grade its episodes" in first
+    assert "division by zero" in first and generator == "ended"
+
+
+def fail_at_grading(dump_folder):
+    part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1"))
+    if not isinstance(part, Controller):
+        part._draws.task.grade = lambda prompt, text: 1 / 0
+        part.train()
+        part.close()
+        return "ended"
+    with pytest.raises(RunError) as caught:
+        part.train()
+    part.close()
+    return str(caught.value)
+
+
+def test_rank_that_is_lost_while_it_gets_weights_hangs_no_rank(tmp_path):
+    """The other trainer rank still gathers weights with the first, which has nobody to send to."""
+    first, second, left = run_ranks(leave_at_update, 3, tmp_path, init_process_group=False)
+    assert left == "left"
+    assert (
+        first == second
+        and "a rank that generates, one from rank 2 on, is gone or does not answer: " in first
+    )
+    assert "\n" not in first
+
+
+class Left(Exception):
+    pass
+
+
+def leave_at_update(dump_folder):
+    part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1"))
+    if not isinstance(part, Controller):
+        receive, n_updates = part._link.receive_weights, 0
+
+        def receive_or_leave(*arguments):
+            nonlocal n_updates
+            n_updates += 1
+            if n_updates == 3:
+                raise Left
+            receive(*arguments)
+
+        part._link.receive_weights = receive_or_leave
+        with pytest.raises(Left):
+            part.train()
+        return "left"
+    with pytest.raises(LostGeneratorError) as caught:
+        part.train()
+    assert part.step == 2
+    part.close()
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_be_divided_are_told(tmp_path):
+    with pytest.raises(ConfigError, match="must leave ranks that train, got 1 with 1 rank"):
+        build_part(toy_config(tmp_path, "--rl.generator.ranks=1"))
+    config = toy_config(tmp_path, "--rl.generator.rescore", "--rl.generator.dtype=bfloat16")
+    policy = PolicyModel(config, None, None, ONE_RANK, None)
+    with pytest.raises(ConfigError, match="rl.generator.rescore would hide how far"):
+        RemoteGenerator(None, 1).take_policy(policy)
+
+
+@pytest.mark.parametrize("build", [Controller, PolicyTrainer, LocalTrainingClient])
+def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
+    with pytest.raises(
+        ConfigError, match="rl.generator.ranks = 1 .* start with torchtitan.rl.train"
+    ):
+        build(toy_config(tmp_path, "--rl.generator.ranks=1"))
+
+
+def test_degrees_that_leave_out_the_generating_ranks_are_told_on_all_ranks(tmp_path):
+    flags = ["--parallelism.data_parallel_shard_degree=2", "--rl.generator.ranks=1"]
+    texts = run_ranks(refused, 2, tmp_path, flags, init_process_group=False)
+    assert texts[0] == texts[1]
+    assert "got 1 processes that train (and 1 that generate) and a product of 2" in texts[0]
+    assert "start 3 processes" in texts[0]
+
+
+def refused(dump_folder, flags):
+    with pytest.raises(ConfigError) as caught:
+        build_part(toy_config(dump_folder, *flags))
+    return str(caught.value)
