@@ -1,5 +1,6 @@
 """Ranks that generate beside ranks that train: the same run, and what a lost rank does to it."""
 
+import json
 import os
 import signal
 
@@ -68,6 +69,7 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
 
 BATCHES = ["--training.steps=7", "--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]
 BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.bucketing"]
+BATCHES += ["--rl.sampling.stop_strings=ab"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -82,6 +84,9 @@ def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead
         for folder in (tmp_path / "both", tmp_path / "apart")
     ]
     assert texts[0] == texts[1] and texts[0]
+    episodes = [json.loads(line) for line in texts[0].splitlines()]
+    assert {episode["finish_reason"] for episode in episodes} == {"stop", "length"}
+    assert not any("ab" in episode["text"] for episode in episodes)
     # Two batches, of four updates and of three; some places were drawn again, with one version.
     first, second = apart[0]["steps"]
     assert max(step["rl/redraws"] for step in (first, second)) > 0
