@@ -72,6 +72,7 @@ CASES = {
 SLOW = {
     "llama3 fsdp registered",
     "llama3 op flex compile",
+    "qwen3 moe ep full compile",
     "llama3 cp alltoall flex compile",
     "gpt_oss op flex",
     "trainer accumulates",

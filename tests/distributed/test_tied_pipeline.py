@@ -16,6 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import FIRST, SECOND, copies_in, name_in_whole_model
 from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.testing.gloo import run_ranks
 
@@ -130,9 +131,9 @@ def in_pipeline(layout, folder):
     saved = reference.state_dict()
     found["names of the reference"] = set(saved)
     reference.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in saved.items()})
-    reference._exchange()
+    exchange(engine, reference._weights)
     assert not any(copy.any() for copy in copies_in(engine.model_parts))
-    reference._exchange()
+    exchange(engine, reference._weights)
     assert all(copy.any() for copy in copies_in(engine.model_parts))
     engine.close()
     return found

@@ -86,7 +86,8 @@ def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
     "extra",
     [
         [],
-        ["--checkpoint.async_mode=async"],
+        # kill_anywhere has asynchronous saves in CI
+        pytest.param(["--checkpoint.async_mode=async"], marks=pytest.mark.slow),
         ["--training.dataloader.num_workers=2"],
     ],
     ids=["sync", "async", "two data workers"],
