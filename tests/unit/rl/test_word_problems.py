@@ -87,6 +87,30 @@ def test_config_for_gpus_is_a_job_that_can_start(n_ranks_apart, tmp_path, monkey
     resolve_job(config)
 
 
+def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
+    for part in ("train", "test"):
+        row = {"question": "1+1?", "answer": "#### 2"}
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
+    # Everything it writes is relative to the folder above its own.
+    for name in ("examples", "scripts"):
+        (tmp_path / name).symlink_to(Path(name).resolve())
+    script = tmp_path / RECIPE / "run_qwen3.sh"
+    variables = {"NNODES": "2", "MASTER": "node0:29500", "NGPU": "4", "DRY_RUN": "1"}
+    variables |= {"PYTHON": sys.executable, "VENV": "none", "DATA": str(tmp_path)}
+    result = subprocess.run(
+        [script, "--training.steps=3"], env=os.environ | variables, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--nnodes 2 --nproc-per-node 4 " in result.stdout
+    assert "-m torchtitan.rl.train --job.config_file" in result.stdout
+    assert "qwen3_0.6b.toml --rl.generator.ranks 4" in result.stdout
+    assert result.stdout.rstrip().endswith("--training.steps=3")
+    config = parsed("qwen3_0.6b.toml")
+    for path in (config.rl.task.path, config.rl.task.eval_path):
+        (row,) = (json.loads(line) for line in (tmp_path / path).read_text().splitlines())
+        assert row["prompt"].startswith("<|im_start|>user\n1+1?")
+
+
 def test_rl_starts_from_where_fine_tuning_ends():
     sft, rl = parsed("sft_cpu.toml"), parsed("rl_cpu.toml")
     assert rl.checkpoint.initial_load_path == (
