@@ -58,7 +58,9 @@ def test_rendered_row_keeps_its_keys_and_braces():
 
 
 def test_row_without_a_question_is_named(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"answer": "2"}\n')
+    (tmp_path / "in.jsonl").write_text(
+        '{"question": "1+1?", "answer": "#### 2"}\n{"answer": "2"}\n'
+    )
     result = subprocess.run(
         [sys.executable, "-m", "examples.rl.word_problems.render", "--template", "plain"]
         + [tmp_path / "in.jsonl", tmp_path / "out.jsonl"],
