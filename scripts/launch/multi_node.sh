@@ -8,6 +8,7 @@
 # JOB_ID        the same on all nodes, another one for each job (default torchtitan)
 # NGPU          processes on this node (default: one for each GPU, 1 without any)
 # CONFIG_FILE   TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml)
+# TRAIN_FILE    module to run (default torchtitan.train)
 # MAX_RESTARTS  how often all ranks start again, from the newest checkpoint, after one failed or
 #               a node came or went (default 10)
 # LOG_DIR       each rank's output, one folder for each attempt (default ./outputs/logs)
@@ -44,7 +45,7 @@ command=(
   --rdzv-conf join_timeout=1800
   --max-restarts "${MAX_RESTARTS:-10}"
   --log-dir "$LOG_DIR" --tee 3 --local-ranks-filter "${LOG_RANK:-0}" --role rank
-  -m torchtitan.train
+  -m "${TRAIN_FILE:-torchtitan.train}"
   --job.config_file "${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.toml}" "$@"
 )
 if [ -n "${DRY_RUN:-}" ]; then

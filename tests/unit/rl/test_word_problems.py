@@ -1,0 +1,148 @@
+"""The recipe in examples/rl/word_problems: its data, its configs, and a few steps of all of it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from examples.rl.word_problems.make_data import MAX_EVENTS, problem, problems
+from examples.rl.word_problems.render import render
+from torchtitan.config import ConfigManager
+from torchtitan.job import resolve_job
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.rewards import gsm8k
+
+RECIPE = Path("examples/rl/word_problems")
+
+
+def parsed(name, *flags):
+    return ConfigManager(JobConfig).parse_args([f"--job.config_file={RECIPE / name}", *flags])
+
+
+def test_worked_steps_lead_to_the_answer():
+    rng = random.Random(1)
+    for _ in range(300):
+        row = problem(rng)
+        *steps, last = row["answer"].split("\n")
+        assert 1 <= len(steps) <= MAX_EVENTS
+        total = int(row["question"].split()[2])  # "Ana has 7 apples. ..."
+        for step in steps:
+            left, result = step.split("=")
+            assert left.startswith(str(total)) and eval(left) == int(result) >= 0
+            total = int(result)
+        assert last == f"#### {total}"
+        assert gsm8k(row["answer"], row["answer"]) == 1.0
+
+
+def test_problems_depend_on_the_seed_only_and_do_not_repeat():
+    first, again, other = (list(islice(problems(seed), 500)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len({row["question"] for row in first}) == 500
+
+
+def test_rendered_row_keeps_its_keys_and_braces():
+    row = {"question": "How many {things}?", "answer": "#### 1", "id": 7}
+    assert render(row, "plain") == row | {
+        "prompt": "How many {things}?\n",
+        "text": "How many {things}?\n#### 1",
+    }
+    chat = render(row, "qwen3")["prompt"]
+    assert chat.startswith("<|im_start|>user\nHow many {things}?\n")
+    assert chat.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_row_without_a_question_is_named(tmp_path):
+    (tmp_path / "in.jsonl").write_text(
+        '{"question": "1+1?", "answer": "#### 2"}\n{"answer": "2"}\n'
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "examples.rl.word_problems.render", "--template", "plain"]
+        + [tmp_path / "in.jsonl", tmp_path / "out.jsonl"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and "in.jsonl, line 2: must be a JSON object" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("n_ranks_apart", [0, 8], ids=["one GPU", "two nodes"])
+def test_config_for_gpus_is_a_job_that_can_start(n_ranks_apart, tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1?", "answer": "#### 2"}) + "\n")
+    config = parsed(
+        "qwen3_0.6b.toml",
+        f"--job.dump_folder={tmp_path}",
+        f"--model.hf_assets_path={tmp_path}",
+        f"--rl.task.path={data}",
+        f"--rl.task.eval_path={data}",
+        f"--rl.generator.ranks={n_ranks_apart}",
+    )
+    config.checkpoint.initial_load_path = None  # a download
+    monkeypatch.setenv("WORLD_SIZE", str(max(1, 2 * n_ranks_apart)))
+    check_rl_config(config)
+    resolve_job(config)
+
+
+def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
+    for part in ("train", "test"):
+        row = {"question": "1+1?", "answer": "#### 2"}
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
+    # Everything it writes is relative to the folder above its own.
+    for name in ("examples", "scripts"):
+        (tmp_path / name).symlink_to(Path(name).resolve())
+    script = tmp_path / RECIPE / "run_qwen3.sh"
+    variables = {"NNODES": "2", "MASTER": "node0:29500", "NGPU": "4", "DRY_RUN": "1"}
+    variables |= {"PYTHON": sys.executable, "VENV": "none", "DATA": str(tmp_path)}
+    result = subprocess.run(
+        [script, "--training.steps=3"], env=os.environ | variables, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--nnodes 2 --nproc-per-node 4 " in result.stdout
+    assert "-m torchtitan.rl.train --job.config_file" in result.stdout
+    assert "qwen3_0.6b.toml --rl.generator.ranks 4" in result.stdout
+    assert result.stdout.rstrip().endswith("--training.steps=3")
+    config = parsed("qwen3_0.6b.toml")
+    for path in (config.rl.task.path, config.rl.task.eval_path):
+        (row,) = (json.loads(line) for line in (tmp_path / path).read_text().splitlines())
+        assert row["prompt"].startswith("<|im_start|>user\n1+1?")
+
+
+def test_rl_starts_from_where_fine_tuning_ends():
+    sft, rl = parsed("sft_cpu.toml"), parsed("rl_cpu.toml")
+    assert rl.checkpoint.initial_load_path == (
+        f"{sft.job.dump_folder}/checkpoint/step-{sft.training.steps}"
+    )
+    assert (sft.model.name, sft.model.flavor) == (rl.model.name, rl.model.flavor)
+    assert sft.training.dataset_path == rl.rl.task.path
+
+
+def test_recipe_runs_on_a_cpu_with_one_command(tmp_path):
+    """A few steps of each part; that rewards rise is measured in docs/rl.md."""
+    environment = {
+        "PYTHON": sys.executable,
+        "VENV": "none",
+        "OMP_NUM_THREADS": "1",
+        "OUT": str(tmp_path),
+        "SFT_STEPS": "2",
+    }
+    result = subprocess.run(
+        [RECIPE / "run_cpu.sh", "--training.steps=2", "--rl.num_prompts_per_step=2"]
+        + ["--rl.eval_samples=4", "--rl.log_samples=-1"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    folder = tmp_path / "seed_0/rl"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    assert {"eval/greedy_reward", "eval/sampled_reward"} <= rows[-1].keys()
+    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 2 * 2 * parsed("rl_cpu.toml").rl.num_samples_per_prompt
+    assert all("#### " in episode["expected_answer"] for episode in episodes)
