@@ -1,14 +1,13 @@
-"""What a busy neighbour on the machine costs a run on the CPU, and what waiting politely costs a quiet one.
+"""What a busy neighbour on the machine costs a run on the CPU, by how OpenMP's threads wait.
 
     python benchmarks/neighbour.py                      # one process
     python benchmarks/neighbour.py --ranks 2            # torchrun
-    python benchmarks/neighbour.py --spin default 3000 passive
+    python benchmarks/neighbour.py --spin default 5000 passive --nice 0
 
-Each case trains a preset for some steps, without neighbours and beside one niced busy process per core
-but one; cases take turns. `--spin` compares how OpenMP's threads wait for each other: for so many turns
-of a loop before they sleep (`GOMP_SPINCOUNT`), as libgomp would by itself ("default"), not at all
-("passive"), or as `torchtitan.train` chooses ("ours"). Tokens per second are medians over the steps
-after the first five, from the run's metrics.jsonl.
+Each case trains a preset for some steps, without neighbours and beside one busy process per core but one;
+cases take turns. `--spin` says how threads wait for each other: as libgomp does by itself ("default"), for
+so many turns of a loop before they sleep (`GOMP_SPINCOUNT`), or not at all ("passive"). Tokens per second
+are medians over the steps after the first five, from the run's metrics.jsonl.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def environment_of(spin: str) -> dict[str, str]:
         environment["OMP_WAIT_POLICY"] = "passive"
     elif spin == "default":
         environment["GOMP_SPINCOUNT"] = "300000"  # libgomp's own, with no more threads than cores
-    elif spin != "ours":
+    else:
         environment["GOMP_SPINCOUNT"] = spin
     return environment
 
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--nice", type=int, default=10, help="of the neighbours")
-    parser.add_argument("--spin", nargs="+", default=["ours", "default"])
+    parser.add_argument("--spin", nargs="+", default=["default", "5000", "passive"])
     args, overrides = parser.parse_known_args()
     cores = len(os.sched_getaffinity(0))
     found: dict[tuple[str, bool], list[float]] = {}
