@@ -8,7 +8,8 @@ The model trains on rows of random tokens, the same in every layout and package.
 thread each, and their CPU time counts, summed over ranks. All cases are alive at the same time and
 take turns, a few steps each: other load on the machine meets all of them alike, and medians leave
 out what it meets alone. With `--compare` a ratio is the median of the turns' ratios, ours over
-theirs. The other package needs the reference's `torchtitan.train.Trainer`, no more.
+theirs. The other package needs the reference's `torchtitan.train.Trainer`, no more. Where a package's
+command line keeps freed memory, its ranks here do, too.
 
 "of matmuls" is a step's FLOPs per CPU-second over what a product of matrices of such a step's shape
 reaches, measured in every turn. Start-up is CPU-seconds from launch to the end of the first step.
@@ -16,6 +17,7 @@ Memory is the most that a rank had resident beyond what it had when torch was im
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -124,6 +126,10 @@ def _build(case: Case):
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
     from torchtitan.train import Trainer
 
+    with contextlib.suppress(ImportError):  # others don't have it
+        from torchtitan.tools.host import keep_freed_memory
+
+        keep_freed_memory()
     sizes, _ = MODELS[case.model]
     rows, seq_len = case.rows
     flavor = case.model.replace(" ", "_")

@@ -28,7 +28,7 @@ from torchtitan.distributed.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
 from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
-from torchtitan.tools.host import has_peers, signal_at_parents_death
+from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
 
@@ -58,6 +58,7 @@ def main(
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     try:
+        keep_freed_memory()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             signal_at_parents_death(signal.SIGTERM)
         with exit_on_config_error(_tell_config_error if has_peers() else None):

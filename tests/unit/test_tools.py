@@ -3,6 +3,8 @@ import json
 import logging
 import os
 import pickle
+import platform
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -306,3 +308,24 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
         {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
         {"enabled": None},
     ]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+def test_freed_memory_is_reused_unless_the_environment_sets_a_threshold(chosen):
+    code = """if True:
+        import resource
+        from torchtitan.tools.host import keep_freed_memory
+        keep_freed_memory()
+        for _ in range(4):
+            started = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [bytearray(24 << 20) for _ in range(4)]
+            del tensors
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - started)
+    """
+    env = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env | chosen, capture_output=True, text=True, check=True
+    )
+    pages = 4 * (24 << 20) // resource.getpagesize()
+    assert (int(run.stdout) < pages / 4) == (not chosen)

@@ -43,7 +43,7 @@ _library.define(
 _WINDOW_QUERIES = 64
 # torch's kernel looks at whole blocks of 512 keys, causal or not. Documents of these lengths are given
 # to it in pieces of so many queries, each with the keys up to its last: about half of the square.
-SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 129, 512, 128
+SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,6 +57,8 @@ class _Call(NamedTuple):
 
     mask: None, or what is added to the scores [queries, keys].
     adds: these queries have seen other keys in the call before.
+    keys_again: other queries may have seen these keys in calls before; if not, all of these keys'
+        gradients come from this call and later ones.
     """
 
     queries: slice
@@ -64,6 +66,7 @@ class _Call(NamedTuple):
     is_causal: bool = False
     mask: Tensor | None = None
     adds: bool = False
+    keys_again: bool = False
 
 
 def _calls(
@@ -79,12 +82,14 @@ def _calls(
         if is_windowed or (end - start == n_keys and SHORTEST_SPLIT <= n_keys <= LONGEST_SPLIT):
             reach = window if is_windowed else n_keys
             size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
-            for first in range(start, end, size):
-                last = min(first + size, end)
+            for last in range(end, start, -size):  # the last piece sees all keys, without a window
+                first = max(last - size, start)
                 last_key = end_key - (end - last)
                 seen_from = max(first_key, last_key - (last - first) - reach + 1)
                 mask = _window_mask(last - first, last_key - seen_from, reach, dtype)
-                yield _Call(slice(first, last), slice(seen_from, last_key), mask=mask)
+                keys_again = is_windowed or last < end
+                keys = slice(seen_from, last_key)
+                yield _Call(slice(first, last), keys, mask=mask, keys_again=keys_again)
             continue
         own_key = end_key - (end - start)  # of the first query
         if own_key > first_key:  # the kernel aligns causality at the first key, not the last
@@ -168,7 +173,7 @@ def _forward(
     packed = q, k, v, out, lse.unsqueeze(-1)
     qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     seen, seen_lse = out, lse
-    for queries, keys, is_causal, mask, adds in _calls(*ends, window, dtype):
+    for queries, keys, is_causal, mask, adds, _ in _calls(*ends, window, dtype):
         part, part_lse = _flash_forward(
             qs[:, :, queries].to(dtype),
             ks[:, :, keys].to(dtype),
@@ -215,10 +220,13 @@ def _backward(
     queries had their keys in two calls, each call's probabilities follow from the log-sum-exp of
     both.
     """
-    # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
-    grads = [torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
-    n_kv_heads = k.shape[1]
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
+    # Where the calls reach all keys, none has to be set to zero first.
+    writes_all = window is None and not len(lone) and bool((cu_seq_q.diff() > 0).all())
+    make = torch.empty if writes_all else torch.zeros
+    # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
+    grads = [make(x.shape, dtype=lse.dtype) for x in (q, k, v)]
+    n_kv_heads = k.shape[1]
     if len(lone):
         grads[2][lone_keys] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(lse.dtype)
         if grad_lse is not None:
@@ -233,7 +241,7 @@ def _backward(
         grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1), n_rows)
     targets = [_as_kernel_input(x, n_rows) for x in grads]
     head_dim = q.shape[-1]
-    for queries, keys, is_causal, mask, _ in _calls(*ends, window, lse.dtype):
+    for queries, keys, is_causal, mask, adds, keys_again in _calls(*ends, window, lse.dtype):
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
@@ -252,8 +260,13 @@ def _backward(
             attn_mask=mask,
             scale=scale,
         )
-        for target, part, place in zip(targets, parts, (queries, keys, keys), strict=True):
-            target[:, :, place] += part[..., :head_dim]
+        places = (queries, keys, keys)
+        is_added = (adds, keys_again, keys_again)
+        for target, part, place, add in zip(targets, parts, places, is_added, strict=True):
+            if add:
+                target[:, :, place] += part[..., :head_dim]
+            else:
+                target[:, :, place] = part[..., :head_dim]
     grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
     return grad_q, grad_k, grad_v
 
