@@ -223,10 +223,9 @@ class Controller:
             rewards = [episode.reward for episode in episodes]
             samples, found = self.critic.with_advantages(samples, rewards)
             measured |= {f"critic/{name}": value for name, value in found.items()}
-            episodes = [
-                replace(episode, advantage=_mean_advantage(sample))
-                for episode, sample in zip(episodes, samples, strict=True)
-            ]
+            means = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
+            pairs = zip(episodes, means, strict=True)
+            episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
         outputs, updates = self._update(samples, measured)
         self._num_batches = number
         trained = time.perf_counter()
@@ -383,11 +382,6 @@ def _check(job_config: JobConfig) -> None:
     resolve_job(job_config, builds_data=False)
     if job_config.has_critic:
         critic_config(job_config)
-
-
-def _mean_advantage(sample: TrainingSample) -> float:
-    """Over the sampled tokens."""
-    return sample.advantages[sample.loss_mask != 0].mean().item()
 
 
 def _passes(every: int, before: int, step: int) -> bool:
