@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
@@ -329,3 +330,20 @@ def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_p
     )
     with pytest.raises(ConfigError, match="the policy's model with a value head, and it has no pl"):
         Controller(toy_config(tmp_path, *GAE_RUN))
+
+
+def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_path):
+    before = controller_of(tmp_path / "a", "--rl.loss.kl_coef=0.1")
+    before.train_step()
+    before.trainer.save_checkpoint(str(tmp_path / "state"))
+    expected = weights(before.trainer)
+    before.close()
+    resumed = Controller(toy_config(tmp_path / "b"))
+    resumed.trainer.load_checkpoint(str(tmp_path / "state"))
+    assert resumed.step == 1 and all(map(torch.equal, expected, weights(resumed.trainer)))
+    resumed.close()
+    engine = TrainingEngine(toy_config(tmp_path / "c"))
+    engine.load(str(tmp_path / "state"))
+    assert engine.step == 1
+    assert all(map(torch.equal, expected, engine.model_parts[0].parameters()))
+    engine.close()
