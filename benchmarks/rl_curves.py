@@ -4,8 +4,9 @@
         "copy 3 letters=outputs/rl/copy_cpu/seed_*" "sum of 2 digits=outputs/rl/sum_digits_cpu/seed_*"
 
 Each argument is one panel: a title, and a pattern of dump folders, one line each. Read from a
-folder's `metrics.jsonl`: `rl/exact`, the share of exact answers among the step's samples (drawn as
-the mean of the last ten steps), and `eval/greedy_exact` (dots).
+folder's `metrics.jsonl`: `--metric`, by default `rl/exact`, the share of exact answers among the step's
+samples (drawn as the mean of the last ten steps), and what evaluation calls the same, such as
+`eval/greedy_exact` (dots). The axis goes from 0 to 1, or as far as a panel's values do.
 """
 
 import argparse
@@ -23,7 +24,7 @@ PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 420, 260, 48
 
 @dataclass(frozen=True)
 class Run:
-    """What one folder logged. sampled, greedy: (step, share of exact answers)."""
+    """What one folder logged. sampled, greedy: (step, the metric)."""
 
     name: str
     sampled: list[tuple[int, float]]
@@ -31,11 +32,11 @@ class Run:
     seconds: float
 
     def mean_sampled(self, points: slice) -> float:
-        chosen = [share for _, share in self.sampled[points]]
+        chosen = [value for _, value in self.sampled[points]]
         return sum(chosen) / len(chosen)
 
 
-def read_run(folder: str) -> Run:
+def read_run(folder: str, metric: str) -> Run:
     rows: dict[int, dict] = {}
     with open(os.path.join(folder, "metrics.jsonl")) as file:
         for line in file:
@@ -43,14 +44,14 @@ def read_run(folder: str) -> Run:
             # A resumed run repeats steps: the later line counts.
             rows[row["step"]] = rows.get(row["step"], {}) | row
     steps = sorted(rows)
+    sampled, greedy = (
+        [(step, rows[step][name]) for step in steps if name in rows[step]]
+        for name in (metric, metric.replace("rl/", "eval/greedy_"))
+    )
     return Run(
         os.path.basename(folder),
-        [(step, rows[step]["rl/exact"]) for step in steps if "rl/exact" in rows[step]],
-        [
-            (step, rows[step]["eval/greedy_exact"])
-            for step in steps
-            if "eval/greedy_exact" in rows[step]
-        ],
+        sampled,
+        greedy,
         sum(rows[step].get("time/step(s)", 0.0) for step in steps),
     )
 
@@ -58,27 +59,31 @@ def read_run(folder: str) -> Run:
 def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     smoothed = []
     for i, (step, _) in enumerate(points):
-        window = [share for _, share in points[max(0, i + 1 - WINDOW) : i + 1]]
+        window = [value for _, value in points[max(0, i + 1 - WINDOW) : i + 1]]
         smoothed.append((step, sum(window) / len(window)))
     return smoothed
 
 
-def draw_panel(title: str, runs: list[Run], left: int) -> list[str]:
-    last_step = max(step for run in runs for step, _ in run.sampled + run.greedy)
+def draw_panel(title: str, runs: list[Run], left: int, in_percent: bool) -> list[str]:
+    points = [point for run in runs for point in smooth(run.sampled) + run.greedy]
+    last_step, values = max(step for step, _ in points), [value for _, value in points]
+    lowest, highest = min(0, *values), max(1, *values)
     right, top, bottom = left + PANEL_WIDTH, MARGIN, MARGIN + PANEL_HEIGHT
 
-    def place(step: int, share: float) -> tuple[float, float]:
-        x = left + PANEL_WIDTH * step / last_step
+    def place(step: int, value: float) -> tuple[float, float]:
+        x, share = left + PANEL_WIDTH * step / last_step, (value - lowest) / (highest - lowest)
         return round(x, 1), round(bottom - PANEL_HEIGHT * share, 1)
 
     marks = [f'<text x="{left}" y="{top - 16}" class="title">{escape(title)}</text>']
-    for percent in range(0, 101, 25):
-        _, y = place(0, percent / 100)
+    for quarter in range(5):
+        value = lowest + quarter * (highest - lowest) / 4
+        _, y = place(0, value)
+        label = f"{100 * value:.0f} %" if in_percent else f"{value:.2f}"
         marks.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" class="grid"/>')
-        marks.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{percent} %</text>')
+        marks.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{label}</text>')
     for fifth in range(6):
         step = round(last_step * fifth / 5)
-        x, _ = place(step, 0)
+        x, _ = place(step, lowest)
         marks.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
     middle = left + PANEL_WIDTH / 2
     marks.append(f'<text x="{middle}" y="{bottom + 36}" text-anchor="middle">step</text>')
@@ -90,13 +95,15 @@ def draw_panel(title: str, runs: list[Run], left: int) -> list[str]:
     return marks
 
 
-def draw(panels: dict[str, list[Run]]) -> str:
+def draw(panels: dict[str, list[Run]], metric: str) -> str:
     step = PANEL_WIDTH + 2 * MARGIN
     width, height = step * len(panels), PANEL_HEIGHT + 3 * MARGIN
     marks: list[str] = []
+    in_percent, name = metric == "rl/exact", "share of exact answers among samples"
     for number, (title, runs) in enumerate(panels.items()):
-        marks += draw_panel(title, runs, left=number * step + MARGIN)
-    legend = f"lines: share of exact answers among samples (mean of {WINDOW} steps), one per seed; dots: greedy"
+        marks += draw_panel(title, runs, number * step + MARGIN, in_percent)
+    name = name if in_percent else escape(metric)
+    legend = f"lines: {name} (mean of {WINDOW} steps), one per seed; dots: greedy"
     marks.append(f'<text x="{MARGIN}" y="{height - 8}">{legend}</text>')
     style = (
         "text{font:12px sans-serif;fill:#333}.title{font-weight:bold;font-size:14px}"
@@ -109,14 +116,15 @@ def draw(panels: dict[str, list[Run]]) -> str:
     )
 
 
-def print_table(panels: dict[str, list[Run]]) -> None:
-    print("panel | run | exact, first 10 steps | last 10 | greedy, first | last | seconds")
+def print_table(panels: dict[str, list[Run]], metric: str) -> None:
+    form = ".1%" if metric == "rl/exact" else ".3f"
+    print(f"panel | run | {metric}, first 10 steps | last 10 | greedy, first | last | seconds")
     for title, runs in panels.items():
         for run in runs:
-            greedy = [f"{share:.1%}" for _, share in run.greedy] or ["-"]
+            greedy = [f"{value:{form}}" for _, value in run.greedy] or ["-"]
             print(
-                f"{title} | {run.name} | {run.mean_sampled(slice(None, 10)):.1%} | "
-                f"{run.mean_sampled(slice(-10, None)):.1%} | {greedy[0]} | {greedy[-1]} | "
+                f"{title} | {run.name} | {run.mean_sampled(slice(None, 10)):{form}} | "
+                f"{run.mean_sampled(slice(-10, None)):{form}} | {greedy[0]} | {greedy[-1]} | "
                 f"{run.seconds:.0f}"
             )
 
@@ -127,6 +135,7 @@ def main() -> None:
     )
     parser.add_argument("panels", nargs="+", metavar="TITLE=FOLDERS")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--metric", default="rl/exact", help="such as rl/reward; default rl/exact")
     options = parser.parse_args()
     panels: dict[str, list[Run]] = {}
     for panel in options.panels:
@@ -134,12 +143,14 @@ def main() -> None:
         folders = sorted(glob.glob(pattern))
         if not folders:
             parser.error(f"no folder matches {pattern!r}")
-        runs = [read_run(folder) for folder in folders]
+        runs = [read_run(folder, options.metric) for folder in folders]
         # One that has only just begun has no curve yet.
         panels[title] = [run for run in runs if run.sampled]
-    print_table(panels)
+        if not panels[title]:
+            parser.error(f"no run of {pattern!r} has logged {options.metric!r}")
+    print_table(panels, options.metric)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(draw(panels))
+    options.out.write_text(draw(panels, options.metric))
 
 
 if __name__ == "__main__":

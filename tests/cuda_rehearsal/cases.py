@@ -142,6 +142,18 @@ _LOGGED_AND_BEFORE = {"logged step": _LOGGED | {next(iter(NORM)): 2}}
 _WRITE = "stream.synchronize in checkpoint/folder.py write_data"
 _STAGE = "copy to host in checkpoint/staging.py stage"
 _TAKE_MEMORY = "copy to host in checkpoint/staging.py _take_memory"
+# A rollout asks for each token whether rows go on; a step returns numbers.
+_RL_STEPS = {
+    "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
+    "copy of pageable in generation/kv_cache.py keep_rows": 2,
+    "copy of pageable in generation/kv_cache.py pick": 2,
+    "copy of pageable in rl/decoding.py _continue_rows": 10,
+    "copy of pageable in rl/decoding.py continue_prompts": 2,
+    "copy to host in rl/decoding.py _continue_rows": 2,
+    "copy to host in rl/decoding.py continue_prompts": 2,
+    "copy to host in rl/learner.py _forward_backward": 2,
+    "event.synchronize, late in tools/host_copy.py read": 4,
+}
 
 # name -> part -> waits; a case that is missing has the norm alone
 ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} | {
@@ -189,18 +201,15 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
         "whole": {"copy to host in checkpoint/stream.py hexdigest": 1},
         "sharded": {"copy to host in checkpoint/stream.py hexdigest": 1},
     },
-    # A rollout asks for each token whether rows go on; a step returns numbers.
-    "rl step": {
-        "two steps": {
-            "aten::_local_scalar_dense in rl/trainer.py optim_step": 2,
-            "copy of pageable in generation/kv_cache.py keep_rows": 2,
-            "copy of pageable in generation/kv_cache.py pick": 2,
-            "copy of pageable in rl/decoding.py _continue_rows": 10,
-            "copy of pageable in rl/decoding.py continue_prompts": 2,
-            "copy to host in rl/decoding.py _continue_rows": 2,
-            "copy to host in rl/decoding.py continue_prompts": 2,
-            "copy to host in rl/trainer.py _forward_backward": 2,
-            "event.synchronize, late in tools/host_copy.py read": 4,
+    "rl step": {"two steps": _RL_STEPS},
+    # Both engines say what they did, and values come to the host.
+    "rl step with critic": {
+        "two steps": _RL_STEPS
+        | {
+            "aten::_local_scalar_dense in rl/learner.py optim_step": 4,
+            "copy to host in rl/learner.py _forward_backward": 4,
+            "copy to host in rl/learner.py _per_sample": 2,
+            "event.synchronize, late in tools/host_copy.py read": 8,
         }
     },
 }

@@ -176,6 +176,16 @@ def generation(_name: str) -> Notes:
 @scenario
 def rl_step(_name: str) -> Notes:
     """The controller's own loop: rollouts, rescoring, a policy gradient, an update."""
+    return _rl_steps()
+
+
+@scenario
+def rl_step_with_critic(_name: str) -> Notes:
+    """The same with the values of a second engine, which is updated first."""
+    return _rl_steps("--rl.advantage.name=gae")
+
+
+def _rl_steps(*more_flags: str) -> Notes:
     from torchtitan.config import ConfigManager
     from torchtitan.rl.controller import Controller
     from torchtitan.rl.job_config import JobConfig
@@ -189,7 +199,7 @@ def rl_step(_name: str) -> Notes:
         "--training.local_batch_size=16",
         "--metrics.log_freq=100",
     ]
-    config = ConfigManager(JobConfig).parse_args([*flags, *common_flags()])
+    config = ConfigManager(JobConfig).parse_args([*flags, *more_flags, *common_flags()])
     with ranks(1), Rehearsal() as rehearsal:
         controller = Controller(config)
         try:

@@ -1,7 +1,7 @@
 """What a run's states are called in a checkpoint, and how they are fitted to what one holds.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
-components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`.
+components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, and those of RL.
 """
 
 import os
@@ -32,6 +32,8 @@ OPTIMIZER = "optimizer"
 LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
+# Of `torchtitan.rl`, and not of every run that reads the weights.
+RL_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator")
 
 WEIGHTS_ONLY = (
     "the optimizer, step and data position start from zero. To continue from an earlier full "
@@ -105,6 +107,9 @@ def fit_to_checkpoint(
         content = state.state_dict() if isinstance(state, Stateful) else state
         own_keys[name] = set(flatten_state_dict({name: content})[0])
     saved_others = keys_outside_model(saved, all_states)
+    left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
+    if others and (left_out := sorted(left_out.intersection(RL_STATES))):
+        logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
 
     if model_names <= states.keys():
         weights = {name: states[name] for name in model_names}
@@ -189,7 +194,7 @@ def saved_shapes_in(path: str) -> Shapes | None:
 
 
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *states} - {MODEL}
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *RL_STATES, *states} - {MODEL}
     return {key for key in saved if key.split(".")[0] in components}
 
 

@@ -1,15 +1,19 @@
-"""From the rewards of completions to their advantages, by comparison within a prompt's group."""
+"""From the rewards of completions to their advantages: within a prompt's group, or with a critic."""
 
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 BASELINES = ("group_mean", "rloo", "none")
 
 # Beyond it squares and sums of rewards, and fp32 products with them, would overflow.
 LARGEST_REWARD = 1e18
 
-# Standard deviations below this are rounding: the group's rewards are equal.
+# Standard deviations below this are rounding: rewards, or advantages, are equal.
 _SMALLEST_STD = 1e-8
 
 
@@ -70,6 +74,65 @@ class AdvantageEstimator:
             shift_and_scale[group] = mean, scale
         pairs = zip(rewards, (shift_and_scale[group] for group in group_ids), strict=True)
         return [(reward - shift) * scale for reward, (shift, scale) in pairs]
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+
+    With the value V_t before each sampled token, its reward r_t, which is 0 but for the last token,
+    and V = 0 after the last token:
+
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lam A_{t+1}
+
+    lam: 1 compares what a completion got with its values, 0 compares neighbouring values.
+    whiten: advantages minus their mean, divided by their standard deviation, over all tokens of the
+        call; all 0 if they are equal.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"rl.advantage.{name} must be 0 to 1, got {getattr(self, name)}; 1 is usual"
+                )
+
+    def __call__(
+        self, rewards: Sequence[float], values: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the advantages of tokens, and the returns that values should have been.
+
+        values: of each completion's n sampled tokens, [n]; both results have these shapes, in fp64.
+        Returns are advantages before whitening plus values.
+        """
+        lengths = [len(of_tokens) for of_tokens in values]
+        if not sum(lengths):
+            return list(values), list(values)
+        padded = pad_sequence([v.double() for v in values], batch_first=True)  # [S, T]
+        ends = torch.tensor(lengths)
+        has_tokens, is_token = ends > 0, torch.arange(padded.shape[1]) < ends[:, None]
+        delta = -padded
+        delta[has_tokens, ends[has_tokens] - 1] += torch.tensor(rewards, dtype=torch.float64)[
+            has_tokens
+        ]
+        delta[:, :-1] += self.gamma * padded[:, 1:]
+        # The deltas of padding are 0, so each completion's sum begins at its last token.
+        advantages = torch.zeros_like(delta)
+        later = advantages[:, 0]
+        for t in reversed(range(delta.shape[1])):
+            advantages[:, t] = later = delta[:, t] + self.gamma * self.lam * later
+        returns = (advantages + padded)[is_token]
+        of_tokens = advantages[is_token]
+        if self.whiten:
+            std = of_tokens.std(correction=0)
+            scale = torch.where(std > _SMALLEST_STD, 1 / std, 0.0)
+            of_tokens = (of_tokens - of_tokens.mean()) * scale
+        return list(of_tokens.split(lengths)), list(returns.split(lengths))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger
 
+# Tensors that samples may be without.
+_OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
+
 # What padding holds; the other entries of a microbatch are 0 there.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1}
 
@@ -80,9 +83,9 @@ class Batcher:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
         A token with a log-prob that is not finite, by generator, reference or old policy, is left
-        out of the loss and its denominator. Samples with weights keep them. Without samples every rank gets one microbatch
-        of padding.
-        Raises ValueError if only some of the samples have weights, ref_logprobs or old_logprobs.
+        out of the loss and its denominator. Samples with weights keep them. Without samples every
+        rank gets one microbatch of padding.
+        Raises ValueError if only some of the samples have one of the optional tensors.
         """
         has = _optional_fields(samples)
         kept = self._that_fit(samples)
@@ -95,9 +98,9 @@ class Batcher:
 
         wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
         mask = wanted & logprobs.isfinite()
-        others = [name for name in ("ref_logprobs", "old_logprobs") if has[name]]
-        for name in others:
-            mask &= joined(name).isfinite()
+        for name in _OTHER_LOGPROBS:
+            if has[name]:
+                mask &= joined(name).isfinite()
         num_dropped = int(wanted.sum() - mask.sum())
         if num_dropped:
             logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
@@ -125,8 +128,9 @@ class Batcher:
             "generator_logprobs": logprobs.masked_fill(~mask, 0),
             "advantages": joined("advantages").masked_fill(~mask, 0),
         }
-        for name in others:
-            values[name] = joined(name).masked_fill(~mask, 0)
+        for name in (*_OTHER_LOGPROBS, *_OF_CRITIC):
+            if has[name]:
+                values[name] = joined(name).masked_fill(~mask, 0)
         in_rows = list(range(len(kept)))  # by their place among those that fit
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
@@ -274,7 +278,7 @@ class Batcher:
 def _optional_fields(samples: Sequence[TrainingSample]) -> dict[str, bool]:
     """Which of the fields that may be None the samples have; all have one, or none has."""
     has = {}
-    for name in ("weights", "ref_logprobs", "old_logprobs"):
+    for name in ("weights", *_OTHER_LOGPROBS, *_OF_CRITIC):
         count = sum(getattr(sample, name) is not None for sample in samples)
         if count not in (0, len(samples)):
             raise ValueError(

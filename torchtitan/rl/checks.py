@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
 from torchtitan.config.checks.values import choices
-from torchtitan.rl.advantages import AdvantageEstimator
+from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
 from torchtitan.rl.tasks import find_reward_fn, task_builder
@@ -87,7 +87,7 @@ def _policy(job_config: JobConfig) -> Iterator[str]:
     if job_config.model.value_head:
         yield (
             "RL trains a policy, which gives logits of tokens, got model.value_head = True; set it "
-            "to false, and train a critic with an engine of its own"
+            "to false: a critic comes with rl.advantage.name = 'gae'"
         )
 
 
@@ -104,6 +104,7 @@ _SMALLEST_COUNTS = {
     "eval_samples": 1,
     "seed": 0,
     "log_samples": -1,
+    "critic.warmup_steps": 0,
     "batch.seq_len": 2,
     "batch.local_batch_size": 1,
     "batch.max_tokens_per_microbatch": 1,
@@ -126,6 +127,9 @@ _NOT_NEGATIVE = (
     "loss.entropy_coef",
     "loss.dual_clip",
     "overlong_penalty",
+    "critic.lr",
+    "critic.weight_decay",
+    "critic.value_clip",
 )
 
 
@@ -217,13 +221,15 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
-    yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
+    yield from _critic(job_config)
+    if not job_config.has_critic:
+        yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
     # A group of one has an advantage of 0.
-    if rl.advantage.name != "none" and rl.num_samples_per_prompt < 2:
+    if rl.advantage.name in ("group_mean", "rloo") and rl.num_samples_per_prompt < 2:
         yield (
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
             f"rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, or "
-            f"rl.advantage.name to 'none'"
+            f"rl.advantage.name to 'none' or 'gae'"
         )
     if rl.minibatches > rl.num_prompts_per_step:
         yield (
@@ -235,6 +241,36 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
             f"rl.loss.name = {rl.loss.name!r} reads no rewards, so nothing would be reinforced; "
             "take 'grpo', or give this loss to PolicyTrainer.forward_backward with batches of your "
             "own"
+        )
+
+
+def _critic(job_config: JobConfig) -> Iterator[str]:
+    rl, default, steps = job_config.rl, RL(), job_config.training.steps
+    if not job_config.has_critic:
+        keys = ["advantage.gamma", "advantage.lam", "advantage.whiten"]
+        for key in [*keys, *(f"critic.{name}" for name in vars(rl.critic))]:
+            if value_of(rl, key) != value_of(default, key):
+                yield (
+                    f"rl.{key} = {value_of(rl, key)} is read by rl.advantage.name = 'gae' only, got "
+                    f"{rl.advantage.name!r}; take one of them out"
+                )
+        return
+    yield from problem_in(GAE, rl.advantage.gamma, rl.advantage.lam)
+    if rl.advantage.std:
+        yield (
+            "rl.advantage.std divides by the standard deviation of a prompt's rewards, got "
+            "rl.advantage.name = 'gae', which does not compare them; set it to false: "
+            "rl.advantage.whiten divides by that of all tokens"
+        )
+    if rl.batch.skip_zero_advantage:
+        yield (
+            "rl.batch.skip_zero_advantage leaves out samples that teach the policy nothing, and the "
+            "critic of rl.advantage.name = 'gae' learns from all of them; turn it off"
+        )
+    if rl.critic.warmup_steps >= steps:
+        yield (
+            f"rl.critic.warmup_steps must leave steps in which the policy learns, got "
+            f"{rl.critic.warmup_steps} with training.steps = {steps}; lower it"
         )
 
 

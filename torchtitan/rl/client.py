@@ -338,11 +338,6 @@ class LocalTrainingClient:
         with self._snapshots.changing():
             yield
 
-    def _weights_of(self, path: str) -> WeightsKey:
-        self._pushed = None
-        engine = self._trainer.engine
-        return self._snapshots.loaded(lambda: engine.load(path, model_only=True))
-
 
 class LocalSamplingClient:
     """Samples from the weights that the policy had when this client was made, or from saved ones.
@@ -431,7 +426,9 @@ class LocalSamplingClient:
         """Inside, the policy has this client's weights. Collective, and on the client's thread."""
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
-            self._key = client._weights_of(self._path)
+            client._pushed = None
+            engine = client._trainer.engine
+            self._key = client._snapshots.loaded(lambda: engine.load(self._path, model_only=True))
         assert self._key is not None
         with client._snapshots.using(self._key):
             yield

@@ -18,6 +18,7 @@ from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_e
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import metrics_of_updates
@@ -31,7 +32,6 @@ from torchtitan.rl.types import (
     Episode,
     ForwardBackwardOutput,
     OptimStepOutput,
-    TrainingBatch,
     TrainingSample,
 )
 from torchtitan.rl.weight_sync import TakesWeights
@@ -48,8 +48,7 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
     """
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    check_rl_config(job_config)
-    resolve_job(job_config, builds_data=False)  # while every rank can tell
+    _check(job_config)  # while every rank can tell
     role = join_role(job_config)
     if role.generates:
         return GeneratorRank(job_config, role.link, role.first_generator, task)
@@ -73,7 +72,7 @@ class Controller:
         task: Task | None = None,
         remote: RemoteGenerator | None = None,
     ):
-        check_rl_config(job_config)
+        _check(job_config)
         self.job_config, self.config = job_config, job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
         self._num_batches: int | None = None
@@ -97,7 +96,10 @@ class Controller:
                 self.generator = generator = BufferedGenerator(generator) if ahead else generator
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws)
-            self.advantages = AdvantageEstimator(**vars(self.config.advantage))
+            self.critic = Critic(job_config, engine) if job_config.has_critic else None
+            # A critic makes its advantages of the rewards as they are.
+            name = "none" if self.critic else self.config.advantage.name
+            self.advantages = AdvantageEstimator(name, self.config.advantage.std)
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
             self.reporter = Reporter(job_config, engine)
             self.checkpointer = engine.checkpointer
@@ -106,6 +108,8 @@ class Controller:
             if self.config.loss.kl_coef > 0:
                 self.reference = ReferencePolicy(self.trainer)
                 self.checkpointer.states["rl_reference"] = self.reference
+            if self.critic is not None:
+                self.checkpointer.states["rl_critic"] = self.critic
         debug = job_config.debug
         for key, is_set in {
             "training.global_batch_size": job_config.training.global_batch_size > 0,
@@ -145,6 +149,8 @@ class Controller:
                     self.step,
                 )
             self.reference.take()
+        if self.critic is not None:
+            self.critic.begin()
         self.rollouts.skip_to(self.num_batches + 1)
         self.trainer.push_model_state_dict(self.generator)
         return True
@@ -212,17 +218,30 @@ class Controller:
 
         if self.reference is not None:
             episodes = self._with_reference(episodes)
-        outputs, updates = self._update(episodes, measured)
+        samples = [TrainingSample.of_episode(episode) for episode in episodes]
+        if self.critic is not None:
+            rewards = [episode.reward for episode in episodes]
+            samples, found = self.critic.with_advantages(samples, rewards)
+            measured |= {f"critic/{name}": value for name, value in found.items()}
+            means = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
+            pairs = zip(episodes, means, strict=True)
+            episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
+        outputs, updates = self._update(samples, measured)
         self._num_batches = number
         trained = time.perf_counter()
 
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
-        metrics = {
-            "loss": fmean(output.loss for output in outputs),
-            **{f"loss/{k}": v for k, v in metrics_of_updates([o.metrics for o in outputs]).items()},
-            "grad_norm": fmean(update.grad_norm for update in updates),
-            "lr": updates[-1].lr,
+        metrics = {}
+        if updates:  # not while only the critic learns
+            merged = metrics_of_updates([output.metrics for output in outputs])
+            metrics = {
+                "loss": fmean(output.loss for output in outputs),
+                **{f"loss/{name}": value for name, value in merged.items()},
+                "grad_norm": fmean(update.grad_norm for update in updates),
+                "lr": updates[-1].lr,
+            }
+        metrics |= {
             **{f"rl/{name}": value for name, value in describe(episodes).items()},
             "rl/policy_version": self.trainer.policy_version,
             **measured,
@@ -254,10 +273,10 @@ class Controller:
             )
 
     def _update(
-        self, episodes: list[Episode], measured: dict[str, float]
+        self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
-        """Make the optimizer steps of a batch of episodes; adds to what was measured."""
-        batches = [self._batch(part) for part in self._minibatches(episodes)]
+        """Make the optimizer steps of a batch of samples; adds to what was measured."""
+        batches = [self.batcher.batch(part) for part in self._minibatches(samples)]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
         # Before the first update: these are log-probs of the policy that all updates begin with.
@@ -268,20 +287,28 @@ class Controller:
         if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
-        outputs, updates = [], []
+        outputs, updates, of_critic = [], [], []
         for batch in (batches * self.config.epochs)[: max(1, steps_left)]:
+            if self.critic is not None:
+                of_critic.append(self.critic.update(batch))
+            if self.step < self.config.critic.warmup_steps:
+                self.trainer.skip_step()
+                continue
             outputs.append(self.trainer.forward_backward(batch))
             updates.append(self.trainer.optim_step())
+        if of_critic:
+            merged = metrics_of_updates(of_critic)
+            measured |= {f"critic/{name}": value for name, value in merged.items()}
         return outputs, updates
 
-    def _minibatches(self, episodes: list[Episode]) -> list[list[Episode]]:
+    def _minibatches(self, samples: list[TrainingSample]) -> list[list[TrainingSample]]:
         """Parts with whole prompts, so that each compares what its advantages compare."""
-        groups = list(dict.fromkeys(episode.group_id for episode in episodes))
+        groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n, n_parts = len(groups), self.config.minibatches
         part_of = {group: (i + 1) * n_parts - 1 for i, group in enumerate(groups)}
-        parts: list[list[Episode]] = [[] for _ in range(n_parts)]
-        for episode in episodes:
-            parts[part_of[episode.group_id] // n].append(episode)
+        parts: list[list[TrainingSample]] = [[] for _ in range(n_parts)]
+        for sample in samples:
+            parts[part_of[sample.group_id] // n].append(sample)
         return parts
 
     def close(self) -> None:
@@ -289,14 +316,14 @@ class Controller:
         self.rollouts.close()
         self.reporter.close()
         self.trainer.close()
-
-    def _batch(self, episodes: list[Episode]) -> TrainingBatch:
-        return self.batcher.batch([TrainingSample.of_episode(episode) for episode in episodes])
+        if self.critic is not None:
+            self.critic.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """The episodes with log-probs under the policy that training began with."""
         with_logprobs = []
-        scores = self.reference.logprobs(self._batch(episodes))
+        samples = [TrainingSample.of_episode(episode) for episode in episodes]
+        scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
             logprobs = episode.token_log_probs  # of one that fits no row, and is left out anyway
             if values is not None:
@@ -347,6 +374,14 @@ class Controller:
                 f"the state of the RL run in the checkpoint cannot be read ({type(error).__name__}: "
                 f"{error}); resume with the task it was saved with"
             ) from error
+
+
+def _check(job_config: JobConfig) -> None:
+    """Raise ConfigError for a job that cannot run, before anything is built."""
+    check_rl_config(job_config)
+    resolve_job(job_config, builds_data=False)
+    if job_config.has_critic:
+        critic_config(job_config)
 
 
 def _passes(every: int, before: int, step: int) -> bool:

@@ -50,24 +50,42 @@ class RLTask:
 @dataclass
 class RLAdvantage:
     # What a reward is compared with: the mean of its prompt's completions, the mean of the other
-    # ones (rloo), or nothing
-    name: Literal["group_mean", "rloo", "none"] = "group_mean"
+    # ones (rloo), nothing, or what a critic expected at each token (gae)
+    name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
     # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
     std: bool = False
+    gamma: float = 1.0  # For gae: the discount of what comes a token later
+    # For gae: 1 compares what a completion got with its values, 0 compares neighbouring values
+    lam: float = 1.0
+    # For gae: give the advantages of a step's tokens a mean of 0 and a standard deviation of 1
+    whiten: bool = True
+
+
+@dataclass
+class RLCritic:
+    # A folder of weights to begin with, of a model with one value per token or of a language model;
+    # empty takes the policy's
+    initial_load_path: str = ""
+    lr: float | None = None  # Peak of the schedule; None takes optimizer.lr
+    weight_decay: float | None = None  # None takes optimizer.weight_decay
+    # How far a value may go from the one before the step's first update until its loss is bounded; 0
+    # bounds nothing
+    value_clip: float = 0.2
+    warmup_steps: int = 0  # The first steps train only the critic
 
 
 @dataclass
 class RLLoss:
-    # The policy loss: grpo, dapo, gspo, cispo, importance_sampling, cross_entropy, or one that the
+    # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling, cross_entropy, or one that the
     # module of experimental.custom_import registers
     name: str = "grpo"
-    # For grpo: how far from 1 a ratio may go before it is clipped; None is 0.2
+    # For grpo, ppo: how far from 1 a ratio may go before it is clipped; None is 0.2
     clip_eps: float | None = None
     # For dapo, gspo, cispo: how far below 1; None is the loss's own default
     ratio_clip_low: float | None = None
     # For dapo, gspo, cispo: how far above 1; None is the loss's own default
     ratio_clip_high: float | None = None
-    # For grpo, dapo, gspo: a token of negative advantage whose ratio is above this has no gradient;
+    # For grpo, ppo, dapo, gspo: a token of negative advantage whose ratio is above this has no gradient;
     # None is 3, 0 turns it off
     dual_clip: float | None = None
     # Weigh tokens by how much likelier they were under the trainer's policy when the step began than
@@ -188,6 +206,7 @@ class RL:
     log_samples: int = 16
     task: RLTask = field(default_factory=RLTask)  # Prompts and rewards
     advantage: RLAdvantage = field(default_factory=RLAdvantage)  # From rewards to advantages
+    critic: RLCritic = field(default_factory=RLCritic)  # What gae learns values with
     loss: RLLoss = field(default_factory=RLLoss)  # The policy loss and how it is summed
     batch: RLBatch = field(default_factory=RLBatch)  # How samples are laid into rows
     generator: RLGenerator = field(default_factory=RLGenerator)  # What draws completions
@@ -207,6 +226,10 @@ class JobConfig(BaseJobConfig):
     """
 
     rl: RL = field(default_factory=RL)
+
+    @property
+    def has_critic(self) -> bool:
+        return self.rl.advantage.name == "gae"
 
     @property
     def ranks_apart(self) -> int:

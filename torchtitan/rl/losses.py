@@ -3,7 +3,7 @@
 With r = exp(logprob - generator_logprob), the ratio of the trained policy to the one that sampled,
 and A the advantage, the loss of a token is:
 
-    grpo                 -min(r A, clip(r, 1 - eps, 1 + eps) A), where A < 0 at most -c A
+    grpo, ppo            -min(r A, clip(r, 1 - eps, 1 + eps) A), where A < 0 at most -c A
     dapo                 the same with a lower and an upper eps
     gspo                 the same with r the geometric mean of the sequence's ratios
     cispo                -stop_gradient(clip(r, 1 - low, 1 + high)) A logprob
@@ -389,6 +389,7 @@ class CrossEntropyLoss(PolicyLoss):
 
 _LOSSES: dict[str, type[PolicyLoss]] = {
     "grpo": GRPOLoss,
+    "ppo": GRPOLoss,
     "dapo": DAPOLoss,
     "gspo": GSPOLoss,
     "cispo": CISPOLoss,

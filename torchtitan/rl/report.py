@@ -47,9 +47,12 @@ class Reporter:
         for name in ("reward", "exact", "completion_tokens"):
             if f"rl/{name}" in metrics:
                 fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
+        if "loss" in metrics:  # not while only a critic learns
+            fields.append(f"{color.orange}loss: {metrics['loss']:8.5f}")
+            fields.append(f"grad_norm: {metrics['grad_norm']:7.4f}")
+        if "critic/value_loss" in metrics:
+            fields.append(f"value_loss: {metrics['critic/value_loss']:8.5f}")
         fields += [
-            f"{color.orange}loss: {metrics['loss']:8.5f}",
-            f"grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.blue}{seconds:.2f} s{color.reset}",
             f"eta: {timedelta(seconds=round((last_step - step) * seconds / num_updates))}",
         ]

@@ -2,8 +2,9 @@
 
 Each role has a default process group of its own, in which everything works as in a job of only
 these ranks. The trainer's rank 0 tells the generating ranks what to draw, in the order in which it
-wants it, and sends them the weights in between. They hear on one thread and draw on another, so the
-trainer waits for neither; and what a draw uses is decided by that order, not by how long it takes.
+wants it, and sends them the weights in between. They receive on one thread and draw on another, so
+the trainer waits for neither; which weights a draw uses follows from that order, not from how long
+anything takes.
 """
 
 import os
@@ -92,8 +93,8 @@ def join_role(job_config: JobConfig) -> Role:
 class Link:
     """Between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: how long member 0 waits for an answer; a rank that dies it notices at once.
-    down: the group in which member 0 speaks to all, one message after another.
+    timeout: how long member 0 waits for an answer; it notices at once if a rank dies.
+    down: the group in which member 0 sends messages to all, one after another.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
@@ -131,14 +132,14 @@ class Link:
 
     def receive_from_all(self) -> list[Any]:
         """The next answer of each other member, on member 0."""
-        return [self._receive(member) for member in range(1, self.size)]
-
-    def _receive(self, member: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._up.recv([length], member, 0).wait()
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._up.recv([data], member, 0).wait()
-        return pickle.loads(data.numpy().tobytes())
+        answers = []
+        for member in range(1, self.size):
+            length = torch.zeros(1, dtype=torch.int64)
+            self._up.recv([length], member, 0).wait()
+            data = torch.empty(int(length), dtype=torch.uint8)
+            self._up.recv([data], member, 0).wait()
+            answers.append(pickle.loads(data.numpy().tobytes()))
+        return answers
 
 
 @contextmanager
@@ -340,7 +341,7 @@ class GeneratorRank:
             answer: tuple[list[Episode], str | None] = draw(), None
         except Exception as error:  # the trainer raises it
             answer = [], repr(error)
-        with suppress(RuntimeError):  # the trainer is gone, which the other thread hears, too
+        with suppress(RuntimeError):  # the trainer is gone, which the other thread notices, too
             self._link.send(answer)
 
     def close(self) -> None:

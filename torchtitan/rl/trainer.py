@@ -8,32 +8,27 @@ B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
 import dataclasses
-from typing import Any
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.batch import Batch
-from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.losses import PolicyLoss, finalize_metrics, loss_from_config
+from torchtitan.rl.learner import Learner
+from torchtitan.rl.losses import LossOutput, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import exchange
-from torchtitan.rl.types import (
-    ForwardBackwardOutput,
-    OptimParams,
-    OptimStepOutput,
-    TrainingBatch,
-)
+from torchtitan.rl.types import ForwardBackwardOutput, TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
 
 
-class PolicyTrainer:
+class PolicyTrainer(Learner):
     """Learns from batches of samples, in steps that the caller decides on.
 
     `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
@@ -55,8 +50,7 @@ class PolicyTrainer:
                 "is a Controller, PolicyTrainer or client on them; start with torchtitan.rl.train "
                 "or rl.controller.build_part, or set it to 0"
             )
-        self.engine = TrainingEngine(job_config) if engine is None else engine
-        self._begin_step()
+        super().__init__(TrainingEngine(job_config) if engine is None else engine)
 
     @property
     def policy_version(self) -> int:
@@ -88,80 +82,7 @@ class PolicyTrainer:
                 f"got parallelism.context_parallel_degree = {self.engine.parallel_dims.cp}; set it "
                 f"to 1, or take GRPOLoss with corrections per token"
             )
-        if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
-            raise ValueError(
-                "the batches of one optimizer step must all have final weights or all leave the "
-                "normalisation to the step; batch them in one way, or call optim_step in between"
-            )
-        self._check_on_all_ranks(batch, loss_fn)
-        try:
-            output = self._forward_backward(batch, loss_fn, return_logprobs)
-        except BaseException:
-            self.zero_grad()
-            raise
-        self._num_accumulated += 1
-        if batch.denominator is not None:
-            self._denominator = (self._denominator or 0.0) + batch.denominator
-        return output
-
-    def _forward_backward(
-        self, batch: TrainingBatch, loss_fn: PolicyLoss, return_logprobs: bool
-    ) -> ForwardBackwardOutput:
-        # Under context parallelism the loss sees parts of rows, which only `forward` joins.
-        is_split = return_logprobs and self.engine.parallel_dims.cp_enabled
-        whole = self.forward(batch) if is_split else None
-        # Metrics of all microbatches on this rank: maxima (of absolute values) or sums.
-        max_names = [name for name in loss_fn.metric_names if name.endswith("_max")]
-        sum_names = [name for name in loss_fn.metric_names if name not in max_names]
-        sums = torch.zeros(len(sum_names), device=self.engine.device)
-        maxima = torch.zeros(len(max_names), device=self.engine.device)
-        logprobs: list[Tensor] = []
-
-        def loss_of(outputs: TokenOutputs, labels: Tensor, engine_batch: Batch) -> Tensor:
-            loss, metrics = loss_fn(outputs.logprobs, outputs.entropy, engine_batch)
-            sums.add_(torch.stack([metrics[name].float() for name in sum_names]))
-            if max_names:
-                new = torch.stack([metrics[name].float() for name in max_names])
-                torch.maximum(maxima, new, out=maxima)
-            if return_logprobs and not is_split:
-                logprobs.append(outputs.logprobs.detach())
-            return loss
-
-        microbatches = batch.of_rank(self.engine.dp_rank)
-        loss = self.engine.forward_backward_step(
-            input_dict=[microbatch.engine_batch() for microbatch in microbatches],
-            labels=[microbatch.labels for microbatch in microbatches],
-            global_valid_tokens=1.0,  # the weights in the batch are shares of the whole step
-            loss_fn=loss_of,
-            head=self._head(loss_fn.needs_entropy),
-        )
-        # Over all ranks; under pipeline parallelism only those of the last stage have the metrics.
-        loss_and_sums = torch.cat([loss.reshape(1).float(), sums])
-        mesh = self.engine.parallel_dims.get_optional_mesh("loss")
-        if mesh is not None:
-            dist.all_reduce(loss_and_sums, group=mesh.get_group())
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        numbers = torch.cat([loss_and_sums, maxima])
-        if self.engine.pp_schedule is not None:
-            numbers = self.engine.pp_schedule.broadcast_from_last_stage(numbers)
-        loss_sum, *values = numbers.tolist()
-        metrics = dict(zip(sum_names + max_names, values, strict=True))
-        if return_logprobs and not is_split:
-            whole = self._per_sample(batch, logprobs)
-        return ForwardBackwardOutput(
-            loss=loss_sum,
-            metrics=finalize_metrics(metrics, batch.num_measured_tokens),
-            logprobs=whole,
-        )
-
-    def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
-        """Log-probs of the labels, one 1-D fp32 tensor per sample, on the CPU; no gradients.
-
-        0 where the loss does not count; None for samples that are in no row. Raises
-        ValueError as `forward_backward` does.
-        """
-        self._check_on_all_ranks(batch)
-        return self._per_sample(batch, self._score(batch) or [])
+        return self._accumulate(batch, loss_fn, return_logprobs)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
         """The batch with log-probs by today's weights, and the largest change over all ranks.
@@ -189,49 +110,12 @@ class PolicyTrainer:
         """
         return self._with_scores(batch, "old_logprobs")
 
-    def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
-        """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
-
-        params: settings for this step only; None, as a whole or in it, takes the config's.
-        Raises ValueError if there was no `forward_backward` since the last step.
-        """
-        if not self._num_accumulated:
-            raise ValueError("optim_step found no gradients; call forward_backward before it")
-        params = OptimParams() if params is None else params
-        # The batch counts tokens of all ranks, and the engine sums shares over ranks.
-        share = self._denominator
-        if share is not None and self.engine.dp_rank != 0:
-            share = 0.0
-        changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-        changes = {name: value for name, value in changes.items() if value is not None}
-        groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
-        before = [{name: group[name] for name in changes} for group in groups]
+    def skip_step(self) -> None:
+        """Count a step, for the schedule too, in which the policy stays as it is."""
         self.engine.step += 1
-        try:
-            for group in groups:
-                group.update(changes)
-            result = self.engine.optim_step(
-                lr=params.lr, max_norm=params.max_norm, denominator=share
-            )
-        finally:
-            for group, values in zip(groups, before, strict=True):
-                group.update(values)
-        self._begin_step()
-        return OptimStepOutput(
-            policy_version=self.policy_version,
-            grad_norm=result.grad_norm.item(),
-            lr=result.lr,
-            skipped=result.skipped,
-        )
-
-    def zero_grad(self) -> None:
-        """Drop the gradients since the last step."""
-        self.engine.optimizers.zero_grad()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._denominator: float | None = None
-        self._num_accumulated = 0
+        with warnings.catch_warnings():  # torch expects the optimizer to have stepped before
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.engine.lr_schedulers.step()
 
     # ---- state ----
 
@@ -271,46 +155,18 @@ class PolicyTrainer:
         check_digest = self.job_config.rl.weight_sync.digest
         return WeightSync(self.engine, generator, check_digest=check_digest).update()
 
-    def close(self) -> None:
-        """Finish pending checkpoint writes. Safe to call twice."""
-        self.engine.close()
-
     # ---- helpers ----
 
-    def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: PolicyLoss | None = None) -> None:
-        """Collective, and before all other collectives, in which ranks would wait for each other."""
-        dp_size = self.engine.dp_size
-
-        def check() -> tuple:
-            for of_ranks in batch.microbatches:
-                if len(of_ranks) != dp_size:
-                    raise ValueError(
-                        f"the batch was made for {len(of_ranks)} data-parallel ranks, got a "
-                        f"trainer with {dp_size}; make it with Batcher(dp_size={dp_size})"
-                    )
-                for microbatch in of_ranks if loss_fn is not None else ():
-                    loss_fn.check(microbatch.engine_batch())
-            return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
-
-        found = on_all_ranks(check)
-        if len(set(found)) > 1:
-            listed = "; ".join(
-                f"rank {rank}: {n} microbatches of {samples} samples with {tokens} tokens"
-                for rank, (n, samples, tokens) in enumerate(found[:8])
-            )
-            raise ValueError(f"all ranks must give the same batch, got {listed}")
-
-    def _head(self, entropy: bool) -> TokenLogProbs:
+    def _head(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
         # Logits were divided by this temperature when tokens were drawn.
+        entropy = loss_fn is not None and loss_fn.needs_entropy
         return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
 
-    def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
-        """Log-probs [B, T] of this rank's microbatches; None without the last stage."""
-        return self.engine.forward_step(
-            [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
-            output_fn=lambda outputs, _: outputs.logprobs,
-            head=self._head(entropy=False),
-        )
+    def _scores_in(self, outputs: TokenOutputs) -> Tensor:
+        return outputs.logprobs
+
+    def _loss_of(self, loss_fn: PolicyLoss, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        return loss_fn(outputs.logprobs, outputs.entropy, batch)
 
     def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
         """The batch whose tensors of this name hold log-probs by today's weights, on this rank."""
@@ -321,21 +177,3 @@ class PolicyTrainer:
             new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
             row[dp_rank] = dataclasses.replace(row[dp_rank], **{name: new})
         return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
-
-    def _per_sample(self, batch: TrainingBatch, logprobs: list[Tensor]) -> list[Tensor | None]:
-        """Cut [B, T] log-probs into samples, and gather those of all ranks."""
-        schedule = self.engine.pp_schedule
-        samples: dict[int, Tensor] = {}
-        for i, microbatch in enumerate(batch.of_rank(self.engine.dp_rank)):
-            if schedule is None or self.engine.pp_has_last_stage:
-                values = logprobs[i].float()
-            else:
-                values = torch.zeros(microbatch.labels.shape, device=self.engine.device)
-            if schedule is not None:
-                values = schedule.broadcast_from_last_stage(values)
-            samples |= microbatch.per_sample(values.cpu())
-        if self.engine.dp_group is not None:
-            parts: list[Any] = [None] * self.engine.dp_size
-            dist.all_gather_object(parts, samples, group=self.engine.dp_group)
-            samples = {index: values for part in parts for index, values in part.items()}
-        return [samples.get(index) for index in range(batch.num_samples)]

@@ -149,6 +149,8 @@ class TrainingSample:
     ref_logprobs: of the labels, from a reference model; None if the loss has no KL term.
     old_logprobs: of the labels, by the trainer's policy when the step began; None takes that of each
         forward pass. For losses with a correction, where a batch serves several updates.
+    old_values, returns: of the state before each sampled label, by a critic when the step began, and
+        what its value should have been; None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
     group_id: equal for samples of one prompt. policy_version: the weights that sampled it.
@@ -161,6 +163,8 @@ class TrainingSample:
     advantages: Tensor
     ref_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
     weights: Tensor | None = None
     group_id: int = 0
     policy_version: int = 0
@@ -265,8 +269,8 @@ class TrainingMicrobatch:
     positions: from 0 in each sequence, -1 in padding.
     loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
         elsewhere; the loss is the sum of weight * loss.
-    generator_logprobs, advantages, ref_logprobs and old_logprobs (optional): 0 where the loss does
-        not count.
+    generator_logprobs, advantages, and the optional ref_logprobs, old_logprobs, old_values and
+        returns: 0 where the loss does not count.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
     slots: the places of the samples; empty if the microbatch is all padding.
     """
@@ -281,6 +285,8 @@ class TrainingMicrobatch:
     sequence_ids: Tensor
     ref_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
     slots: tuple[Slot, ...] = ()
 
     def engine_batch(self) -> dict[str, Tensor]:

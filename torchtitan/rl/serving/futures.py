@@ -10,6 +10,7 @@ from typing import Any
 # does not stay for ever.
 _SECONDS_AFTER_FETCHING = 120
 _SECONDS_UNFETCHED = 3600
+_SECONDS_BETWEEN_DROPS = 10
 
 
 @dataclass
@@ -49,8 +50,14 @@ class Futures:
 
         Compare what comes back with `pending`.
         """
+        now = time.monotonic()
         with self._changed:
-            self._drop_old()
+            if now >= self._next_drop_at:
+                self._next_drop_at = now + _SECONDS_BETWEEN_DROPS
+                for old in [p for p in self._all.values() if p.forget_at < now]:
+                    del self._all[old.request_id]
+                    done = self._done.get(old.channel, [])
+                    done[:] = [entry for entry in done if entry[1] is not old]
             if known := self._all.get(pending.request_id):
                 return known
             if self._n_open >= self._limit:
@@ -102,13 +109,3 @@ class Futures:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def _drop_old(self) -> None:
-        now = time.monotonic()
-        if now < self._next_drop_at:
-            return
-        self._next_drop_at = now + 10
-        for pending in [p for p in self._all.values() if p.forget_at < now]:
-            del self._all[pending.request_id]
-            done = self._done.get(pending.channel, [])
-            done[:] = [entry for entry in done if entry[1] is not pending]

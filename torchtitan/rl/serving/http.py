@@ -87,11 +87,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._respond()
-
-    do_POST = do_PUT = do_DELETE = do_GET
-
-    def _respond(self) -> None:
         with self.server.lock:
             self.server.n_answering += 1
         try:
@@ -99,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with self.server.lock:
                 self.server.n_answering -= 1
+
+    do_POST = do_PUT = do_DELETE = do_GET
 
     def _answer(self) -> Answer:
         try:

@@ -279,7 +279,14 @@ class Service:
         request = wire.read_forward_backward(body)
         self._checked_model(request.model_id)
         if request.loss_fn == "gspo":
-            request = dataclasses.replace(request, data=[_with_mask(d) for d in request.data])
+            # Tinker's takes its ratio over `sequence_ratio_mask`, ours over the mask.
+            data = []
+            for datum in request.data:
+                inputs = dict(datum.loss_fn_inputs)
+                if "sequence_ratio_mask" in inputs:
+                    inputs["mask"] = inputs.pop("sequence_ratio_mask")
+                data.append(Datum(datum.model_input, inputs))
+            request = dataclasses.replace(request, data=data)
         command = Command("forward_backward", {"request": request})
         return self._results.submit(f"{request.model_id}:{request.seq_id}", command, write_output)
 
@@ -460,11 +467,3 @@ class Service:
         self._sampler(session)
         clone = take(target, "cloned_sampler_id", int, 0)
         return self._results.retrieve_many(values, (session, clone))
-
-
-def _with_mask(datum: Datum) -> Datum:
-    """Tinker's gspo takes its ratio over `sequence_ratio_mask`, ours over the mask."""
-    inputs = dict(datum.loss_fn_inputs)
-    if "sequence_ratio_mask" in inputs:
-        inputs["mask"] = inputs.pop("sequence_ratio_mask")
-    return Datum(datum.model_input, inputs)

@@ -83,10 +83,6 @@ def _array(data: Any, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(data or b"", dtype)
 
 
-def _double(value: Any) -> float:
-    return float(_array(value, np.dtype("<f8"))[0])
-
-
 @dataclass(frozen=True)
 class ForwardBackwardRequest:
     """A forward_backward request. problem: why its data cannot be used; None if they can."""
@@ -119,7 +115,9 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
                         raise ValueError(
                             f"loss_fn_config takes numbers, got {_text(key)} = {_text(text)!r}"
                         )
-                config[_text(key)] = 0.0 if setting is None else _double(setting)
+                config[_text(key)] = 0.0
+                if setting is not None:
+                    config[_text(key)] = float(_array(setting, np.dtype("<f8"))[0])
         except WireError:
             raise
         except ValueError as error:

@@ -1,0 +1,55 @@
+"""PPO with a critic on 2 gloo ranks takes the steps of one process, and goes on after a kill."""
+
+import pytest
+
+from tests.distributed.rl_runs import numbers, run_on_this_rank
+from torchtitan.testing.gloo import RankFailure, run_ranks
+
+LAYOUTS = {
+    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
+    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
+    "TP": ["--parallelism.tensor_parallel_degree=2"],
+    "PP": ["--parallelism.pipeline_parallel_degree=2"],
+    "CP": ["--parallelism.context_parallel_degree=2"],
+}
+RUN = ["--rl.advantage.name=gae", "--rl.advantage.lam=0.9", "--rl.critic.lr=3e-3"]
+RUN += ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--optimizer.lr=1e-3"]
+CRITICS = ("value_loss", "value_clipped_frac", "explained_variance", "value_mean", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    (run,) = run_ranks(run_on_this_rank, 1, folder, [*RUN, "--training.steps=6"])
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
+    overrides = [*RUN, "--training.steps=6", *LAYOUTS[layout]]
+    runs = run_ranks(run_on_this_rank, 2, tmp_path, overrides)
+    assert numbers(runs[0]) == numbers(runs[1]), "every rank reports the numbers of all"
+    assert runs[0]["digest"] == runs[1]["digest"]
+    for step, expected in zip(runs[0]["steps"], one_process["steps"], strict=True):
+        assert step["rl/reward"] == expected["rl/reward"], "the same completions were drawn"
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-5)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        for name in CRITICS:
+            found, by_one = (metrics[f"critic/{name}"] for metrics in (step, expected))
+            assert found == pytest.approx(by_one, rel=1e-3, abs=2e-5), name
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
+    overrides = [*RUN, "--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=6"]
+    overrides += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
+    unbroken = run_ranks(run_on_this_rank, 2, tmp_path / "unbroken", overrides)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_ranks(run_on_this_rank, 2, tmp_path / "killed", overrides, 8)
+    resumed = run_ranks(run_on_this_rank, 2, tmp_path / "killed", overrides)[0]
+
+    assert [step["step"] for step in resumed["steps"]] == [7, 9, 11]
+    for step, expected in zip(resumed["steps"], unbroken["steps"][3:], strict=True):
+        for name in ("loss", "grad_norm", "rl/reward", *(f"critic/{name}" for name in CRITICS)):
+            assert step[name] == expected[name], name
+    assert resumed["digest"] == unbroken["digest"]

@@ -1,0 +1,349 @@
+"""PPO with a critic: advantages of tokens, the value loss, and runs of the controller."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.rl.toy import gradients, toy_config, toy_samples
+from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl.advantages import GAE
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.critic import Critic, ValueLoss
+from torchtitan.rl.trainer import PolicyTrainer
+
+NUMBERS = st.floats(-3, 3)
+GAE_RUN = ["--rl.advantage.name=gae", "--training.steps=8"]
+
+
+# ---- advantages ----
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.lists(NUMBERS, min_size=0, max_size=6)), max_size=4),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_advantages_are_the_discounted_sums_of_the_definition(completions, gamma, lam):
+    rewards = [reward for reward, _ in completions]
+    values = [torch.tensor(of_one, dtype=torch.float64) for _, of_one in completions]
+    advantages, returns = GAE(gamma, lam, whiten=False)(rewards, values)
+    for reward, value, advantage, wanted in zip(rewards, values, advantages, returns, strict=True):
+        n, v = len(value), [*value.tolist(), 0.0]
+        assert advantage.shape == wanted.shape == (n,)
+        for t in range(n):
+            expected = sum(
+                (gamma * lam) ** (k - t) * (reward * (k == n - 1) + gamma * v[k + 1] - v[k])
+                for k in range(t, n)
+            )
+            assert advantage[t].item() == pytest.approx(expected, abs=1e-12)
+            assert wanted[t].item() == pytest.approx(expected + v[t], abs=1e-12)
+
+
+def test_with_lam_and_gamma_of_one_every_return_is_the_reward():
+    values = [torch.tensor([0.5, -2.0, 7.0]), torch.tensor([0.1])]
+    advantages, returns = GAE(whiten=False)([1.0, -3.0], values)
+    torch.testing.assert_close(torch.cat(returns), torch.tensor([1.0, 1, 1, -3]).double())
+    torch.testing.assert_close(advantages[0], 1 - values[0].double())
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_all_tokens_in_any_order():
+    rewards = [1.0, 0.0, 0.25]
+    values = [torch.tensor(v) for v in ([0.3, 0.1, 0.9], [0.2], [-0.5, 0.4])]
+    plain, returns = GAE(lam=0.5, whiten=False)(rewards, values)
+    white, same_returns = GAE(lam=0.5)(rewards, values)
+    expected = torch.cat(plain)
+    expected = (expected - expected.mean()) / (expected.var(correction=0) ** 0.5)
+    torch.testing.assert_close(torch.cat(white), expected)
+    assert all(map(torch.equal, returns, same_returns))
+    turned, _ = GAE(lam=0.5)(rewards[::-1], values[::-1])
+    torch.testing.assert_close(torch.cat(turned[::-1]), expected)
+    equal, _ = GAE()([1.0, 1.0], [torch.zeros(2), torch.zeros(3)])
+    assert torch.cat(equal).tolist() == [0.0] * 5
+
+
+# ---- the value loss ----
+
+
+@pytest.mark.parametrize("value_clip", [0.2, 0.0])
+def test_value_loss_and_its_gradient_are_those_worked_out_token_by_token(value_clip):
+    rng = torch.Generator().manual_seed(0)
+
+    def draw():
+        return torch.randn(3, 7, generator=rng, dtype=torch.float64)
+
+    values, old, returns, weights = draw().requires_grad_(), draw(), draw(), draw().abs()
+    old = values.detach() + 0.4 * old  # some within the clip, some beyond
+    weights[1, 2:] = 0
+    batch = {"old_values": old, "returns": returns, "loss_weights": weights}
+    batch["loss_mask"] = (weights > 0).double()
+    output = ValueLoss(value_clip)(values, batch)
+    output.loss.backward()
+
+    total, n_clipped = 0.0, 0
+    for i, j in ((i, j) for i in range(3) for j in range(7)):
+        v, v_old, r, w = (t[i, j].item() for t in (values, old, returns, weights))
+        loss, slope = (v - r) ** 2 / 2, v - r
+        if value_clip:
+            clipped = v_old + min(max(v - v_old, -value_clip), value_clip)
+            if (clipped - r) ** 2 / 2 > loss:  # beyond the clip, or it were the same value
+                loss, slope, n_clipped = (clipped - r) ** 2 / 2, 0.0, n_clipped + (w > 0)
+        total += w * loss
+        assert values.grad[i, j].item() == pytest.approx(w * slope, abs=1e-14)
+    assert output.loss.item() == pytest.approx(total, rel=1e-13)
+    assert output.metrics["value_clipped_frac"].item() == n_clipped
+    assert (n_clipped > 0) == (value_clip > 0)
+
+
+# ---- the critic ----
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory):
+    config = toy_config(tmp_path_factory.mktemp("critic"), *GAE_RUN)
+    policy = PolicyTrainer(config)
+    critic = Critic(config, policy.engine)
+    critic.begin()
+    yield critic
+    critic.close()
+    policy.close()
+
+
+def graded(critic, n=9):
+    return critic.with_advantages(toy_samples(n), [0.1 * i for i in range(n)])
+
+
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(critic):
+    samples, _ = graded(critic)
+    # As after an update, or no value would be clipped.
+    samples = [dataclasses.replace(s, old_values=s.old_values - 0.3) for s in samples]
+    found = []
+    for settings in ({"rows": 100}, {"rows": 1}, {"rows": 4}, {"rows": 4, "bucketing": True}):
+        critic.zero_grad()
+        output = critic._accumulate(Batcher(seq_len=24, **settings).batch(samples), critic.loss)
+        found.append((output, gradients(critic)))
+    critic.zero_grad()
+    (whole, expected), *others = found
+    assert whole.loss > 0 and 0 < whole.metrics["value_clipped_frac"] < 1
+    for output, of_split in others:
+        assert output.loss == pytest.approx(whole.loss, rel=1e-5)
+        assert output.metrics == pytest.approx(whole.metrics, rel=1e-5)
+        # One sum in another order, fp32.
+        torch.testing.assert_close(of_split, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_advantages_do_not_depend_on_what_is_in_one_batch_or_microbatch(critic):
+    whole, metrics = graded(critic)
+    batcher = critic._batcher
+    critic._batcher = dataclasses.replace(batcher, rows=1)
+    single, again = graded(critic)
+    critic._batcher = batcher
+    for name in ("advantages", "old_values", "returns"):
+        ours, theirs = (torch.cat([getattr(s, name) for s in found]) for found in (whole, single))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert again == pytest.approx(metrics, abs=1e-5)
+
+
+def test_values_are_those_of_the_model_before_each_sampled_token(critic):
+    samples, metrics = graded(critic)
+    (model,) = critic.engine.model_parts
+    values, returns = [], []
+    for i, sample in enumerate(samples):
+        with torch.no_grad():
+            of_slots = model(sample.token_ids[None])[0, :, 0]
+        is_sampled = sample.loss_mask != 0
+        values.append(of_slots[is_sampled].double())
+        returns.append(torch.full_like(values[-1], 0.1 * i))
+        torch.testing.assert_close(sample.old_values[is_sampled].double(), values[-1])
+        torch.testing.assert_close(sample.returns[is_sampled].double(), returns[-1])
+        assert not sample.old_values[~is_sampled].any() and not sample.returns[~is_sampled].any()
+    values, returns = torch.cat(values), torch.cat(returns)
+    unexplained = (returns - values).var() / returns.var()
+    assert metrics["explained_variance"] == pytest.approx(1 - unexplained.item(), abs=1e-5)
+    assert metrics["return_mean"] == pytest.approx(returns.mean().item())
+
+
+def test_tokens_that_were_not_sampled_are_skipped(critic, monkeypatch):
+    """A tool's answer in the middle: the turn after it follows on the turn before it."""
+    whole = toy_samples(2)[1]
+    gap = (torch.arange(len(whole)) % 3 != 1).float()
+    with_gaps = dataclasses.replace(whole, loss_mask=gap)
+    values = torch.randn(len(whole), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(critic, "forward", lambda batch: [values])
+    ((found,), _) = critic.with_advantages([with_gaps], [0.7])
+    advantages, returns = GAE()([0.7], [values[gap != 0]])
+    torch.testing.assert_close(found.advantages[gap != 0].double(), advantages[0])
+    torch.testing.assert_close(found.returns[gap != 0].double(), returns[0])
+    assert not found.advantages[gap == 0].any()
+
+
+def test_sample_that_fits_no_row_leaves_the_others_as_they_are(critic):
+    long = toy_samples(1)[0]
+    long = dataclasses.replace(
+        long, **{f.name: getattr(long, f.name).repeat(30) for f in dataclasses.fields(long)
+                 if isinstance(getattr(long, f.name), torch.Tensor)}
+    )  # fmt: skip
+    samples = toy_samples(4)
+    alone, metrics = critic.with_advantages(samples, [0.0, 1.0, 0.0, 1.0])
+    both, again = critic.with_advantages([*samples, long], [0.0, 1.0, 0.0, 1.0, 9.0])
+    assert not both[-1].returns.any() and metrics == again
+    for ours, theirs in zip(alone, both[:-1], strict=True):
+        assert torch.equal(ours.advantages, theirs.advantages)
+
+
+def test_batch_without_values_is_refused(critic):
+    batch = Batcher(seq_len=24).batch(toy_samples(2))
+    with pytest.raises(ValueError, match="got no old_values and no returns"):
+        critic._accumulate(batch, critic.loss)
+
+
+# ---- runs ----
+
+
+def controller_of(folder, *overrides):
+    controller = Controller(toy_config(folder, *GAE_RUN, *overrides))
+    controller.setup()
+    return controller
+
+
+def weights(learner):
+    return [p.detach().clone() for part in learner.engine.model_parts for p in part.parameters()]
+
+
+def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(tmp_path):
+    controller = controller_of(tmp_path, "--rl.epochs=2", "--rl.minibatches=2")
+    update, seen = controller.critic.update, []
+
+    def recorded(batch):
+        (microbatch,), *_ = batch.microbatches
+        values = controller.critic.forward(batch)
+        change = [
+            (values[index] - old)[old != 0].abs().max().item()
+            for index, old in microbatch.per_sample(microbatch.old_values).items()
+        ]
+        seen.append((microbatch.old_values, microbatch.advantages, max(change)))
+        return update(batch)
+
+    controller.critic.update = recorded
+    metrics = controller.train_step()
+    controller.close()
+    for first, again in ((0, 2), (1, 3)):
+        assert all(map(torch.equal, seen[first][:2], seen[again][:2]))
+    changes = [change for *_, change in seen]
+    assert changes[0] < 1e-5 < min(changes[1:])
+    names = {"value_loss", "value_clipped_frac", "explained_variance", "grad_norm", "lr"}
+    assert {f"critic/{name}" for name in names} <= metrics.keys()
+    assert controller.step == 4
+
+
+def test_critic_learns_alone_while_it_warms_up(tmp_path):
+    controller = controller_of(
+        tmp_path,
+        "--rl.epochs=3",
+        "--rl.critic.warmup_steps=4",
+        "--rl.critic.lr=1e-2",
+        "--metrics.enable_jsonl",
+    )
+    policy, critic = weights(controller.trainer), weights(controller.critic)
+    first = controller.train_step()
+    assert all(map(torch.equal, policy, weights(controller.trainer)))
+    assert not any(map(torch.equal, critic, weights(controller.critic)))
+    assert (controller.step, controller.trainer.policy_version) == (3, 0)
+    assert "loss" not in first and first["critic/value_loss"] > 0
+    assert first["critic/lr"] == pytest.approx(1e-2, rel=0.3)
+    second = controller.train_step()
+    assert (controller.step, controller.trainer.policy_version) == (6, 2)
+    assert math.isfinite(second["loss"]) and second["lr"] < second["critic/lr"] / 5
+    assert controller.train_step()["rl/lag"] == 0
+    controller.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6, 8]
+
+
+def test_critic_begins_with_the_policys_weights(tmp_path):
+    before = controller_of(tmp_path / "a")
+    before.train_step()
+    before.trainer.save_checkpoint(str(tmp_path / "state"))
+    before.close()
+    config = toy_config(tmp_path / "b", *GAE_RUN, "--checkpoint.enable")
+    config.checkpoint.initial_load_path = str(tmp_path / "state")
+    controller = Controller(config)
+    controller.setup()
+    policy = dict(controller.trainer.engine.model_parts[0].named_parameters())
+    critic = dict(controller.critic.engine.model_parts[0].named_parameters())
+    assert critic.keys() - policy.keys() == {"score.weight", "score.bias"}
+    assert all(torch.equal(policy[name], critic[name]) for name in critic.keys() & policy.keys())
+    controller.close()
+
+
+def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
+    overrides = ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--lr_scheduler.warmup_steps=3"]
+    unbroken = controller_of(tmp_path / "a", *overrides)
+    unbroken.train_step()
+    unbroken.trainer.save_checkpoint(str(tmp_path / "state"))
+    expected = [unbroken.train_step() for _ in range(2)]
+
+    resumed = Controller(toy_config(tmp_path / "b", *GAE_RUN, *overrides))
+    resumed.trainer.load_checkpoint(str(tmp_path / "state"))
+    resumed.critic.begin()
+    resumed.trainer.push_model_state_dict(resumed.generator)
+    for step in expected:
+        found = resumed.train_step()
+        names = [name for name in step if not name.startswith("time/")]
+        assert [found[name] for name in names] == [step[name] for name in names]
+    for ours, theirs in ((resumed.critic, unbroken.critic), (resumed.trainer, unbroken.trainer)):
+        assert all(map(torch.equal, weights(ours), weights(theirs)))
+    unbroken.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rl.advantage.std"], "rl.advantage.std divides by the standard deviation of a prompt"),
+        (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be 0 to 1, got 1.5"),
+        (["--rl.batch.skip_zero_advantage"], "the critic of rl.advantage.name = 'gae' learns from"),
+        (["--rl.critic.warmup_steps=8"], "got 8 with training.steps = 8"),
+        (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be a finite number"),
+        (
+            ["--rl.advantage.name=none", "--rl.critic.lr=1"],
+            "rl.critic.lr = 1.0 is read by rl.advantage.name = 'gae' only, got 'none'",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        Controller(toy_config(tmp_path, *GAE_RUN, *flags))
+
+
+def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.rl.trainer.TrainingEngine", None)
+    monkeypatch.setattr(
+        "torchtitan.config.checks.model.value_head",
+        lambda job, *_: ["it has no place for one"] if job.model.value_head else [],
+    )
+    with pytest.raises(ConfigError, match="the policy's model with a value head, and it has no pl"):
+        Controller(toy_config(tmp_path, *GAE_RUN))
+
+
+def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_path):
+    before = controller_of(tmp_path / "a", "--rl.loss.kl_coef=0.1")
+    before.train_step()
+    before.trainer.save_checkpoint(str(tmp_path / "state"))
+    expected = weights(before.trainer)
+    before.close()
+    resumed = Controller(toy_config(tmp_path / "b"))
+    resumed.trainer.load_checkpoint(str(tmp_path / "state"))
+    assert resumed.step == 1 and all(map(torch.equal, expected, weights(resumed.trainer)))
+    resumed.close()
+    engine = TrainingEngine(toy_config(tmp_path / "c"))
+    engine.load(str(tmp_path / "state"))
+    assert engine.step == 1
+    assert all(map(torch.equal, expected, engine.model_parts[0].parameters()))
+    engine.close()

@@ -1,0 +1,211 @@
+"""A critic for PPO: values of states, by a second engine of the policy's family and layout.
+
+The state of a slot is the tokens up to it: its value is what the rest of the completion is expected
+to get.
+
+B rows, T slots of a microbatch (see `torchtitan.rl.types`).
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchtitan.batch.batch import Batch
+from torchtitan.checkpoint.states import MODEL
+from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
+from torchtitan.loss.aggregation import weighted_sum
+from torchtitan.rl.advantages import GAE
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.learner import Learner
+from torchtitan.rl.losses import LossOutput
+from torchtitan.rl.snapshots import own_weights
+from torchtitan.rl.types import TrainingBatch, TrainingSample
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.logging import logger
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Half the squared error of values, whose step away from the old ones is bounded.
+
+        max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+
+    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2). The weighted
+    sum over tokens, with the batch's weights.
+
+    value_clip: c; 0 leaves out the bound.
+    """
+
+    metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")
+
+    value_clip: float = 0.2
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """Raise ValueError if the entries of a microbatch lack what the loss reads."""
+        missing = [name for name in ("old_values", "returns") if batch.get(name) is None]
+        if missing:
+            raise ValueError(
+                f"a critic learns from old_values and returns in the samples, got no "
+                f"{' and no '.join(missing)}; fill them by Critic.with_advantages"
+            )
+
+    def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Return the loss of one microbatch and its metrics.
+
+        values: [B, T]. batch: the entries of `TrainingMicrobatch.engine_batch()`.
+        """
+        old, returns = batch["old_values"], batch["returns"]
+        error = (values - returns) ** 2
+        largest = error
+        if self.value_clip:
+            bounded = values.clamp(old - self.value_clip, old + self.value_clip)
+            largest = torch.maximum(error, (bounded - returns) ** 2)
+        loss = weighted_sum(largest, batch["loss_weights"]) / 2
+        clipped = weighted_sum(largest > error, batch["loss_mask"])
+        return LossOutput(loss, {"value_loss": loss.detach(), "value_clipped_frac": clipped})
+
+
+class Critic(Learner):
+    """Learns the values of a policy's states, and makes advantages of them.
+
+    It has the policy's layout and groups. It begins with the policy's weights (but for the head,
+    which is random), with what `rl.critic.initial_load_path` names, or with a checkpoint, which
+    holds it beside the policy.
+
+    Raises ConfigError for a model that cannot have a value head.
+    """
+
+    def __init__(self, job_config: JobConfig, policy: TrainingEngine):
+        config, advantage = job_config.rl.critic, job_config.rl.advantage
+        self.config, self._policy = config, policy
+        self.loss = ValueLoss(config.value_clip)
+        self._estimate = GAE(advantage.gamma, advantage.lam, advantage.whiten)
+        self._batcher = Batcher.from_config(job_config, policy.dp_size)
+        self.is_loaded = False
+        super().__init__(TrainingEngine(critic_config(job_config), layout=policy.layout))
+
+    def begin(self) -> None:
+        """Take the weights to begin with, unless a checkpoint has brought them. Collective."""
+        if self.is_loaded:
+            return
+        if self._policy.step > 0:
+            logger.warning(
+                "the checkpoint of step %d came without rl_critic: the critic begins from nothing",
+                self._policy.step,
+            )
+        if self.config.initial_load_path:
+            self.engine.load(self.config.initial_load_path, model_only=True)
+            return
+        theirs = dict(own_weights(self._policy))
+        with torch.no_grad():
+            for name, weight in own_weights(self.engine):
+                if name in theirs:  # all but the head
+                    local_tensor(weight).copy_(local_tensor(theirs[name]))
+
+    def with_advantages(
+        self, samples: Sequence[TrainingSample], rewards: Sequence[float]
+    ) -> tuple[list[TrainingSample], dict[str, float]]:
+        """The samples of a step with advantages, old values and returns; and metrics. Collective.
+
+        rewards: of each sample, for its last sampled token. Tokens that were not sampled are
+        skipped, as if the next sampled one came at once. All ranks have all samples: what is
+        computed depends on no split of them.
+        """
+        values = self.forward(self._batcher.batch(samples))
+        fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
+        sampled = [samples[i].loss_mask != 0 for i in fitting]
+        old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
+        advantages, returns = self._estimate([rewards[i] for i in fitting], old)
+
+        # What fits no row is left out of the loss: it only needs to have the entries.
+        names = ("advantages", "old_values", "returns")
+        found = [
+            replace(sample, **{name: torch.zeros(len(sample)) for name in names})
+            for sample in samples
+        ]
+        for i, mask, *of_tokens in zip(fitting, sampled, advantages, old, returns, strict=True):
+            for name, entries in zip(names, of_tokens, strict=True):
+                getattr(found[i], name)[mask] = entries.float()
+        return found, _fit_of_values(old, returns)
+
+    def update(self, batch: TrainingBatch) -> dict[str, float]:
+        """Make one optimizer step on the batch; returns metrics."""
+        output = self._accumulate(batch, self.loss)
+        # A checkpoint of the policy, with our weights in it, may still be copying them.
+        self._policy.checkpointer.maybe_wait_for_staging()
+        done = self.optim_step()
+        return output.metrics | {"grad_norm": done.grad_norm, "lr": done.lr}
+
+    # ---- what a Learner asks ----
+
+    def _head(self, loss_fn: Any = None) -> None:
+        return None
+
+    def _scores_in(self, outputs: Tensor) -> Tensor:
+        return outputs.squeeze(-1)
+
+    def _loss_of(self, loss_fn: ValueLoss, outputs: Tensor, batch: Batch) -> LossOutput:
+        return loss_fn(self._scores_in(outputs), batch)
+
+    # ---- state ----
+
+    def _states(self) -> dict[str, Any]:
+        states = self.engine.checkpointer.states
+        return {name: state for name, state in states.items() if state is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, schedule and counters."""
+        states = self._states()
+        states[MODEL].refresh()
+        return {name: state.state_dict() for name, state in states.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.is_loaded = True
+        for name, state in self._states().items():
+            state.load_state_dict(state_dict[name])
+
+
+def critic_config(job_config: JobConfig) -> JobConfig:
+    """The job of the critic's engine; raises ConfigError for one that cannot run."""
+    job, critic = copy.deepcopy(job_config), job_config.rl.critic
+    job.job.description = f"critic of {job.job.description}"
+    job.job.print_config, job.job.save_config_file = False, None
+    job.model.value_head, job.model.fp32_head = True, False  # a value head is in fp32 anyway
+    for name in ("lr", "weight_decay"):
+        if (value := getattr(critic, name)) is not None:
+            setattr(job.optimizer, name, value)
+    job.checkpoint.enable = False  # the policy's checkpoints hold it
+    try:
+        resolve_job(job, builds_data=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"rl.advantage.name = 'gae' trains a critic, the policy's model with a value head, and "
+            f"{error}; or take 'group_mean', which needs no critic"
+        ) from None
+    return job
+
+
+def _fit_of_values(values: Sequence[Tensor], returns: Sequence[Tensor]) -> dict[str, float]:
+    """How well values told the returns, over all tokens.
+
+    explained_variance: 1 - Var(R - V) / Var(R); 1 is perfect, 0 no better than a constant. 0 where
+    all returns are equal.
+    """
+    of_tokens = torch.cat([*values, torch.zeros(0)]).double()
+    wanted = torch.cat([*returns, torch.zeros(0)]).double()
+    if not len(wanted):
+        return {}
+    variance = wanted.var(correction=0)
+    unexplained = (wanted - of_tokens).var(correction=0)
+    return {
+        "value_mean": of_tokens.mean().item(),
+        "return_mean": wanted.mean().item(),
+        "explained_variance": (1 - unexplained / variance).item() if variance > 0 else 0.0,
+    }

@@ -1,0 +1,237 @@
+"""What a policy and a critic share: gradients of a loss per token, and optimizer steps.
+
+Every method is collective: all ranks call it with the same `TrainingBatch` and get the same result.
+
+B rows, T slots of a microbatch (see `torchtitan.rl.types`).
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.batch.batch import Batch
+from torchtitan.distributed.ranks import on_all_ranks
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl.losses import LossOutput, finalize_metrics
+from torchtitan.rl.types import (
+    ForwardBackwardOutput,
+    OptimParams,
+    OptimStepOutput,
+    TrainingBatch,
+)
+from torchtitan.step.runner import Head
+
+
+class Learner(ABC):
+    """Learns from batches of samples, in steps that the caller decides on.
+
+    What the model gives for a token is its score: a log-prob of the label, or a value.
+    """
+
+    engine: TrainingEngine
+
+    def __init__(self, engine: TrainingEngine):
+        self.engine = engine
+        self._begin_step()
+
+    @abstractmethod
+    def _head(self, loss_fn: Any = None) -> Head | None:
+        """What the model computes in place of its own outputs, for this loss or only for scores."""
+
+    @abstractmethod
+    def _scores_in(self, outputs: Any) -> Tensor:
+        """The scores [B, T] among a model's outputs."""
+
+    @abstractmethod
+    def _loss_of(self, loss_fn: Any, outputs: Any, batch: Batch) -> LossOutput:
+        """The loss of one microbatch, with metrics of the names `loss_fn.metric_names`."""
+
+    # ---- one step ----
+
+    def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
+        """The scores of each sample's slots, a 1-D fp32 tensor on the CPU; no gradients.
+
+        Log-probs are 0 where the loss does not count. None for samples that are in no row. Raises
+        ValueError as `forward_backward` does.
+        """
+        self._check_on_all_ranks(batch)
+        return self._per_sample(batch, self._score(batch) or [])
+
+    def _accumulate(
+        self, batch: TrainingBatch, loss_fn: Any, return_scores: bool = False
+    ) -> ForwardBackwardOutput:
+        """Add the gradients of the batch's loss to those that are there.
+
+        return_scores: also gather and return the scores, as `logprobs` of the output.
+
+        If it raises, part of the batch may be in the gradients: those of the whole step are
+        zeroed, and the step begins again. Raises ValueError on all ranks, before anything is
+        computed, if on one of them the batch is for another layout or differs from the others'.
+        """
+        if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
+            raise ValueError(
+                "the batches of one optimizer step must all have final weights or all leave the "
+                "normalisation to the step; batch them in one way, or call optim_step in between"
+            )
+        self._check_on_all_ranks(batch, loss_fn)
+        try:
+            output = self._forward_backward(batch, loss_fn, return_scores)
+        except BaseException:
+            self.zero_grad()
+            raise
+        self._num_accumulated += 1
+        if batch.denominator is not None:
+            self._denominator = (self._denominator or 0.0) + batch.denominator
+        return output
+
+    def _forward_backward(
+        self, batch: TrainingBatch, loss_fn: Any, return_scores: bool
+    ) -> ForwardBackwardOutput:
+        # Under context parallelism the loss sees parts of rows, which only `forward` joins.
+        is_split = return_scores and self.engine.parallel_dims.cp_enabled
+        whole = self.forward(batch) if is_split else None
+        # Metrics of all microbatches on this rank: maxima (of absolute values) or sums.
+        max_names = [name for name in loss_fn.metric_names if name.endswith("_max")]
+        sum_names = [name for name in loss_fn.metric_names if name not in max_names]
+        sums = torch.zeros(len(sum_names), device=self.engine.device)
+        maxima = torch.zeros(len(max_names), device=self.engine.device)
+        scores: list[Tensor] = []
+
+        def loss_of(outputs: Any, labels: Tensor, engine_batch: Batch) -> Tensor:
+            loss, metrics = self._loss_of(loss_fn, outputs, engine_batch)
+            sums.add_(torch.stack([metrics[name].float() for name in sum_names]))
+            if max_names:
+                new = torch.stack([metrics[name].float() for name in max_names])
+                torch.maximum(maxima, new, out=maxima)
+            if return_scores and not is_split:
+                scores.append(self._scores_in(outputs).detach())
+            return loss
+
+        microbatches = batch.of_rank(self.engine.dp_rank)
+        loss = self.engine.forward_backward_step(
+            input_dict=[microbatch.engine_batch() for microbatch in microbatches],
+            labels=[microbatch.labels for microbatch in microbatches],
+            global_valid_tokens=1.0,  # the weights in the batch are shares of the whole step
+            loss_fn=loss_of,
+            head=self._head(loss_fn),
+        )
+        # Over all ranks; under pipeline parallelism only those of the last stage have the metrics.
+        loss_and_sums = torch.cat([loss.reshape(1).float(), sums])
+        mesh = self.engine.parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            dist.all_reduce(loss_and_sums, group=mesh.get_group())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        numbers = torch.cat([loss_and_sums, maxima])
+        if self.engine.pp_schedule is not None:
+            numbers = self.engine.pp_schedule.broadcast_from_last_stage(numbers)
+        loss_sum, *values = numbers.tolist()
+        metrics = dict(zip(sum_names + max_names, values, strict=True))
+        if return_scores and not is_split:
+            whole = self._per_sample(batch, scores)
+        return ForwardBackwardOutput(
+            loss=loss_sum,
+            metrics=finalize_metrics(metrics, batch.num_measured_tokens),
+            logprobs=whole,
+        )
+
+    def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
+        """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
+
+        params: settings for this step only; None, as a whole or in it, takes the config's.
+        Raises ValueError if there was no `forward_backward` since the last step.
+        """
+        if not self._num_accumulated:
+            raise ValueError("optim_step found no gradients; call forward_backward before it")
+        params = OptimParams() if params is None else params
+        # The batch counts tokens of all ranks, and the engine sums shares over ranks.
+        share = self._denominator
+        if share is not None and self.engine.dp_rank != 0:
+            share = 0.0
+        changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
+        before = [{name: group[name] for name in changes} for group in groups]
+        self.engine.step += 1
+        try:
+            for group in groups:
+                group.update(changes)
+            result = self.engine.optim_step(
+                lr=params.lr, max_norm=params.max_norm, denominator=share
+            )
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
+        self._begin_step()
+        return OptimStepOutput(
+            policy_version=self.engine.weights_version,
+            grad_norm=result.grad_norm.item(),
+            lr=result.lr,
+            skipped=result.skipped,
+        )
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step."""
+        self.engine.optimizers.zero_grad()
+        self._begin_step()
+
+    def close(self) -> None:
+        """Finish pending checkpoint writes. Safe to call twice."""
+        self.engine.close()
+
+    def _begin_step(self) -> None:
+        self._denominator: float | None = None
+        self._num_accumulated = 0
+
+    # ---- helpers ----
+
+    def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
+        """Collective, and before all other collectives, in which ranks would wait for each other."""
+        dp_size = self.engine.dp_size
+
+        def check() -> tuple:
+            for of_ranks in batch.microbatches:
+                if len(of_ranks) != dp_size:
+                    raise ValueError(
+                        f"the batch was made for {len(of_ranks)} data-parallel ranks, got a "
+                        f"trainer with {dp_size}; make it with Batcher(dp_size={dp_size})"
+                    )
+                for microbatch in of_ranks if loss_fn is not None else ():
+                    loss_fn.check(microbatch.engine_batch())
+            return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
+
+        found = on_all_ranks(check)
+        if len(set(found)) > 1:
+            listed = "; ".join(
+                f"rank {rank}: {n} microbatches of {samples} samples with {tokens} tokens"
+                for rank, (n, samples, tokens) in enumerate(found[:8])
+            )
+            raise ValueError(f"all ranks must give the same batch, got {listed}")
+
+    def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
+        """Scores [B, T] of this rank's microbatches; None without the last stage."""
+        return self.engine.forward_step(
+            [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
+            output_fn=lambda outputs, _: self._scores_in(outputs),
+            head=self._head(),
+        )
+
+    def _per_sample(self, batch: TrainingBatch, scores: list[Tensor]) -> list[Tensor | None]:
+        """Cut [B, T] scores into samples, and gather those of all ranks."""
+        schedule = self.engine.pp_schedule
+        samples: dict[int, Tensor] = {}
+        for i, microbatch in enumerate(batch.of_rank(self.engine.dp_rank)):
+            if schedule is None or self.engine.pp_has_last_stage:
+                values = scores[i].float()
+            else:
+                values = torch.zeros(microbatch.labels.shape, device=self.engine.device)
+            if schedule is not None:
+                values = schedule.broadcast_from_last_stage(values)
+            samples |= microbatch.per_sample(values.cpu())
+        if self.engine.dp_group is not None:
+            parts: list[Any] = [None] * self.engine.dp_size
+            dist.all_gather_object(parts, samples, group=self.engine.dp_group)
+            samples = {index: values for part in parts for index, values in part.items()}
+        return [samples.get(index) for index in range(batch.num_samples)]
