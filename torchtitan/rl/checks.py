@@ -114,6 +114,7 @@ _SMALLEST_COUNTS = {
     "generator.tensor_parallel_degree": 1,
     "generator.max_seq_len": 2,
     "sampling.max_tokens": 1,
+    "task.max_turns": 1,
     "serve.max_request_mib": 1,
 }
 _NOT_NEGATIVE = (
@@ -245,6 +246,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
     limits = {
         "sum_digits": {"num_min": (task.num_max, "rl.task.num_max"), "value_max": None},
         "copy": {"length": None, "num_letters": (26, "the alphabet")},
+        "guess": {"value_max": None},
     }
     limits["sort"] = limits["copy"]
     for key, limit in limits.get(task.name, {}).items():
@@ -318,13 +320,16 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
                 f"{generator.backend!r}; take one of them out"
             )
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
-    if generator.tensor_parallel_degree > 1 and redraws and async_steps and not generator.ranks:
+    max_turns = job_config.rl.task.max_turns
+    agrees = redraws > 0 or max_turns > 1
+    if generator.tensor_parallel_degree > 1 and agrees and async_steps and not generator.ranks:
         # They would do so on a thread, with the process group that the trainer is using.
         yield (
-            f"ranks that split one copy of a generator agree on what is drawn again, and with "
-            f"rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
-            f"rl.async_steps = {async_steps} and rl.generator.tensor_parallel_degree = "
-            f"{generator.tensor_parallel_degree}; set rl.generator.ranks, or one of them to its default"
+            f"ranks that split one copy of a generator agree on what is drawn again and on replies, "
+            f"and with rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
+            f"rl.task.max_turns = {max_turns}, rl.async_steps = {async_steps} and "
+            f"rl.generator.tensor_parallel_degree = {generator.tensor_parallel_degree}; set "
+            "rl.generator.ranks, or the others to their defaults"
         )
     if generator.ranks:
         for key, is_set in {

@@ -23,12 +23,14 @@ LossAggregation = Literal[
 
 @dataclass
 class RLTask:
-    # What the policy has to learn: sum_digits, copy, sort, jsonl (prompts from a file), or a task
-    # that the module of experimental.custom_import registers
+    # What the policy has to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl
+    # (prompts from a file), or a task that the module of experimental.custom_import registers
     name: str = "sum_digits"
+    # How often the policy may write in one episode, where the task replies to it
+    max_turns: int = 1
     num_min: int = 2  # For sum_digits: how many numbers to add at least
     num_max: int = 2  # For sum_digits: how many at most
-    value_max: int = 9  # For sum_digits: the largest number; the smallest is 0
+    value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
     length: int = 3  # For copy and sort: letters in the prompt
     # For copy and sort: how many different letters there are, from a on; at most 26
     num_letters: int = 8
@@ -141,7 +143,7 @@ class RLSampling:
     temperature: float = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
-    max_tokens: int = 16  # Longest completion
+    max_tokens: int = 16  # Longest completion; where there are several turns, of each of them
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
     # Texts that end a completion, with the token that completes them
@@ -227,3 +229,10 @@ def batch_seq_len(job_config: JobConfig) -> int:
     """Longest row of a batch, in tokens."""
     own = job_config.rl.batch.seq_len
     return job_config.training.seq_len if own is None else own
+
+
+def longest_episode(job_config: JobConfig) -> int:
+    """Most tokens of a prompt and all that follows it, which a row and the generator can hold."""
+    row = batch_seq_len(job_config) + 1  # the last token is only predicted
+    generator = job_config.rl.generator.max_seq_len
+    return row if generator is None else min(row, generator)

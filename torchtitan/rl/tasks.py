@@ -1,4 +1,4 @@
-"""What the policy has to learn: prompts, and rewards of their completions.
+"""What the policy has to learn: prompts, replies to what it writes, and rewards.
 
 Prompt number i depends only on the task's seed and on i, so one number is the state of a run.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.verifiers import Call, VerifierPool
 from torchtitan.tools.logging import logger
 
 
@@ -35,6 +35,20 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the policy wrote at once, and what its environment replied.
+
+    text: of the sampled tokens, without what ended them. stop: the text that did; a special token
+        has one, too, where the tokenizer spells it.
+    reply: None for the last turn.
+    """
+
+    text: str
+    stop: str = ""
+    reply: str | None = None
+
+
+@dataclass(frozen=True)
 class Grade:
     """A completion's reward, and other measurements by name."""
 
@@ -42,13 +56,12 @@ class Grade:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-def failed_grading(error: BaseException, prompt: Prompt, text: str) -> ValueError:
-    """What to raise when code that grades completions fails or exits."""
+def failed(what: str, culprit: str, error: BaseException, prompt: Prompt, text: str) -> ValueError:
+    """What to raise when code of the user fails or exits, such as what grades completions."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return ValueError(
-        f"grading failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
-        f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the reward "
-        "function"
+        f"{what} failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
+        f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the {culprit}"
     )
 
 
@@ -84,7 +97,7 @@ class CharTokenizer(BaseTokenizer):
 
 
 class Task(ABC):
-    """A source of prompts that grades their completions.
+    """A source of prompts that grades their completions, and may reply to them.
 
     tokenizer: of prompts and completions; its eos_id ends a completion.
     """
@@ -115,7 +128,40 @@ class Task(ABC):
         except ValueError:
             raise
         except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
+            raise failed("grading", "reward function", error, prompt, text) from error
+
+    def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
+        """Grade episodes by all that was said in them; here by the text of their last turns.
+
+        A sum of rewards per turn is a reward. Raises as `grade_all`.
+        """
+        return self.grade_all([(prompt, turns[-1].text) for prompt, turns in episodes])
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """What the environment says to the last turn; None ends the episode.
+
+        It has to follow from the arguments, for a run to be repeatable. Called where a turn ended by
+        itself and `rl.task.max_turns` allows another one.
+        """
+        return None
+
+    def reply_all(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[str | None]:
+        """As `reply` for each episode. Raises ValueError where it fails."""
+        replies = []
+        for prompt, turns in episodes:
+            try:
+                replies.append(self.reply(prompt, turns))
+            except ValueError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise failed("a reply", "task", error, prompt, turns[-1].text) from error
+        return replies
+
+    @property
+    def replies(self) -> bool:
+        """Whether episodes may have several turns."""
+        own = type(self)
+        return own.reply is not Task.reply or own.reply_all is not Task.reply_all
 
     def close(self) -> None:  # noqa: B027, as most tasks hold nothing
         """Free what the task holds. Safe to call twice."""
@@ -211,6 +257,31 @@ class SortTask(CopyTask):
         return "".join(sorted(letters))
 
 
+class GuessTask(CharTask):
+    """Find a number in several turns: a wrong guess is answered by "<" or ">", as the number is less
+    or greater. The reward is 1 if the last guess is right. All prompts are "?".
+
+    value_max: the largest number; the smallest is 0.
+    """
+
+    def __init__(self, value_max: int = 9, seed: int = 0):
+        super().__init__("0123456789<>?", seed)
+        self.value_max = value_max
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        return "?", str(rng.randint(0, self.value_max))
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        guess, number = turns[-1].text, prompt.answer
+        if guess == number or not guess.isdecimal():
+            return None
+        return "<" if int(number) < int(guess) else ">"
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        exact = float(text == prompt.answer)
+        return Grade(exact, {"exact": exact})
+
+
 # ---- prompts from a file ----
 
 
@@ -222,7 +293,8 @@ class JsonlTask(Task):
     path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
         lines of `path`.
     reward_fn: (completion text, expected answer) -> reward. Where it has parameters of these names,
-        it gets `prompt`, the prompt's text, and `row`, its JSON object. Exact answers are counted, too.
+        it gets `prompt`, the prompt's text, `row`, its JSON object, and `turns`, a list of (text,
+        reply) of all turns, the last one's reply being None. Exact answers are counted, too.
     verifiers: processes that call the function of this name, in place of `reward_fn`. One that hangs
         or dies gives a reward of 0, a score `verifier_failed` and a warning.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
@@ -306,20 +378,18 @@ class JsonlTask(Task):
         return self._held_out[:n]
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        try:
-            returned = self.reward_fn(text, prompt.answer, **self._more_arguments(prompt))
-        except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
-        return self._as_grade(returned, prompt, text)
+        return self._grade_turns(prompt, [Turn(text)])
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
+        return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
+
+    def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
         if self.verifiers is None:
-            return super().grade_all(pairs)
-        verdicts = self.verifiers.call_all(
-            [((text, p.answer), self._more_arguments(p)) for p, text in pairs]
-        )
+            return [self._grade_turns(prompt, turns) for prompt, turns in episodes]
+        verdicts = self.verifiers.call_all([self._call(*episode) for episode in episodes])
         grades = []
-        for (prompt, text), verdict in zip(pairs, verdicts, strict=True):
+        for (prompt, turns), verdict in zip(episodes, verdicts, strict=True):
+            text = turns[-1].text
             about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
             if verdict.error is not None:
                 raise ValueError(
@@ -333,13 +403,24 @@ class JsonlTask(Task):
             grades.append(Grade(grade.reward, grade.scores | {"verifier_failed": 0.0}))
         return grades
 
+    def _grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> Grade:
+        arguments, by_name = self._call(prompt, turns)
+        try:
+            returned = self.reward_fn(*arguments, **by_name)
+        except (Exception, SystemExit) as error:
+            raise failed("grading", "reward function", error, prompt, turns[-1].text) from error
+        return self._as_grade(returned, prompt, turns[-1].text)
+
+    def _call(self, prompt: Prompt, turns: Sequence[Turn]) -> Call:
+        """The arguments of the reward function."""
+        said = [(turn.text, turn.reply) for turn in turns]
+        known = {"prompt": prompt.text, "row": prompt.row, "turns": said}
+        by_name = {name: known[name] for name in self._reward_names & known.keys()}
+        return (turns[-1].text, prompt.answer), by_name
+
     def close(self) -> None:
         if self.verifiers is not None:
             self.verifiers.close()
-
-    def _more_arguments(self, prompt: Prompt) -> dict[str, Any]:
-        known = {"prompt": prompt.text, "row": prompt.row}
-        return {name: known[name] for name in self._reward_names & known.keys()}
 
     @staticmethod
     def _as_grade(returned: Any, prompt: Prompt, text: str) -> Grade:
@@ -420,6 +501,7 @@ _TASKS: dict[str, TaskBuilder] = {
     ),
     "copy": lambda rl, *_: CopyTask(rl.task.length, rl.task.num_letters, rl.seed),
     "sort": lambda rl, *_: SortTask(rl.task.length, rl.task.num_letters, rl.seed),
+    "guess": lambda rl, *_: GuessTask(rl.task.value_max, rl.seed),
     "jsonl": _build_jsonl,
 }
 
