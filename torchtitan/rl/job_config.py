@@ -37,11 +37,20 @@ class RLTask:
     path: str = ""  # For jsonl: a file with one JSON object per line
     # For jsonl: such a file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
-    prompt_key: str = "prompt"  # For jsonl: the key of the prompt
+    # For jsonl: the key of the prompt, a text or a list of messages, objects with role and content
+    prompt_key: str = "prompt"
+    # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's
+    chat_template: str = ""
+    # For jsonl: variables of the template as a JSON object, such as {"enable_thinking": false}
+    chat_variables: str = ""
+    # For jsonl: functions that the policy may call, each as module:function
+    tools: list[str] = field(default_factory=list)
+    tool_processes: int = 1  # Processes of each rank that call them
+    tool_timeout_seconds: float = 10.0  # How long one call may take; then its result is an error
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
     # For jsonl: module:function, called with (completion text, expected answer), which returns the
-    # reward, a number; it also gets prompt and row (the JSON object) if it has such parameters
+    # reward, a number; it also gets prompt, row (the JSON object) and turns if it has such parameters
     reward_fn: str = ""
     # For jsonl: processes of each rank that call it; 0 calls it in the rank's own process
     reward_processes: int = 0

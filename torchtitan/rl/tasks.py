@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
+from torchtitan.rl.tools import Toolbox, tool_calls
 from torchtitan.rl.verifiers import Call, VerifierPool
 from torchtitan.tools.logging import logger
 
@@ -297,8 +299,12 @@ class JsonlTask(Task):
         reply) of all turns, the last one's reply being None. Exact answers are counted, too.
     verifiers: processes that call the function of this name, in place of `reward_fn`. One that hangs
         or dies gives a reward of 0, a score `verifier_failed` and a warning.
+    chat: renders prompts that are lists of messages; None refuses such lines.
+    tools: what the policy may call. Then all prompts are lists of messages, results of calls are
+        replies, and a turn without a call ends the episode; `tool_calls` counts them.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
-    Raises ValueError for other lines, and if no prompt is left.
+    Raises ValueError for other lines, for a chat template that would change earlier turns, and if no
+    prompt is left.
     """
 
     def __init__(
@@ -308,6 +314,8 @@ class JsonlTask(Task):
         tokenizer: BaseTokenizer,
         *,
         verifiers: VerifierPool | None = None,
+        chat: ChatTemplate | None = None,
+        tools: Toolbox | None = None,
         eval_path: str = "",
         prompt_key: str = "prompt",
         answer_key: str = "answer",
@@ -318,10 +326,15 @@ class JsonlTask(Task):
         self.reward_fn, self.seed, self.verifiers = reward_fn, seed, verifiers
         self._reward_names = _names_of_parameters(reward_fn)
         self._prompt_key, self._answer_key = prompt_key, answer_key
+        self.chat, self.tools = chat, tools
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
         self._order: tuple[int, list[int]] = (-1, [])  # of a pass over the file
+        if tools is not None:
+            assert chat is not None
+            result = {"role": "tool", "name": "", "content": "what the tool returned"}
+            chat.check_turns(self.messages(self._prompts[0]), result, tools=tools.schemas)
 
     def _read(self, path: str) -> list[Prompt]:
         prompts = []
@@ -335,10 +348,17 @@ class JsonlTask(Task):
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
                 text = values.get(self._prompt_key) if isinstance(values, dict) else None
-                if not isinstance(text, str) or not text:
+                is_chat = isinstance(text, list)
+                if not text or not (is_chat or isinstance(text, str)):
                     raise ValueError(
                         f"{path}, line {number}: rl.task.prompt_key = {self._prompt_key!r} must "
-                        f"name a text in every line, got {text!r}; correct the line or the key"
+                        f"name a text or a list of messages in every line, got {text!r}; correct the "
+                        "line or the key"
+                    )
+                if self.tools is not None and not is_chat:
+                    raise ValueError(
+                        f"{path}, line {number}: with rl.task.tools prompts are lists of messages, "
+                        f'got {text!r}; write [{{"role": "user", "content": ...}}]'
                     )
                 answer = values.get(self._answer_key, "")
                 if isinstance(answer, dict | list | None):
@@ -348,7 +368,14 @@ class JsonlTask(Task):
                         "the key"
                     )
                 answer = answer if isinstance(answer, str) else json.dumps(answer)
-                prompts.append(replace(self.make_prompt(text, answer), row=values))
+                if is_chat:
+                    try:
+                        prompt = self._chat_prompt(text, answer)
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: {error}") from error
+                else:
+                    prompt = self.make_prompt(text, answer)
+                prompts.append(replace(prompt, row=values))
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
         if len(kept) < len(prompts):
             logger.warning(
@@ -365,6 +392,55 @@ class JsonlTask(Task):
                 f"{len(prompts)} in {path!r}"
             )
         return kept
+
+    def _chat_prompt(self, messages: list[Any], answer: str) -> Prompt:
+        if self.chat is None:
+            raise ValueError(
+                "the prompt is a list of messages, and the tokenizer in model.hf_assets_path has no "
+                "chat template; set rl.task.chat_template to a file with one"
+            )
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f"a message must be an object with a role and a content, got {message!r}"
+                )
+        text = self.chat.render(messages, tools=self.tools and self.tools.schemas)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(text, tuple(token_ids), answer)
+
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Those of a prompt that is a chat."""
+        assert prompt.row is not None
+        return prompt.row[self._prompt_key]
+
+    def chat_reply(
+        self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
+    ) -> str:
+        """The text of messages that answer the last turn, for a `reply` in a chat."""
+        assert self.chat is not None
+        schemas = self.tools and self.tools.schemas
+        return self.chat.continuation(
+            self.messages(prompt), messages, stop=turns[-1].stop, tools=schemas
+        )
+
+    @property
+    def replies(self) -> bool:
+        own = type(self)
+        replies = own.reply is not Task.reply or own.reply_all is not JsonlTask.reply_all
+        return replies or self.tools is not None
+
+    def reply_all(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[str | None]:
+        if self.tools is None:
+            return super().reply_all(episodes)
+        calls = [tool_calls(turns[-1].text) for _, turns in episodes]
+        results = iter(self.tools.results([call for of_turn in calls for call in of_turn]))
+        replies: list[str | None] = []
+        for (prompt, turns), of_turn in zip(episodes, calls, strict=True):
+            messages = [
+                {"role": "tool", "name": call.name, "content": next(results)} for call in of_turn
+            ]
+            replies.append(self.chat_reply(prompt, turns, messages) if messages else None)
+        return replies
 
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._prompts))
@@ -384,6 +460,16 @@ class JsonlTask(Task):
         return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
+        grades = self._grades(episodes)
+        if self.tools is None:
+            return grades
+        counts = [sum(len(tool_calls(t.text)) for t in turns if t.reply) for _, turns in episodes]
+        return [
+            replace(grade, scores=grade.scores | {"tool_calls": count})
+            for grade, count in zip(grades, counts, strict=True)
+        ]
+
+    def _grades(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
         if self.verifiers is None:
             return [self._grade_turns(prompt, turns) for prompt, turns in episodes]
         verdicts = self.verifiers.call_all([self._call(*episode) for episode in episodes])
@@ -419,8 +505,9 @@ class JsonlTask(Task):
         return (turns[-1].text, prompt.answer), by_name
 
     def close(self) -> None:
-        if self.verifiers is not None:
-            self.verifiers.close()
+        for pool in (self.verifiers, self.tools):
+            if pool is not None:
+                pool.close()
 
     @staticmethod
     def _as_grade(returned: Any, prompt: Prompt, text: str) -> Grade:
@@ -444,25 +531,27 @@ def _names_of_parameters(function: Callable[..., Any]) -> set[str]:
         return set()
 
 
-def find_reward_fn(name: str) -> Callable[..., float]:
-    """Import the function that `name`, module:function, stands for; ValueError if there is none."""
+def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., Any]:
+    """Import the function that `name`, module:function, stands for; ValueError if there is none.
+
+    key: of the config, for errors.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(
-            f"rl.task.reward_fn names a function as module:function, got {name!r}; "
+            f"{key} names a function as module:function, got {name!r}; "
             f"write it like my_rewards:exact_match"
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
         raise ValueError(
-            f"rl.task.reward_fn names a function to import, got {name!r}: {type(error).__name__}: "
+            f"{key} names a function to import, got {name!r}: {type(error).__name__}: "
             f"{error}; give its dotted module name and start where Python can find it"
         ) from error
     if not callable(function):
         raise ValueError(
-            f"rl.task.reward_fn must be called with (completion, answer), got {name!r}, which is "
-            f"a {type(function).__name__}; name a function"
+            f"{key} must be called, got {name!r}, which is a {type(function).__name__}; name a function"
         )
     return function
 
@@ -479,13 +568,28 @@ def _build_jsonl(rl: Any, tokenizer: BaseTokenizer | None, longest: int | None) 
             "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set "
             "model.hf_assets_path to a folder that has one, with a model that builds it"
         )
-    task = rl.task
+    task, chat = rl.task, None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        chat = ChatTemplate.of_tokenizer(
+            tokenizer,
+            json.loads(task.chat_variables or "{}"),
+            path=task.chat_template,
+            tools=bool(task.tools),
+        )
     return JsonlTask(
         task.path,
-        find_reward_fn(task.reward_fn),
+        find_function(task.reward_fn),
         tokenizer,
         verifiers=VerifierPool(task.reward_fn, task.reward_processes, task.reward_timeout_seconds)
         if task.reward_processes
+        else None,
+        chat=chat,
+        tools=Toolbox(
+            {name: find_function(name, "rl.task.tools") for name in task.tools},
+            task.tool_processes,
+            task.tool_timeout_seconds,
+        )
+        if task.tools
         else None,
         eval_path=task.eval_path,
         prompt_key=task.prompt_key,

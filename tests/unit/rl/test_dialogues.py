@@ -34,7 +34,8 @@ class Scripted(Generator):
         completions = []
         for prompt in (prompt for prompt in prompts for _ in range(num_samples)):
             text = self.policy(self.tokenizer.decode(list(prompt)))
-            ids = self.tokenizer.encode(text.rstrip("!"), add_eos=not text.endswith("!"))
+            ids = self.tokenizer.encode(text.rstrip("!"), add_special_tokens=False)
+            ids += [self.tokenizer.eos_id] * (not text.endswith("!"))
             reason = "stop" if sampling.stops_at(ids) else "length"
             completions.append(Completion(tuple(ids), (-0.5,) * len(ids), reason, 5))
         return completions
