@@ -99,9 +99,20 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.default_add_eos = bool(config.get("add_eos_token", False))
 
     def encode(
-        self, text: str = "", *, add_bos: bool | None = None, add_eos: bool | None = None
+        self,
+        text: str = "",
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of `text`; None for `add_bos` or `add_eos` means this tokenizer's default."""
+        """Token ids of `text`; None for `add_bos` or `add_eos` means this tokenizer's default.
+
+        add_special_tokens: False gives the ids of the text and nothing before or after it, for text
+            that goes on from other text.
+        """
+        if not add_special_tokens:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
         add_bos = self.default_add_bos if add_bos is None else add_bos
         add_eos = self.default_add_eos if add_eos is None else add_eos
 

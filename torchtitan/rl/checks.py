@@ -1,6 +1,7 @@
 """Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
 
 import ipaddress
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
-from torchtitan.rl.tasks import find_reward_fn, task_builder
+from torchtitan.rl.tasks import find_function, task_builder
 from torchtitan.tools.errors import ConfigError
 
 
@@ -115,6 +116,7 @@ _SMALLEST_COUNTS = {
     "generator.tensor_parallel_degree": 1,
     "generator.max_seq_len": 2,
     "sampling.max_tokens": 1,
+    "task.max_turns": 1,
     "serve.max_request_mib": 1,
 }
 _NOT_NEGATIVE = (
@@ -281,6 +283,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
     limits = {
         "sum_digits": {"num_min": (task.num_max, "rl.task.num_max"), "value_max": None},
         "copy": {"length": None, "num_letters": (26, "the alphabet")},
+        "guess": {"value_max": None},
     }
     limits["sort"] = limits["copy"]
     for key, limit in limits.get(task.name, {}).items():
@@ -293,11 +296,11 @@ def _task(job_config: JobConfig) -> Iterator[str]:
             f"rl.task.reward_processes must be 0 to 1024, got {task.reward_processes}; 0 calls the "
             "function in the rank's own process"
         )
-    if not 0 < task.reward_timeout_seconds < math.inf:
-        yield (
-            f"rl.task.reward_timeout_seconds must be above 0, got {task.reward_timeout_seconds}; the "
-            "default is 10"
-        )
+    if not 1 <= task.tool_processes <= 1024:
+        yield f"rl.task.tool_processes must be 1 to 1024, got {task.tool_processes}; correct it"
+    for key in ("reward_timeout_seconds", "tool_timeout_seconds"):
+        if not 0 < getattr(task, key) < math.inf:
+            yield f"rl.task.{key} must be above 0, got {getattr(task, key)}; the default is 10"
     if task.name != "jsonl":
         return
     for key in ("path", "eval_path"):
@@ -307,7 +310,32 @@ def _task(job_config: JobConfig) -> Iterator[str]:
                 f"rl.task.{key} must be a file with one JSON object per line for rl.task.name = "
                 f"'jsonl', got {path!r} (looked in {os.getcwd()}); correct the path"
             )
-    yield from problem_in(find_reward_fn, task.reward_fn)
+    yield from problem_in(find_function, task.reward_fn)
+    if task.chat_template and not os.path.isfile(task.chat_template):
+        yield (
+            f"rl.task.chat_template must be a file with a Jinja template, got "
+            f"{task.chat_template!r} (looked in {os.getcwd()}); correct the path"
+        )
+    yield from problem_in(_chat_variables, task.chat_variables)
+    for name in task.tools:
+        yield from problem_in(find_function, name, "rl.task.tools")
+    if task.tools and task.max_turns == 1:
+        yield (
+            f"rl.task.tools = {task.tools} answer the policy, which then needs another turn, got "
+            "rl.task.max_turns = 1; raise it"
+        )
+
+
+def _chat_variables(text: str) -> None:
+    try:
+        is_kept = not text or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_kept = False
+    if not is_kept:
+        raise ValueError(
+            f"rl.task.chat_variables must be a JSON object, got {text!r}; write it like "
+            "'{\"enable_thinking\": false}'"
+        )
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
@@ -354,13 +382,16 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
                 f"{generator.backend!r}; take one of them out"
             )
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
-    if generator.tensor_parallel_degree > 1 and redraws and async_steps and not generator.ranks:
+    max_turns = job_config.rl.task.max_turns
+    agrees = redraws > 0 or max_turns > 1
+    if generator.tensor_parallel_degree > 1 and agrees and async_steps and not generator.ranks:
         # They would do so on a thread, with the process group that the trainer is using.
         yield (
-            f"ranks that split one copy of a generator agree on what is drawn again, and with "
-            f"rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
-            f"rl.async_steps = {async_steps} and rl.generator.tensor_parallel_degree = "
-            f"{generator.tensor_parallel_degree}; set rl.generator.ranks, or one of them to its default"
+            f"ranks that split one copy of a generator agree on what is drawn again and on replies, "
+            f"and with rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
+            f"rl.task.max_turns = {max_turns}, rl.async_steps = {async_steps} and "
+            f"rl.generator.tensor_parallel_degree = {generator.tensor_parallel_degree}; set "
+            "rl.generator.ranks, or the others to their defaults"
         )
     if generator.ranks:
         for key, is_set in {

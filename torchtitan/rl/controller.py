@@ -20,7 +20,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
-from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.losses import metrics_of_updates
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
@@ -95,7 +95,7 @@ class Controller:
                     raise ConfigError(str(error)) from error
                 self.generator = generator = BufferedGenerator(generator) if ahead else generator
                 draws = Draws(task, generator, engine.device, ahead=ahead)
-            self.rollouts = Rollouts(task, self.config, draws)
+            self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None
             # A critic makes its advantages of the rewards as they are.
             name = "none" if self.critic else self.config.advantage.name

@@ -23,23 +23,34 @@ LossAggregation = Literal[
 
 @dataclass
 class RLTask:
-    # What the policy has to learn: sum_digits, copy, sort, jsonl (prompts from a file), or a task
-    # that the module of experimental.custom_import registers
+    # What the policy has to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl
+    # (prompts from a file), or a task that the module of experimental.custom_import registers
     name: str = "sum_digits"
+    # How often the policy may write in one episode, where the task replies to it
+    max_turns: int = 1
     num_min: int = 2  # For sum_digits: how many numbers to add at least
     num_max: int = 2  # For sum_digits: how many at most
-    value_max: int = 9  # For sum_digits: the largest number; the smallest is 0
+    value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
     length: int = 3  # For copy and sort: letters in the prompt
     # For copy and sort: how many different letters there are, from a on; at most 26
     num_letters: int = 8
     path: str = ""  # For jsonl: a file with one JSON object per line
     # For jsonl: such a file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
-    prompt_key: str = "prompt"  # For jsonl: the key of the prompt
+    # For jsonl: the key of the prompt, a text or a list of messages, objects with role and content
+    prompt_key: str = "prompt"
+    # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's
+    chat_template: str = ""
+    # For jsonl: variables of the template as a JSON object, such as {"enable_thinking": false}
+    chat_variables: str = ""
+    # For jsonl: functions that the policy may call, each as module:function
+    tools: list[str] = field(default_factory=list)
+    tool_processes: int = 1  # Processes of each rank that call them
+    tool_timeout_seconds: float = 10.0  # How long one call may take; then its result is an error
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
     # For jsonl: module:function, called with (completion text, expected answer), which returns the
-    # reward, a number; it also gets prompt and row (the JSON object) if it has such parameters
+    # reward, a number; it also gets prompt, row (the JSON object) and turns if it has such parameters
     reward_fn: str = ""
     # For jsonl: processes of each rank that call it; 0 calls it in the rank's own process
     reward_processes: int = 0
@@ -159,7 +170,7 @@ class RLSampling:
     temperature: float = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
-    max_tokens: int = 16  # Longest completion
+    max_tokens: int = 16  # Longest completion; where there are several turns, of each of them
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
     # Texts that end a completion, with the token that completes them
@@ -250,3 +261,10 @@ def batch_seq_len(job_config: JobConfig) -> int:
     """Longest row of a batch, in tokens."""
     own = job_config.rl.batch.seq_len
     return job_config.training.seq_len if own is None else own
+
+
+def longest_episode(job_config: JobConfig) -> int:
+    """Most tokens of a prompt and all that follows it, which a row and the generator can hold."""
+    row = batch_seq_len(job_config) + 1  # the last token is only predicted
+    generator = job_config.rl.generator.max_seq_len
+    return row if generator is None else min(row, generator)

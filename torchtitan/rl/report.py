@@ -74,7 +74,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
     return {
         **mean_scores(episodes),
         **advantage_metrics([e.advantage for e in episodes], [e.group_id for e in episodes]),
-        "completion_tokens": fmean(len(e.token_ids) for e in episodes),
+        "completion_tokens": fmean(sum(e.turn_lengths) for e in episodes),
         "stopped": fmean(e.finish_reason == "stop" for e in episodes),
     }
 

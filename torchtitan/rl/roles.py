@@ -354,7 +354,8 @@ def task_of_job(
 ) -> Task:
     """The job's task, or the given one in its place.
 
-    Raises ConfigError if its tokenizer does not fit the model.
+    Raises ConfigError if its tokenizer does not fit the model, or it never replies and
+    `rl.task.max_turns` says that it does.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn
@@ -362,4 +363,10 @@ def task_of_job(
         longest_prompt = batch_seq_len(job_config) + 1 - job_config.rl.sampling.max_tokens
         task = build_task(job_config.rl, tokenizer, longest_prompt)
     check_tokenizer_fits(task.tokenizer, model_args)
+    if job_config.rl.task.max_turns > 1 and not task.replies:
+        raise ConfigError(
+            f"rl.task.max_turns = {job_config.rl.task.max_turns} is for tasks that reply to the "
+            f"policy, got {type(task).__name__}, which never does; set it to 1, or write the task's "
+            "`reply`"
+        )
     return task

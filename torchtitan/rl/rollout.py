@@ -1,15 +1,19 @@
 """Collecting rollouts: prompts are completed, completions are graded, and all ranks get them all.
 
-Each rank draws and grades a share of the completions. What is drawn depends on `rl.seed`, the step
-and the place in it, not on the rank or the time: a resumed run draws the same, and so does another
-layout.
+Each rank draws and grades a share of the completions. What is drawn depends on `rl.seed`, the step,
+the place in it and the turn, not on the rank or the time: a resumed run draws the same, and so does
+another layout.
+
+Where the task replies, an episode is a dialogue: sampled tokens, the reply's tokens, sampled tokens,
+and so on. What was sampled is never encoded again.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +23,7 @@ from torchtitan.distributed.ranks import all_ranks, on_all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
-from torchtitan.rl.tasks import Prompt, Task
+from torchtitan.rl.tasks import Grade, Prompt, Task, Turn
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.utils import use_device
@@ -43,19 +47,23 @@ class Request:
     tries: the next one is for places whose completions all got one reward.
     penalty: what long completions lose; None takes rewards as they are.
     stop_strings: that end a completion; those of the tries don't count.
+    max_turns: how often the policy may write in an episode.
+    max_tokens: the longest episode, prompt included; another turn has to fit. None sets no limit.
     """
 
     tries: Sequence[Try]
     num_samples: int
     penalty: OverlongPenalty | None = None
     stop_strings: tuple[str, ...] = ()
+    max_turns: int = 1
+    max_tokens: int | None = None
 
     def with_extras(self, episode: Episode, number: int) -> Episode:
         """An episode of a try, by its number, with what the request adds to its grade."""
         if len(self.tries) > 1:
             episode = replace(episode, scores=episode.scores | {"redraws": number})
         if self.penalty is not None:
-            penalty = self.penalty(len(episode.token_ids))
+            penalty = self.penalty(max(episode.turn_lengths))
             scores = episode.scores | {"overlong_penalty": penalty}
             episode = replace(episode, reward=episode.reward - penalty, scores=scores)
         return episode
@@ -129,22 +137,79 @@ class Draws:
         share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
         first = rank // together * together
         share_together = range(n * first // n_ranks, n * (first + together) // n_ranks)
-        own = [place for place in places if place in share]
         asked = [place for place in places if place in share_together]
-        completions = generator.generate(
-            [prompts[place].token_ids for place in asked],
-            sampling,
-            n_samples,
-            first_row=[place * n_samples for place in asked],
+        dialogues = [
+            _Dialogue(prompts[place], place, place * n_samples + i)
+            for place in asked
+            for i in range(n_samples)
+        ]
+
+        def first_turn() -> list[Completion]:
+            contexts = [prompts[place].token_ids for place in asked]  # read once for all samples
+            rows = [place * n_samples for place in asked]
+            return generator.generate(contexts, sampling, n_samples, first_row=rows)
+
+        def next_turn(n_before: int, going_on: Sequence[_Dialogue]) -> list[Completion]:
+            contexts = [(*d.prompt.token_ids, *d.token_ids) for d in going_on]
+            of_turn = replace(sampling, seed=_seed_of_turn(sampling.seed, n_before))
+            rows = [d.row for d in going_on]
+            return generator.generate(contexts, of_turn, first_row=rows) if rows else []
+
+        def turn(n_before: int, going_on: Sequence[_Dialogue]) -> dict[int, _Reply]:
+            """Draw a turn of dialogues; returns the replies to those of this rank, by their rows."""
+            completions = next_turn(n_before, going_on) if n_before else first_turn()
+            for dialogue, completion in zip(going_on, completions, strict=True):
+                dialogue.completions.append(completion)
+            if n_before + 1 == request.max_turns:
+                return {}
+            return self._replies([d for d in going_on if d.place in share], sampling, request)
+
+        going_on = dialogues
+        for n_before in range(request.max_turns):
+            is_last = n_before + 1 == request.max_turns
+            work = partial(turn, n_before, going_on)
+            # Ranks that generate together have to know what all their prompts go on with, and none
+            # may wait in a turn for one that has failed.
+            of_ranks = on_all_ranks(work) if together > 1 and not is_last else [work()]
+            replies = {row: reply for of_rank in of_ranks for row, reply in of_rank.items()}
+            if not replies:
+                break
+            going_on = [d for d in going_on if d.row in replies]
+            for dialogue in going_on:
+                dialogue.replies.append(replies[dialogue.row])
+        own_dialogues = [d for d in dialogues if d.place in share]
+        return _graded(self.task, own_dialogues, stops, several_turns=request.max_turns > 1)
+
+    def _replies(
+        self, dialogues: Sequence["_Dialogue"], sampling: SamplingConfig, request: Request
+    ) -> dict[int, "_Reply"]:
+        """What the task replies to those dialogues that go on, by their rows.
+
+        One goes on if its turn ended by itself, the task replies, and another turn fits.
+        """
+        asked = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
+        texts = self.task.reply_all(
+            [(d.prompt, d.turns(self.task, request.stop_strings)) for d in asked]
         )
-        start = asked.index(own[0]) * n_samples if own else 0
-        episodes = make_episodes(
-            self.task,
-            [prompts[place] for place in own],
-            completions[start : start + len(own) * n_samples],
-            stop_strings=stops,
-        )
-        return [replace(episode, group_id=own[episode.group_id]) for episode in episodes]
+        replies = {}
+        for dialogue, text in zip(asked, texts, strict=True):
+            if text is None:
+                continue
+            token_ids = self.task.tokenizer.encode(
+                text, add_bos=False, add_eos=False, add_special_tokens=False
+            )
+            if not token_ids:
+                raise ValueError(
+                    f"a reply must have a token, got {text!r} for the expected answer "
+                    f"{dialogue.prompt.answer!r}; return None to end an episode"
+                )
+            length = len(dialogue.prompt.token_ids) + len(dialogue.token_ids) + len(token_ids)
+            longest = length + sampling.max_tokens
+            if request.max_tokens is not None and longest > request.max_tokens:
+                dialogue.is_out_of_room = True
+            else:
+                replies[dialogue.row] = _Reply(text, tuple(token_ids))
+        return replies
 
     def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
         """The episodes of all ranks, in rank order. Collective.
@@ -163,11 +228,12 @@ class Draws:
 class Rollouts:
     """Graded episodes of a task, step by step.
 
-    config: the section `[rl]`.
+    config: the section `[rl]`. longest_episode: in tokens, prompt included; None sets no limit.
     """
 
-    def __init__(self, task: Task, config: RL, draws: Draws):
+    def __init__(self, task: Task, config: RL, draws: Draws, longest_episode: int | None = None):
         self.task, self.config, self._draws = task, config, draws
+        self._longest_episode = longest_episode
         eos_id = task.tokenizer.eos_id
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
         settings = vars(config.sampling) | {
@@ -198,12 +264,9 @@ class Rollouts:
         """Begin to draw all steps up to this one that were not begun before."""
         while self._next_step <= last_step:
             self._task_before[self._next_step] = self.task.state_dict()
-            request = Request(
-                [self._next_try(number) for number in range(1 + self.config.redraws)],
-                self.config.num_samples_per_prompt,
-                self._penalty,
-                tuple(self.config.sampling.stop_strings),
-            )
+            tries = [self._next_try(number) for number in range(1 + self.config.redraws)]
+            n_samples = self.config.num_samples_per_prompt
+            request = self._request(tries, n_samples, self._penalty)
             self._ahead[self._next_step] = self._draws.begin(request)
             self._next_step += 1
 
@@ -231,9 +294,20 @@ class Rollouts:
         prompts = self.task.held_out(self.config.eval_samples)
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
-        stops = tuple(self.config.sampling.stop_strings)
-        request = Request([Try(prompts, sampling)], 1, stop_strings=stops)
+        request = self._request([Try(prompts, sampling)], 1)
         return self._draws.of_all_ranks(self._draws.begin(request))
+
+    def _request(
+        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None = None
+    ) -> Request:
+        return Request(
+            tries,
+            num_samples,
+            penalty,
+            tuple(self.config.sampling.stop_strings),
+            self.config.task.max_turns,
+            self._longest_episode,
+        )
 
     def _seed(self, place: Any) -> int:
         return random.Random(f"{self.config.seed} {place}").getrandbits(63)
@@ -271,6 +345,72 @@ class Rollouts:
         self.restored_steps = frozenset(self._ahead)
 
 
+class _Reply(NamedTuple):
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class _Dialogue:
+    """An episode that is being drawn: completions, and replies to all but the last one.
+
+    place: of the prompt in its step. row: the episode's number among those of all ranks.
+    is_out_of_room: whether it ended because a reply and another turn would not fit.
+    """
+
+    prompt: Prompt
+    place: int
+    row: int
+    completions: list[Completion] = field(default_factory=list)
+    replies: list[_Reply] = field(default_factory=list)
+    is_out_of_room: bool = False
+
+    def _in_turn(self) -> Iterator[Completion | _Reply]:
+        for completion, reply in zip_longest(self.completions, self.replies):
+            yield completion
+            if reply is not None:
+                yield reply
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All after the prompt."""
+        return tuple(token for part in self._in_turn() for token in part.token_ids)
+
+    def turns(self, task: Task, stop_strings: Sequence[str]) -> list[Turn]:
+        replies = [reply.text for reply in self.replies]
+        return [
+            Turn(*_text_and_stop(task, completion, stop_strings), reply)
+            for completion, reply in zip_longest(self.completions, replies)
+        ]
+
+    def episode(self, turns: Sequence[Turn], grade: Grade, *, several_turns: bool) -> Episode:
+        """several_turns: whether there could have been more than one."""
+        scores, parts, last = grade.scores, list(self._in_turn()), self.completions[-1]
+        if several_turns:
+            scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
+        logprobs, mask = [], []
+        for part in parts:
+            is_sampled = isinstance(part, Completion)
+            logprobs += part.token_logprobs if is_sampled else [0.0] * len(part.token_ids)
+            mask += [int(is_sampled)] * len(part.token_ids)
+        said = [text for turn in turns for text in (turn.text, turn.reply) if text is not None]
+        return Episode(
+            group_id=self.place,
+            prompt=self.prompt.text,
+            prompt_token_ids=tuple(self.prompt.token_ids),
+            expected_answer=self.prompt.answer,
+            text=turns[-1].text,
+            token_ids=self.token_ids,
+            token_log_probs=tuple(logprobs),
+            policy_version=last.policy_version,
+            finish_reason="length" if self.is_out_of_room else last.finish_reason,
+            reward=grade.reward,
+            scores=scores,
+            loss_mask=tuple(mask) if self.replies else None,
+            turns=tuple(said) if several_turns else (),
+        )
+
+
 def make_episodes(
     task: Task,
     prompts: Sequence[Prompt],
@@ -289,37 +429,43 @@ def make_episodes(
             f"every prompt must have equally many completions, got {len(completions)} for "
             f"{len(prompts)} prompts"
         )
-    texts = [_text(task, completion, stop_strings) for completion in completions]
-    pairs = [(prompts[i // per_prompt], text) for i, text in enumerate(texts)]
-    episodes = []
-    grades = task.grade_all(pairs)
-    for i, (completion, (prompt, text), grade) in enumerate(
-        zip(completions, pairs, grades, strict=True)
-    ):
-        episode = Episode(
-            group_id=i // per_prompt,
-            prompt=prompt.text,
-            prompt_token_ids=tuple(prompt.token_ids),
-            expected_answer=prompt.answer,
-            text=text,
-            token_ids=tuple(completion.token_ids),
-            token_log_probs=tuple(completion.token_logprobs),
-            policy_version=completion.policy_version,
-            finish_reason=completion.finish_reason,
-            reward=grade.reward,
-            scores=grade.scores,
-        )
-        episodes.append(episode)
-    return episodes
+    dialogues = [
+        _Dialogue(prompts[i // per_prompt], i // per_prompt, i, [completion])
+        for i, completion in enumerate(completions)
+    ]
+    return _graded(task, dialogues, stop_strings)
 
 
-def _text(task: Task, completion: Completion, stop_strings: Sequence[str]) -> str:
-    """A completion's text, without what ended it."""
-    text = task.tokenizer.decode(list(completion.token_ids))
+def _graded(
+    task: Task,
+    dialogues: Sequence[_Dialogue],
+    stop_strings: Sequence[str],
+    *,
+    several_turns: bool = False,
+) -> list[Episode]:
+    turns = [dialogue.turns(task, stop_strings) for dialogue in dialogues]
+    pairs = [(d.prompt, of_one) for d, of_one in zip(dialogues, turns, strict=True)]
+    grades = task.grade_episodes(pairs)
+    return [
+        dialogue.episode(of_one, grade, several_turns=several_turns)
+        for dialogue, of_one, grade in zip(dialogues, turns, grades, strict=True)
+    ]
+
+
+def _text_and_stop(
+    task: Task, completion: Completion, stop_strings: Sequence[str]
+) -> tuple[str, str]:
+    """A completion's text without what ended it, and what did."""
+    decode = task.tokenizer.decode
+    text = decode(list(completion.token_ids))
     if completion.finish_reason != "stop":
-        return text
+        return text, ""
     ends = [text.index(string) for string in stop_strings if string in text]
-    return text[: min(ends)] if ends else task.tokenizer.decode(list(completion.token_ids[:-1]))
+    if ends:
+        return text[: min(ends)], text[min(ends) :]
+    # Not all tokenizers know the option, which only replies need.
+    stop = decode([completion.token_ids[-1]], skip_special_tokens=False) if task.replies else ""
+    return decode(list(completion.token_ids[:-1])), stop
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:
@@ -327,6 +473,11 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     advantages = estimate([e.reward for e in episodes], [e.group_id for e in episodes])
     pairs = zip(episodes, advantages, strict=True)
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
+
+
+def _seed_of_turn(seed: int | None, number: int) -> int | None:
+    """For the turn after `number` others; the first one's is `seed` itself."""
+    return None if seed is None else random.Random(f"{seed} turn {number}").getrandbits(63)
 
 
 def _num_ranks() -> int:

@@ -1,4 +1,4 @@
-"""What the policy has to learn: prompts, and rewards of their completions.
+"""What the policy has to learn: prompts, replies to what it writes, and rewards.
 
 Prompt number i depends only on the task's seed and on i, so one number is the state of a run.
 """
@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.tools import Toolbox, tool_calls
+from torchtitan.rl.verifiers import Call, VerifierPool
 from torchtitan.tools.logging import logger
 
 
@@ -35,6 +37,20 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the policy wrote at once, and what its environment replied.
+
+    text: of the sampled tokens, without what ended them. stop: the text that did; a special token
+        has one, too, where the tokenizer spells it.
+    reply: None for the last turn.
+    """
+
+    text: str
+    stop: str = ""
+    reply: str | None = None
+
+
+@dataclass(frozen=True)
 class Grade:
     """A completion's reward, and other measurements by name."""
 
@@ -42,13 +58,12 @@ class Grade:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-def failed_grading(error: BaseException, prompt: Prompt, text: str) -> ValueError:
-    """What to raise when code that grades completions fails or exits."""
+def failed(what: str, culprit: str, error: BaseException, prompt: Prompt, text: str) -> ValueError:
+    """What to raise when code of the user fails or exits, such as what grades completions."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return ValueError(
-        f"grading failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
-        f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the reward "
-        "function"
+        f"{what} failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
+        f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the {culprit}"
     )
 
 
@@ -84,7 +99,7 @@ class CharTokenizer(BaseTokenizer):
 
 
 class Task(ABC):
-    """A source of prompts that grades their completions.
+    """A source of prompts that grades their completions, and may reply to them.
 
     tokenizer: of prompts and completions; its eos_id ends a completion.
     """
@@ -115,7 +130,40 @@ class Task(ABC):
         except ValueError:
             raise
         except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
+            raise failed("grading", "reward function", error, prompt, text) from error
+
+    def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
+        """Grade episodes by all that was said in them; here by the text of their last turns.
+
+        A sum of rewards per turn is a reward. Raises as `grade_all`.
+        """
+        return self.grade_all([(prompt, turns[-1].text) for prompt, turns in episodes])
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """What the environment says to the last turn; None ends the episode.
+
+        It has to follow from the arguments, for a run to be repeatable. Called where a turn ended by
+        itself and `rl.task.max_turns` allows another one.
+        """
+        return None
+
+    def reply_all(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[str | None]:
+        """As `reply` for each episode. Raises ValueError where it fails."""
+        replies = []
+        for prompt, turns in episodes:
+            try:
+                replies.append(self.reply(prompt, turns))
+            except ValueError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise failed("a reply", "task", error, prompt, turns[-1].text) from error
+        return replies
+
+    @property
+    def replies(self) -> bool:
+        """Whether episodes may have several turns."""
+        own = type(self)
+        return own.reply is not Task.reply or own.reply_all is not Task.reply_all
 
     def close(self) -> None:  # noqa: B027, as most tasks hold nothing
         """Free what the task holds. Safe to call twice."""
@@ -211,6 +259,31 @@ class SortTask(CopyTask):
         return "".join(sorted(letters))
 
 
+class GuessTask(CharTask):
+    """Find a number in several turns: a wrong guess is answered by "<" or ">", as the number is less
+    or greater. The reward is 1 if the last guess is right. All prompts are "?".
+
+    value_max: the largest number; the smallest is 0.
+    """
+
+    def __init__(self, value_max: int = 9, seed: int = 0):
+        super().__init__("0123456789<>?", seed)
+        self.value_max = value_max
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        return "?", str(rng.randint(0, self.value_max))
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        guess, number = turns[-1].text, prompt.answer
+        if guess == number or not guess.isdecimal():
+            return None
+        return "<" if int(number) < int(guess) else ">"
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        exact = float(text == prompt.answer)
+        return Grade(exact, {"exact": exact})
+
+
 # ---- prompts from a file ----
 
 
@@ -222,11 +295,16 @@ class JsonlTask(Task):
     path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
         lines of `path`.
     reward_fn: (completion text, expected answer) -> reward. Where it has parameters of these names,
-        it gets `prompt`, the prompt's text, and `row`, its JSON object. Exact answers are counted, too.
+        it gets `prompt`, the prompt's text, `row`, its JSON object, and `turns`, a list of (text,
+        reply) of all turns, the last one's reply being None. Exact answers are counted, too.
     verifiers: processes that call the function of this name, in place of `reward_fn`. One that hangs
         or dies gives a reward of 0, a score `verifier_failed` and a warning.
+    chat: renders prompts that are lists of messages; None refuses such lines.
+    tools: what the policy may call. Then all prompts are lists of messages, results of calls are
+        replies, and a turn without a call ends the episode; `tool_calls` counts them.
     max_prompt_tokens: longer prompts are left out, and counted in a warning; None keeps all.
-    Raises ValueError for other lines, and if no prompt is left.
+    Raises ValueError for other lines, for a chat template that would change earlier turns, and if no
+    prompt is left.
     """
 
     def __init__(
@@ -236,6 +314,8 @@ class JsonlTask(Task):
         tokenizer: BaseTokenizer,
         *,
         verifiers: VerifierPool | None = None,
+        chat: ChatTemplate | None = None,
+        tools: Toolbox | None = None,
         eval_path: str = "",
         prompt_key: str = "prompt",
         answer_key: str = "answer",
@@ -246,10 +326,15 @@ class JsonlTask(Task):
         self.reward_fn, self.seed, self.verifiers = reward_fn, seed, verifiers
         self._reward_names = _names_of_parameters(reward_fn)
         self._prompt_key, self._answer_key = prompt_key, answer_key
+        self.chat, self.tools = chat, tools
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
         self._order: tuple[int, list[int]] = (-1, [])  # of a pass over the file
+        if tools is not None:
+            assert chat is not None
+            result = {"role": "tool", "name": "", "content": "what the tool returned"}
+            chat.check_turns(self.messages(self._prompts[0]), result, tools=tools.schemas)
 
     def _read(self, path: str) -> list[Prompt]:
         prompts = []
@@ -263,10 +348,17 @@ class JsonlTask(Task):
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
                 text = values.get(self._prompt_key) if isinstance(values, dict) else None
-                if not isinstance(text, str) or not text:
+                is_chat = isinstance(text, list)
+                if not text or not (is_chat or isinstance(text, str)):
                     raise ValueError(
                         f"{path}, line {number}: rl.task.prompt_key = {self._prompt_key!r} must "
-                        f"name a text in every line, got {text!r}; correct the line or the key"
+                        f"name a text or a list of messages in every line, got {text!r}; correct the "
+                        "line or the key"
+                    )
+                if self.tools is not None and not is_chat:
+                    raise ValueError(
+                        f"{path}, line {number}: with rl.task.tools prompts are lists of messages, "
+                        f'got {text!r}; write [{{"role": "user", "content": ...}}]'
                     )
                 answer = values.get(self._answer_key, "")
                 if isinstance(answer, dict | list | None):
@@ -276,7 +368,14 @@ class JsonlTask(Task):
                         "the key"
                     )
                 answer = answer if isinstance(answer, str) else json.dumps(answer)
-                prompts.append(replace(self.make_prompt(text, answer), row=values))
+                if is_chat:
+                    try:
+                        prompt = self._chat_prompt(text, answer)
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: {error}") from error
+                else:
+                    prompt = self.make_prompt(text, answer)
+                prompts.append(replace(prompt, row=values))
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
         if len(kept) < len(prompts):
             logger.warning(
@@ -294,6 +393,55 @@ class JsonlTask(Task):
             )
         return kept
 
+    def _chat_prompt(self, messages: list[Any], answer: str) -> Prompt:
+        if self.chat is None:
+            raise ValueError(
+                "the prompt is a list of messages, and the tokenizer in model.hf_assets_path has no "
+                "chat template; set rl.task.chat_template to a file with one"
+            )
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f"a message must be an object with a role and a content, got {message!r}"
+                )
+        text = self.chat.render(messages, tools=self.tools and self.tools.schemas)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(text, tuple(token_ids), answer)
+
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Those of a prompt that is a chat."""
+        assert prompt.row is not None
+        return prompt.row[self._prompt_key]
+
+    def chat_reply(
+        self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
+    ) -> str:
+        """The text of messages that answer the last turn, for a `reply` in a chat."""
+        assert self.chat is not None
+        schemas = self.tools and self.tools.schemas
+        return self.chat.continuation(
+            self.messages(prompt), messages, stop=turns[-1].stop, tools=schemas
+        )
+
+    @property
+    def replies(self) -> bool:
+        own = type(self)
+        replies = own.reply is not Task.reply or own.reply_all is not JsonlTask.reply_all
+        return replies or self.tools is not None
+
+    def reply_all(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[str | None]:
+        if self.tools is None:
+            return super().reply_all(episodes)
+        calls = [tool_calls(turns[-1].text) for _, turns in episodes]
+        results = iter(self.tools.results([call for of_turn in calls for call in of_turn]))
+        replies: list[str | None] = []
+        for (prompt, turns), of_turn in zip(episodes, calls, strict=True):
+            messages = [
+                {"role": "tool", "name": call.name, "content": next(results)} for call in of_turn
+            ]
+            replies.append(self.chat_reply(prompt, turns, messages) if messages else None)
+        return replies
+
     def prompt(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._prompts))
         if self._order[0] != epoch:
@@ -306,20 +454,28 @@ class JsonlTask(Task):
         return self._held_out[:n]
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        try:
-            returned = self.reward_fn(text, prompt.answer, **self._more_arguments(prompt))
-        except (Exception, SystemExit) as error:
-            raise failed_grading(error, prompt, text) from error
-        return self._as_grade(returned, prompt, text)
+        return self._grade_turns(prompt, [Turn(text)])
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
+        return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
+
+    def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
+        grades = self._grades(episodes)
+        if self.tools is None:
+            return grades
+        counts = [sum(len(tool_calls(t.text)) for t in turns if t.reply) for _, turns in episodes]
+        return [
+            replace(grade, scores=grade.scores | {"tool_calls": count})
+            for grade, count in zip(grades, counts, strict=True)
+        ]
+
+    def _grades(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
         if self.verifiers is None:
-            return super().grade_all(pairs)
-        verdicts = self.verifiers.call_all(
-            [((text, p.answer), self._more_arguments(p)) for p, text in pairs]
-        )
+            return [self._grade_turns(prompt, turns) for prompt, turns in episodes]
+        verdicts = self.verifiers.call_all([self._call(*episode) for episode in episodes])
         grades = []
-        for (prompt, text), verdict in zip(pairs, verdicts, strict=True):
+        for (prompt, turns), verdict in zip(episodes, verdicts, strict=True):
+            text = turns[-1].text
             about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
             if verdict.error is not None:
                 raise ValueError(
@@ -333,13 +489,25 @@ class JsonlTask(Task):
             grades.append(Grade(grade.reward, grade.scores | {"verifier_failed": 0.0}))
         return grades
 
-    def close(self) -> None:
-        if self.verifiers is not None:
-            self.verifiers.close()
+    def _grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> Grade:
+        arguments, by_name = self._call(prompt, turns)
+        try:
+            returned = self.reward_fn(*arguments, **by_name)
+        except (Exception, SystemExit) as error:
+            raise failed("grading", "reward function", error, prompt, turns[-1].text) from error
+        return self._as_grade(returned, prompt, turns[-1].text)
 
-    def _more_arguments(self, prompt: Prompt) -> dict[str, Any]:
-        known = {"prompt": prompt.text, "row": prompt.row}
-        return {name: known[name] for name in self._reward_names & known.keys()}
+    def _call(self, prompt: Prompt, turns: Sequence[Turn]) -> Call:
+        """The arguments of the reward function."""
+        said = [(turn.text, turn.reply) for turn in turns]
+        known = {"prompt": prompt.text, "row": prompt.row, "turns": said}
+        by_name = {name: known[name] for name in self._reward_names & known.keys()}
+        return (turns[-1].text, prompt.answer), by_name
+
+    def close(self) -> None:
+        for pool in (self.verifiers, self.tools):
+            if pool is not None:
+                pool.close()
 
     @staticmethod
     def _as_grade(returned: Any, prompt: Prompt, text: str) -> Grade:
@@ -363,25 +531,27 @@ def _names_of_parameters(function: Callable[..., Any]) -> set[str]:
         return set()
 
 
-def find_reward_fn(name: str) -> Callable[..., float]:
-    """Import the function that `name`, module:function, stands for; ValueError if there is none."""
+def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., Any]:
+    """Import the function that `name`, module:function, stands for; ValueError if there is none.
+
+    key: of the config, for errors.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(
-            f"rl.task.reward_fn names a function as module:function, got {name!r}; "
+            f"{key} names a function as module:function, got {name!r}; "
             f"write it like my_rewards:exact_match"
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
         raise ValueError(
-            f"rl.task.reward_fn names a function to import, got {name!r}: {type(error).__name__}: "
+            f"{key} names a function to import, got {name!r}: {type(error).__name__}: "
             f"{error}; give its dotted module name and start where Python can find it"
         ) from error
     if not callable(function):
         raise ValueError(
-            f"rl.task.reward_fn must be called with (completion, answer), got {name!r}, which is "
-            f"a {type(function).__name__}; name a function"
+            f"{key} must be called, got {name!r}, which is a {type(function).__name__}; name a function"
         )
     return function
 
@@ -398,13 +568,28 @@ def _build_jsonl(rl: Any, tokenizer: BaseTokenizer | None, longest: int | None) 
             "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set "
             "model.hf_assets_path to a folder that has one, with a model that builds it"
         )
-    task = rl.task
+    task, chat = rl.task, None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        chat = ChatTemplate.of_tokenizer(
+            tokenizer,
+            json.loads(task.chat_variables or "{}"),
+            path=task.chat_template,
+            tools=bool(task.tools),
+        )
     return JsonlTask(
         task.path,
-        find_reward_fn(task.reward_fn),
+        find_function(task.reward_fn),
         tokenizer,
         verifiers=VerifierPool(task.reward_fn, task.reward_processes, task.reward_timeout_seconds)
         if task.reward_processes
+        else None,
+        chat=chat,
+        tools=Toolbox(
+            {name: find_function(name, "rl.task.tools") for name in task.tools},
+            task.tool_processes,
+            task.tool_timeout_seconds,
+        )
+        if task.tools
         else None,
         eval_path=task.eval_path,
         prompt_key=task.prompt_key,
@@ -420,6 +605,7 @@ _TASKS: dict[str, TaskBuilder] = {
     ),
     "copy": lambda rl, *_: CopyTask(rl.task.length, rl.task.num_letters, rl.seed),
     "sort": lambda rl, *_: SortTask(rl.task.length, rl.task.num_letters, rl.seed),
+    "guess": lambda rl, *_: GuessTask(rl.task.value_max, rl.seed),
     "jsonl": _build_jsonl,
 }
 

@@ -10,6 +10,7 @@ B rows, T slots per row, n slots of one sequence.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,8 +107,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Episode:
-    """One graded completion of a task's prompt.
+    """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
+    text: what was graded: the completion, or the last turn of a dialogue.
+    token_ids: all after the prompt. token_log_probs: 0 for tokens that were not sampled.
+    loss_mask: 1 for tokens that were sampled, 0 for those of replies; None if all were sampled.
+    turns: of a dialogue, what policy and environment wrote in turn, the policy first and last.
     group_id: equal for the completions of one prompt.
     scores: what else the task measured, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
@@ -126,6 +131,14 @@ class Episode:
     advantage: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
     ref_logprobs: tuple[float, ...] | None = None
+    loss_mask: tuple[int, ...] | None = None
+    turns: tuple[str, ...] = ()
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """How many tokens were sampled in each turn."""
+        mask = self.loss_mask or (1,) * len(self.token_ids)
+        return [sum(run) for is_sampled, run in groupby(mask) if is_sampled]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and `from_dict`."""
@@ -195,12 +208,14 @@ class TrainingSample:
         token_logprobs: Sequence[float],
         advantage: float,
         *,
+        loss_mask: Sequence[float] | None = None,
         ref_logprobs: Sequence[float] | None = None,
         group_id: int = 0,
         policy_version: int = 0,
     ) -> "TrainingSample":
         """A prompt and the tokens sampled after it; only these count in the loss.
 
+        loss_mask: 0 for those of the tokens that were not sampled, such as an environment's reply.
         Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
@@ -222,7 +237,7 @@ class TrainingSample:
         return cls(
             token_ids=tokens[:-1],
             labels=tokens[1:],
-            loss_mask=after_prompt([1.0] * n_new),
+            loss_mask=after_prompt([1.0] * n_new if loss_mask is None else loss_mask),
             logprobs=after_prompt(token_logprobs),
             advantages=after_prompt([advantage] * n_new),
             ref_logprobs=None if ref_logprobs is None else after_prompt(ref_logprobs),
@@ -243,6 +258,7 @@ class TrainingSample:
             episode.token_ids,
             episode.token_log_probs,
             episode.advantage,
+            loss_mask=episode.loss_mask,
             ref_logprobs=episode.ref_logprobs,
             group_id=episode.group_id,
             policy_version=episode.policy_version,

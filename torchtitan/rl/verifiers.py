@@ -1,13 +1,13 @@
-"""Reward functions in processes of their own, each with a time limit.
+"""Functions of the user in processes of their own, each call with a time limit: rewards, tools.
 
-One that hangs or dies is a grade and a sentence, not the end of the run.
+One that hangs or dies is a verdict and a sentence, not the end of the run.
 """
 
 import importlib
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,7 +20,7 @@ _SECONDS_TO_START = 300  # a process, and the import of the user's module
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reward function did: `value` is what it returned.
+    """What a function did: `value` is what it returned.
 
     error: what it raised, as a text. failure: why there is neither, as a sentence.
     """
@@ -39,23 +39,37 @@ class _Worker:
 
 
 class VerifierPool:
-    """Calls a function in `n_processes` others.
+    """Calls functions in `n_processes` others.
 
-    function: module:function, found anew in each process.
+    functions: module:function of one, or of several; found anew in each process.
     timeout_seconds: of one call; its process is then killed, and another one started.
+    convert: what a function returned becomes this there, which has to travel back.
+    what: the functions' name in sentences. keys: of the config that name them and the limit.
     """
 
-    def __init__(self, function: str, n_processes: int, timeout_seconds: float):
-        self._function, self._n_processes = function, n_processes
-        self._timeout_seconds = timeout_seconds
+    def __init__(
+        self,
+        functions: str | Sequence[str],
+        n_processes: int,
+        timeout_seconds: float,
+        *,
+        convert: Callable[[Any], Any] = float,
+        what: str = "the reward function",
+        keys: tuple[str, str] = ("rl.task.reward_fn", "rl.task.reward_timeout_seconds"),
+    ):
+        self._functions = [functions] if isinstance(functions, str) else list(functions)
+        self._n_processes, self._timeout_seconds = n_processes, timeout_seconds
+        self._convert, self._what, self._keys = convert, what, keys
         self._workers: list[_Worker] = []
 
-    def call_all(self, calls: Sequence[Call]) -> list[Verdict]:
-        """A verdict for each call, in their order."""
+    def call_all(
+        self, calls: Sequence[Call], numbers: Sequence[int] | None = None
+    ) -> list[Verdict]:
+        """A verdict for each call, in their order. numbers: of their functions, 0 by default."""
         waiting, verdicts = deque(range(len(calls))), [Verdict()] * len(calls)
         n_open = len(calls)
         while n_open:
-            self._hand_out(calls, waiting)
+            self._hand_out(calls, numbers, waiting)
             for worker in [w for w in self._workers if w.call is not None]:
                 verdict = self._verdict(worker)
                 if verdict is not None:
@@ -69,7 +83,9 @@ class VerifierPool:
                 wait([w.pipe for w in busy], max(0.0, until - time.monotonic()))
         return verdicts
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+    def _hand_out(
+        self, calls: Sequence[Call], numbers: Sequence[int] | None, waiting: deque[int]
+    ) -> None:
         idle = [w for w in self._workers if w.call is None and w.process.is_alive()]
         n_new = min(self._n_processes - len(self._workers), len(waiting) - len(idle))
         started = [self._start() for _ in range(max(0, n_new))]
@@ -79,7 +95,8 @@ class VerifierPool:
         for worker in (idle + started)[: len(waiting)]:
             worker.call = waiting.popleft()
             worker.deadline = time.monotonic() + self._timeout_seconds
-            worker.pipe.send(calls[worker.call])
+            number = 0 if numbers is None else numbers[worker.call]
+            worker.pipe.send((number, *calls[worker.call]))
 
     def _verdict(self, worker: _Worker) -> Verdict | None:
         """What came of a worker's call; None if it is still at it."""
@@ -90,20 +107,20 @@ class VerifierPool:
                 worker.process.join()
                 code = worker.process.exitcode
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                return Verdict(failure=f"the reward function's process ended ({how})")
+                return Verdict(failure=f"{self._what}'s process ended ({how})")
         if time.monotonic() < worker.deadline:
             return None
         self._kill(worker)
         return Verdict(
-            failure=f"the reward function took longer than {self._timeout_seconds:g} s "
-            "(rl.task.reward_timeout_seconds)"
+            failure=f"{self._what} took longer than {self._timeout_seconds:g} s ({self._keys[1]})"
         )
 
     def _start(self) -> _Worker:
         # Not a fork: this process has threads, and perhaps a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
+        arguments = (theirs, self._functions, self._convert)
+        process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -118,8 +135,8 @@ class VerifierPool:
         if ready is not None:
             self._kill(worker)
             raise ValueError(
-                f"a process for rl.task.reward_fn = {self._function!r} cannot be started: {ready}; "
-                "its module is imported again there"
+                f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
+                f"{ready}; its module is imported again there"
             )
 
     @staticmethod
@@ -135,22 +152,24 @@ class VerifierPool:
         self._workers = []
 
 
-def _work(pipe: Connection, name: str) -> None:
+def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
     """Answer calls until the other side is gone."""
-    module, _, function_name = name.partition(":")
+    functions = []
     try:
-        function = getattr(importlib.import_module(module), function_name)
+        for name in names:
+            module, _, function_name = name.partition(":")
+            functions.append(getattr(importlib.import_module(module), function_name))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send(None)
     while True:
         try:
-            arguments, by_name = pipe.recv()
+            number, arguments, by_name = pipe.recv()
         except EOFError:
             return
         try:
-            verdict = Verdict(value=float(function(*arguments, **by_name)))
+            verdict = Verdict(value=convert(functions[number](*arguments, **by_name)))
         except Exception as error:
             verdict = Verdict(error=f"{type(error).__name__}: {error}")
         pipe.send(verdict)

@@ -126,7 +126,7 @@ FAULTS = [
     ),
     rl_fault(
         "reward function that is none",
-        "config error: rl.task.reward_fn must be called with (completion, answer), got "
+        "config error: rl.task.reward_fn must be called, got "
         f"'{REWARDS}:not_a_function', which is a int; name a function",
         "The name is that of something else.",
         "Name a function.",

@@ -3,7 +3,7 @@ from decimal import Decimal
 import pytest
 
 from torchtitan.rl.rewards import gsm8k, gsm8k_answer
-from torchtitan.rl.tasks import find_reward_fn
+from torchtitan.rl.tasks import find_function
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_answer_of_the_data_without_a_number_is_named():
 
 
 def test_reward_is_found_by_the_name_of_the_recipes():
-    assert find_reward_fn("torchtitan.rl.rewards:gsm8k") is gsm8k
+    assert find_function("torchtitan.rl.rewards:gsm8k") is gsm8k

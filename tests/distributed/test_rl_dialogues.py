@@ -1,0 +1,114 @@
+"""Episodes of several turns on 2 gloo ranks: those of one process, whoever draws them."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.rl_runs import numbers, run_on_this_rank
+from tests.distributed.test_rl_layouts import LAYOUTS, assert_first_steps_of_one_process
+from tests.distributed.test_rl_roles import run_part
+from tests.unit.rl.test_dialogues import GUESS, STOPS
+from tests.unit.rl.toy import toy_config
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.tasks import GuessTask
+from torchtitan.testing.gloo import RankFailure, run_ranks
+
+
+def reply(task, prompt, turns):
+    """To whatever a random policy writes; half of the episodes end with each turn."""
+    return "<>" if (len(turns[-1].text) + int(prompt.answer)) % 2 else None
+
+
+def run_dialogues(folder, flags, kill_after=None):
+    GuessTask.reply = reply  # in this process of a rank only
+    return run_on_this_rank(folder, [*GUESS, *STOPS, *flags], kill_after)
+
+
+def turns_of_episodes(folder):
+    rows = map(json.loads, (folder / "episodes.jsonl").read_text().splitlines())
+    return [(row["step"], row["turns"], row["token_ids"], row["reward"]) for row in rows]
+
+
+STEPS = [
+    "--training.steps=4",
+    "--rl.loss.entropy_coef=0.01",
+    "--rl.log_samples=-1",
+    "--rl.eval_every=4",
+    "--rl.eval_samples=5",
+]
+SELECTION = ["--rl.redraws=2", "--rl.overlong_tokens=2", "--rl.loss.correction=token"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    (run,) = run_ranks(run_dialogues, 1, folder, STEPS)
+    return run, turns_of_episodes(folder)
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "TP", "PP", "CP"])
+def test_layouts_take_the_steps_of_one_process(layout, one_process, tmp_path):
+    """Ranks that share a model draw together, however few of their dialogues go on."""
+    expected, episodes = one_process
+    assert {len(turns) for _, turns, _, _ in episodes} == {1, 3, 5}
+    runs = run_ranks(run_dialogues, 2, tmp_path, [*STEPS, *LAYOUTS[layout]])
+    assert_first_steps_of_one_process(runs, expected)
+    assert turns_of_episodes(tmp_path) == episodes
+
+
+def run_part_of_dialogues(folder, flags):
+    GuessTask.reply = reply
+    return run_part(folder, [*GUESS, *STOPS, *flags])
+
+
+def run_roles(folder, n_ranks, *flags):
+    return run_ranks(run_part_of_dialogues, n_ranks, folder, flags, init_process_group=False)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_that_only_generate_hold_the_same_dialogues(ahead, tmp_path):
+    flags = [*STEPS, *SELECTION, *LAYOUTS["FSDP"], f"--rl.async_steps={ahead}"]
+    flags += ["--rl.weight_sync.mode=broadcast"]
+    both = run_roles(tmp_path / "both", 2, *flags)
+    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
+    assert apart[0]["digest"] == both[0]["digest"]
+    assert apart[0]["evaluations"] == both[0]["evaluations"] and both[0]["evaluations"]
+    assert turns_of_episodes(tmp_path / "both") == turns_of_episodes(tmp_path / "apart")
+    assert any(step["rl/turns"] > 1 for step in both[0]["steps"])
+    assert any(step["rl/redraws"] > 0 for step in both[0]["steps"])
+
+
+RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4"]
+RESUMED += ["--checkpoint.no_last_save_model_only", *SELECTION, *LAYOUTS["FSDP"]]
+
+
+@pytest.mark.parametrize("async_steps", [0, 2])
+def test_killed_run_with_dialogues_goes_on_bit_for_bit(async_steps, tmp_path):
+    flags = [*RESUMED, f"--rl.async_steps={async_steps}"]
+    unbroken = run_ranks(run_dialogues, 2, tmp_path / "unbroken", flags)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_ranks(run_dialogues, 2, tmp_path / "killed", flags, 5)
+    resumed = run_ranks(run_dialogues, 2, tmp_path / "killed", flags)[0]
+    assert [step["step"] for step in resumed["steps"]] == [5, 6, 7, 8]
+    assert numbers(resumed) == numbers(unbroken)[4:]
+    assert resumed["digest"] == unbroken["digest"]
+
+
+def fail_on_rank_one(folder, extra):
+    controller = Controller(toy_config(folder, *GUESS, *STOPS, *extra))
+    controller.setup()
+    fails = dist.get_rank() == 1
+    controller.task.reply = lambda prompt, turns: 1 / 0 if fails else "<"
+    try:
+        controller.train_step()
+    except Exception as error:
+        return repr(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("extra", [[], ["--rl.async_steps=1"]], ids=["together", "apart"])
+def test_reply_that_fails_on_one_rank_ends_the_step_on_all(extra, tmp_path):
+    for error in run_ranks(fail_on_rank_one, 2, tmp_path, [*extra, *LAYOUTS["FSDP"]]):
+        assert "a reply failed" in error and "division by zero" in error

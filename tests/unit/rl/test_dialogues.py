@@ -1,0 +1,257 @@
+"""Episodes of several turns: what is sampled, replied, trained on and counted."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.unit.rl.test_generator import FakeVLLM
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.generator import Generator
+from torchtitan.rl.rollout import Draws, Rollouts
+from torchtitan.rl.tasks import Grade, GuessTask, JsonlTask, Prompt, Turn
+from torchtitan.rl.types import Completion, Episode, TrainingSample
+from torchtitan.rl.vllm_generator import VLLMGenerator
+
+STOPS = ["--rl.sampling.stop_token_ids", *map(str, range(1, 9))]  # so that random turns end
+GUESS = ["--rl.task.name=guess", "--rl.task.max_turns=3"]
+
+
+class Scripted(Generator):
+    """Writes what `policy` says to the text so far; an "!" at its end is a cut-off turn."""
+
+    weight_names = "ours"
+
+    def __init__(self, tokenizer, policy: Callable[[str], str]):
+        self.tokenizer, self.policy, self.policy_version = tokenizer, policy, 5
+        self.calls: list[tuple[int, list[int]]] = []
+
+    def _draw(self, prompts, sampling, num_samples, rows):
+        self.calls.append((sampling.seed, list(rows)))
+        completions = []
+        for prompt in (prompt for prompt in prompts for _ in range(num_samples)):
+            text = self.policy(self.tokenizer.decode(list(prompt)))
+            ids = self.tokenizer.encode(text.rstrip("!"), add_special_tokens=False)
+            ids += [self.tokenizer.eos_id] * (not text.endswith("!"))
+            reason = "stop" if sampling.stops_at(ids) else "length"
+            completions.append(Completion(tuple(ids), (-0.5,) * len(ids), reason, 5))
+        return completions
+
+    def update_weights(self, weights=None, *, check_digest=True): ...
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict): ...
+
+
+def bisect(dialogue: str) -> str:
+    """The best next guess of a number from 0 to 6: "?3>5" is followed by "4" or "6"."""
+    low, high, guess = 0, 6, 3
+    for number, reply in zip(dialogue[1::2], dialogue[2::2], strict=True):
+        low, high = (int(number) + 1, high) if reply == ">" else (low, int(number) - 1)
+        guess = (low + high) // 2
+    return str(guess)
+
+
+def draw(task, generator, tmp_path, *overrides, longest=None) -> list[Episode]:
+    """One episode for each of 30 held-out prompts."""
+    config = toy_config(tmp_path, *GUESS, "--rl.eval_samples=30", *overrides).rl
+    draws = Draws(task, generator, torch.device("cpu"), ahead=False)
+    return Rollouts(task, config, draws, longest).of_held_out(greedy=False)
+
+
+def test_policy_that_bisects_finds_every_number_and_only_its_tokens_count(tmp_path):
+    task = GuessTask(value_max=6)
+    episodes = draw(task, Scripted(task.tokenizer, bisect), tmp_path)
+    # By hand: 3 is found at once, 1 and 5 with the second guess, the others with the third.
+    n_guesses = {"3": 1, "1": 2, "5": 2, "0": 3, "2": 3, "4": 3, "6": 3}
+    assert {e.expected_answer for e in episodes} == set(n_guesses)
+    eos = task.tokenizer.eos_id
+    for episode in episodes:
+        n = n_guesses[episode.expected_answer]
+        assert (episode.reward, episode.scores["turns"], episode.finish_reason) == (1, n, "stop")
+        assert episode.turns[0::2][-1] == episode.text == episode.expected_answer
+        replies = [
+            "<" if int(episode.expected_answer) < int(g) else ">" for g in episode.turns[::2]
+        ]
+        assert list(episode.turns[1::2]) == replies[: n - 1]
+        written = [
+            ids
+            for i, text in enumerate(episode.turns)
+            for ids in task.tokenizer.encode(text) + [eos] * (i % 2 == 0)
+        ]
+        assert list(episode.token_ids) == written
+        assert episode.turn_lengths == [2] * n
+        mask = ([1, 1, 0] * n)[:-1]
+        assert episode.token_log_probs == tuple(-0.5 * m for m in mask)
+        sample = TrainingSample.of_episode(Episode(**vars(episode) | {"advantage": 2.0}))
+        assert sample.loss_mask.tolist() == mask
+        assert sample.labels.tolist() == written
+    assert all(Episode.from_dict(e.to_dict()) == e for e in episodes)
+
+
+def test_each_turn_has_draws_of_its_own_which_follow_from_the_step_and_the_row(tmp_path):
+    task = GuessTask(value_max=6)
+    generator, again = (Scripted(task.tokenizer, bisect) for _ in range(2))
+    episodes = draw(task, generator, tmp_path)
+    rows_of_turn = [
+        [row for row, episode in enumerate(episodes) if episode.scores["turns"] > n]
+        for n in range(3)
+    ]
+    assert [rows for _, rows in generator.calls] == rows_of_turn
+    assert len({seed for seed, _ in generator.calls}) == 3
+    assert draw(task, again, tmp_path) == episodes and again.calls == generator.calls
+    # The first turn is that of a task without replies.
+    alone = Scripted(task.tokenizer, bisect)
+    draw(task, alone, tmp_path, "--rl.task.max_turns=1")
+    assert alone.calls == generator.calls[:1]
+
+
+def test_turn_that_is_cut_off_or_ends_with_no_number_ends_the_episode(tmp_path):
+    task = GuessTask(value_max=6)
+    for text, reason in (("0!", "length"), ("<", "stop"), ("", "stop")):
+        episodes = draw(task, Scripted(task.tokenizer, lambda _, text=text: text), tmp_path)
+        assert {(e.scores["turns"], e.finish_reason) for e in episodes} == {(1, reason)}
+        assert all(e.loss_mask is None for e in episodes)
+
+
+def test_episode_whose_next_turn_would_not_fit_ends_and_is_counted(tmp_path):
+    task = GuessTask(value_max=6)
+    # "?", two turns of 2 tokens, a reply of 1: the third would need another reply and max_tokens.
+    for longest, n_turns in ((6 + 1 + 4, 3), (6 + 1 + 3, 2), (1 + 2 + 1 + 3, 1)):
+        episodes = draw(task, Scripted(task.tokenizer, bisect), tmp_path, longest=longest)
+        assert max(e.scores["turns"] for e in episodes) == n_turns
+        ended = [e for e in episodes if e.scores["out_of_room"]]
+        assert {(e.scores["turns"], e.finish_reason, e.reward) for e in ended} <= {
+            (n_turns, "length", 0.0)
+        }
+        assert bool(ended) == (n_turns < 3)
+        assert all(len(e.token_ids) + 1 <= longest for e in episodes)
+
+
+class Pieces:
+    """A tokenizer that would write "ab" with one token, and says so when it is asked to."""
+
+    eos_id = 0
+    words = {"ab": 1, "a": 2, "b": 3, "?": 4, "-": 5}
+    encoded: list[str]
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        assert options in ({}, {"add_bos": False, "add_eos": False, "add_special_tokens": False})
+        return [self.words[text]]
+
+    def decode(self, ids, **_):
+        names = {i: word for word, i in self.words.items()}
+        return "".join(names.get(i, "") for i in ids)
+
+
+def test_sampled_tokens_are_kept_as_they_were_sampled(tmp_path):
+    """Encoding "ab" again would give another token."""
+    tokenizer = Pieces()
+    task = GuessTask()
+    task.tokenizer = tokenizer
+    task.held_out = lambda n: [Prompt("?", (4,), "ab")]
+    task.reply = lambda prompt, turns: "-" if len(turns) == 1 else None
+    generator, contexts = Scripted(tokenizer, str), []
+
+    def sample(prompts, sampling, num_samples, rows):
+        contexts.append([tuple(prompt) for prompt in prompts])
+        return [Completion((2, 3, 0), (-1.0, -2.0, -3.0), "stop", 5)]
+
+    generator._draw = sample
+    (episode,) = draw(task, generator, tmp_path)
+    assert contexts == [[(4,)], [(4, 2, 3, 0, 5)]]
+    assert episode.token_ids == (2, 3, 0, 5, 2, 3, 0)
+    assert episode.token_log_probs == (-1, -2, -3, 0, -1, -2, -3)
+    assert tokenizer.encoded == ["-"] and episode.turns == ("ab", "-", "ab")
+
+
+def test_reply_without_a_token_and_a_failing_one_are_told(tmp_path):
+    task = GuessTask()
+    task.reply = lambda prompt, turns: ""
+    with pytest.raises(ValueError, match="a reply must have a token, got ''"):
+        draw(task, Scripted(task.tokenizer, lambda _: "1"), tmp_path)
+    task.reply = lambda prompt, turns: 1 / 0
+    with pytest.raises(ValueError, match="a reply failed at .*ZeroDivisionError.*correct the task"):
+        draw(task, Scripted(task.tokenizer, lambda _: "1"), tmp_path)
+
+
+def test_episode_may_be_graded_by_all_its_turns(tmp_path):
+    class PerTurn(GuessTask):
+        """A tenth less for each turn."""
+
+        def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]):
+            return [Grade(1 - 0.1 * len(turns)) for _, turns in episodes]
+
+    task = PerTurn(value_max=6)
+    episodes = draw(task, Scripted(task.tokenizer, bisect), tmp_path)
+    assert {round(e.reward, 9) for e in episodes} == {0.9, 0.8, 0.7}
+
+
+def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
+
+    class Hints(JsonlTask):
+        def reply(self, prompt, turns):
+            return ">" if turns[-1].text == "3" else None
+
+    def reward(text, answer, turns):
+        assert turns == [("3", ">"), (text, None)]
+        return 0.5 * (text == answer)
+
+    task = Hints(str(tmp_path / "p.jsonl"), reward, GuessTask().tokenizer)
+    policy = {"?": "3", "?3>": "4"}
+    (episode,) = draw(task, Scripted(task.tokenizer, policy.__getitem__), tmp_path)
+    assert (episode.reward, episode.scores["exact"]) == (0.5, 1)
+
+
+def test_vllm_is_asked_for_each_turn_with_the_whole_episode_so_far(tmp_path, monkeypatch):
+    fake = FakeVLLM()  # it always says "67", which task tokens 7 and 8 spell, and token 9
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    generator = VLLMGenerator("assets")
+    generator.policy_version = 0
+    task, asked = GuessTask(value_max=99), []
+    generate = fake.generate
+    generator._llm.generate = lambda prompts, params, use_tqdm: (
+        asked.append(
+            [
+                (p["prompt_token_ids"], one.n, one.seed)
+                for p, one in zip(prompts, params, strict=True)
+            ]
+        )
+        or generate(prompts, params, use_tqdm)
+    )
+    flags = ["--rl.sampling.stop_token_ids=9", "--rl.eval_samples=4"]
+    episodes = draw(task, generator, tmp_path, *flags)
+    first, second, third = asked
+    assert {len(prompt) for prompt, _, _ in third} == {1 + 2 * (3 + 1)}
+    assert len(first) == len(second) == len(third) == 4
+    assert {n for _, n, _ in first + second + third} == {1}
+    assert len({seed for _, _, seed in first + second + third}) == 12
+    assert [len(e.token_ids) for e in episodes] == [11] * 4
+
+
+def test_task_that_never_replies_is_refused_with_several_turns(tmp_path):
+    with pytest.raises(ConfigError, match="max_turns = 2 is for tasks that reply .* got CopyTask"):
+        Controller(toy_config(tmp_path, "--rl.task.max_turns=2"))
+
+
+@pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
+def test_trainer_scores_sampled_tokens_as_the_generator_did(mode, tmp_path):
+    """So tokens, positions and mask of dialogues are those that were drawn with."""
+    controller = Controller(toy_config(tmp_path, *GUESS, *STOPS, *mode))
+    controller.setup()
+    controller.task.reply = lambda prompt, turns: "<>"
+    metrics = controller.train_step()
+    assert metrics["loss/logprob_diff_max"] <= 5e-6  # fp32, sums in another order
+    assert metrics["rl/turns"] > 1 and metrics["rl/out_of_room"] == 0
+    assert 1 < metrics["rl/completion_tokens"] <= 3 * 4
+    assert controller.evaluate(greedy=True)["turns"] >= 1
+    controller.close()

@@ -1,0 +1,212 @@
+"""The policy calls tools: what it reads then, and what never stops a run."""
+
+import json
+
+import pytest
+
+from tests.unit.chats import FORGETFUL, QWEN_LIKE, write_tokenizer
+from tests.unit.rl import tool_functions
+from tests.unit.rl.test_dialogues import Scripted, draw
+from tests.unit.rl.test_job_config import config_with
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.tasks import build_task
+from torchtitan.rl.tools import Toolbox, ToolCall, calculator, schema_of, tool_calls
+
+HERE = "tests.unit.rl.tool_functions"
+TOOLS = [
+    "torchtitan.rl.tools:calculator",
+    *(f"{HERE}:{name}" for name in ("divide", "wait", "die")),
+]
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+# question -> (what the policy writes first, the results that it reads then)
+SCRIPT = {
+    "right": (call("calculator", expression="(2+3)*4"), ["20"]),
+    "two at once": (
+        "Both. " + call("divide", x=3) + call("calculator", expression="1/3"),
+        ['{"quotient": 1.5}', "0.3333333333333333"],
+    ),
+    "cut": (call("divide", x=1, y=4).removesuffix("</tool_call>"), ['{"quotient": 0.25}']),
+    "malformed": (
+        "<tool_call>{'name': }</tool_call>",
+        ["error: a call must be a JSON object, and"],
+    ),
+    "no call": ("<tool_call>[1]</tool_call>", ['error: a call must be like {"name": "f", ']),
+    "unknown": (call("rm"), ["error: there is no tool 'rm', only calculator, divide, wait, die"]),
+    "arguments": (call("divide", z=1), ["error: TypeError: divide() got an unexpected keyword"]),
+    "exception": (call("divide", x=1, y=0), ["error: ZeroDivisionError: "]),
+    "code": (call("calculator", expression="open('x')"), ["error: ValueError: an expression has"]),
+    "hangs": (call("wait", seconds=60), ["error: the tool took longer than 1 s"]),
+    "dies": (call("die"), ["error: the tool's process ended (exit code 3)"]),
+}
+
+
+def policy(dialogue: str) -> str:
+    """The script's call, then an answer that repeats the results."""
+    question = dialogue.split("user\n", 1)[1].split("\nassistant\n")[0]
+    results = dialogue.split("<tool_response>\n")[1:]
+    if not results:
+        return SCRIPT[question][0]
+    return " and ".join(result.split("\n</tool_response>")[0] for result in results)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tools") / "model", QWEN_LIKE)
+
+
+def task_config(folder, rows, *overrides):
+    path = folder.parent / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--rl.task.path={path}", "--rl.task.reward_fn=operator:eq", "--rl.task.name=jsonl"]
+    tools = ["--rl.task.tool_timeout_seconds=1", f"--rl.task.tools={','.join(TOOLS)}"]
+    return toy_config(folder.parent, *flags, "--rl.task.max_turns=3", *tools, *overrides).rl
+
+
+def question(text: str, answer: str = "") -> dict:
+    return {"prompt": [{"role": "user", "content": text}], "answer": answer}
+
+
+def test_results_of_calls_are_read_in_the_next_turn_whatever_goes_wrong(folder, caplog):
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    config = task_config(folder, [question(text, "20") for text in SCRIPT])
+    task = build_task(config, tokenizer)
+    more = [f"--rl.task.tools={TOOLS[0]}"]
+    episodes = draw(task, Scripted(tokenizer, policy), folder.parent, *more)
+    task.close()
+    assert len(episodes) == len(SCRIPT)
+    for episode, (first, results) in zip(episodes, SCRIPT.values(), strict=True):
+        said = episode.text.split(" and ") if len(results) > 1 else [episode.text]
+        for found, expected in zip(said, results, strict=True):
+            assert found.startswith(expected)
+        assert episode.reward == (episode.text == "20")
+        assert episode.scores["turns"] == 2 and episode.scores["tool_calls"] == len(results)
+        assert episode.turns[0] == first
+        # The end of the turn was sampled; what follows it is the template's.
+        reply = episode.turns[1]
+        assert reply.startswith("\n<|im_start|>user\n<tool_response>\n")
+        assert reply.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
+        text = tokenizer.decode(
+            [*episode.prompt_token_ids, *episode.token_ids], skip_special_tokens=False
+        )
+        assert text == f"{episode.prompt}{first}<|im_end|>{reply}{episode.text}<|im_end|>"
+    assert "the tool took longer than 1 s (rl.task.tool_timeout_seconds); the policy" in caplog.text
+    # Tools are in the prompt, with their schemas; nothing stands before its first token.
+    assert '"name": "calculator", "description": "Work out an arithmetic' in episodes[0].prompt
+    assert tokenizer.decode(list(episodes[0].prompt_token_ids[:1]), skip_special_tokens=False) == (
+        "<|im_start|>"
+    )
+
+
+def test_schema_is_that_of_the_signature():
+    assert schema_of(tool_functions.divide, "m:divide") == {
+        "type": "function",
+        "function": {
+            "name": "divide",
+            "description": "Divide x by y.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
+                "required": ["x"],
+            },
+        },
+    }
+
+    def search(words: list[str], limit: int = 3) -> str: ...
+
+    parameters = schema_of(search, "m:search")["function"]["parameters"]
+    assert parameters["properties"]["words"] == {"type": "array", "items": {"type": "string"}}
+    search.schema = {"type": "function", "function": {"name": "other"}}
+    assert schema_of(search, "m:search") is search.schema
+    with pytest.raises(ValueError, match="the parameter 'x' of m:untyped must be one that"):
+        schema_of(tool_functions.untyped, "m:untyped")
+    with pytest.raises(ValueError, match=r"must have different names, got \['divide', 'divide'\]"):
+        Toolbox({"a:divide": tool_functions.divide, "b:divide": tool_functions.divide}, 1, 1.0)
+
+
+def test_calls_are_found_in_a_text():
+    assert tool_calls("no call") == []
+    text = f"<think>x</think>{call('f', a='</b>')}\n{call('g')} <tool_call>"
+    first, second, third = tool_calls(text)
+    assert (first, second) == (ToolCall("f", {"a": "</b>"}), ToolCall("g", {}))
+    assert third.problem.startswith("a call must be a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"), [("-(1 + 2) * 3 % 4", "3"), ("7 // 2 / 2", "1.5"), ("+1e3", "1000.0")]
+)
+def test_calculator_works_out_what_python_does(expression, result):
+    assert calculator(expression) == result == str(eval(expression))
+
+
+@pytest.mark.parametrize(
+    "expression", ["2**9", "a", "f(1)", "True", "'a'*3", "[1][0]", "1 if 1 else 2"]
+)
+def test_calculator_knows_nothing_else(expression):
+    with pytest.raises(ValueError, match="an expression has numbers"):
+        calculator(expression)
+
+
+def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    plain = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "plain")))
+    forgetful = tmp_path / "f.jinja"
+    forgetful.write_text(FORGETFUL)
+    for rows, with_tokenizer, flags, message in [
+        ([question("a")], plain, [], "has no chat template; set rl.task.chat_template"),
+        ([question("a"), {"prompt": "b"}], tokenizer, [], "line 2: with rl.task.tools prompts are"),
+        ([{"prompt": ["b"]}], tokenizer, [], "line 1: a message must be an object with a role"),
+        ([{"prompt": [{"role": "king", "content": ""}]}], tokenizer, [], "no such role: king"),
+        (
+            [question("a")],
+            tokenizer,
+            [f"--rl.task.chat_template={forgetful}"],
+            "f.jinja writes the",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_task(task_config(folder, rows, *flags), with_tokenizer)
+
+
+def test_chat_prompts_need_no_tools_and_take_variables(folder):
+    path = folder.parent / "chat.jsonl"
+    path.write_text(json.dumps(question("2+2?", "4")) + "\n" + json.dumps({"prompt": "plain"}))
+    flags = [f"--rl.task.path={path}", "--rl.task.reward_fn=operator:eq", "--rl.task.name=jsonl"]
+    variables = '--rl.task.chat_variables={"enable_thinking": false}'
+    config = toy_config(folder.parent, *flags, variables).rl
+    task = build_task(config, HuggingFaceTokenizer(str(folder)))
+    chat, plain = task.held_out(2)
+    assert chat.text == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert plain.text == "plain" and not task.replies
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tools": ["nowhere:f"], "max_turns": 2}, "rl.task.tools names a function to import"),
+        ({"tools": TOOLS}, "another turn, got rl.task.max_turns = 1; raise it"),
+        ({"tool_processes": 0}, "rl.task.tool_processes must be 1 to 1024, got 0"),
+        ({"tool_timeout_seconds": 0.0}, "rl.task.tool_timeout_seconds must be above 0"),
+        ({"chat_template": "none.jinja"}, "must be a file with a Jinja template, got 'none.jinja'"),
+        ({"chat_variables": "[1]"}, r"rl.task.chat_variables must be a JSON object, got '\[1\]'"),
+        ({"max_turns": 0}, "rl.task.max_turns must be at least 1, got 0"),
+    ],
+)
+def test_settings_are_checked(values, message, tmp_path):
+    (tmp_path / "p.jsonl").write_text("{}")
+    values = {
+        "name": "jsonl",
+        "path": str(tmp_path / "p.jsonl"),
+        "reward_fn": "operator:eq",
+    } | values
+    with pytest.raises(ConfigError, match=message):
+        check_rl_config(config_with(**{f"rl__task__{key}": value for key, value in values.items()}))

@@ -1,0 +1,167 @@
+"""Messages of a chat as the text that a model was trained on, by its Jinja template.
+
+A template comes from a file that somebody shipped, so it runs in Jinja's sandbox, where it can change
+nothing and reach no attribute of Python's. It cannot ask for the date: a prompt must not depend on
+the day on which a run goes on.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and what else a template reads."""
+
+# Stands for what a model wrote; no template changes it.
+_WRITTEN = "what the model wrote"
+_THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
+
+
+class ChatTemplate:
+    """Renders messages, as `apply_chat_template` of Hugging Face's tokenizers does.
+
+    source: the template. name: of it, for errors. variables: that it reads, such as bos_token and
+        enable_thinking, besides messages, tools, documents and add_generation_prompt.
+    Raises ValueError for a source that is not a template.
+    """
+
+    def __init__(self, source: str, name: str, variables: Mapping[str, Any] | None = None):
+        # Only chats need them.
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """{% generation %}, which marks what the model writes; what it encloses stays."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def refuse(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: Any, **options: Any) -> str:
+            # Jinja's own filter escapes for HTML.
+            return json.dumps(value, **{"ensure_ascii": False} | options)
+
+        self.name, self._variables = name, dict(variables or {})
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = refuse
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
+
+    @classmethod
+    def of_tokenizer(
+        cls,
+        tokenizer: HuggingFaceTokenizer,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        path: str = "",
+        tools: bool = False,
+    ) -> "ChatTemplate | None":
+        """The template of a model's folder; None if it has none.
+
+        path: a file with the template to take instead. tools: whether tools are offered, for which a
+            folder may have a template of its own.
+        Raises ValueError for a template that cannot be read.
+        """
+        config, folder = tokenizer.config or {}, Path(tokenizer.tokenizer_path)
+        tokens = {key: _text_of(config.get(key)) for key in SPECIAL_TOKEN_KEYS}
+        known = {key: text for key, text in tokens.items() if text is not None}
+        file = Path(path) if path else folder / "chat_template.jinja"
+        if path or file.is_file():
+            try:
+                source, name = file.read_text(encoding="utf-8"), str(file)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read the chat template {str(file)!r}: {error}") from error
+        else:
+            source, name = config.get("chat_template"), f"chat_template of {folder}"
+            if isinstance(source, list):  # several, by name
+                by_name = {entry.get("name"): entry.get("template") for entry in source}
+                source = tools and by_name.get("tool_use") or by_name.get("default")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
+        return cls(source, name, known | dict(variables or {}))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of messages, and of the head of the answer that is asked for.
+
+        tools: JSON schemas of functions. Raises ValueError if the template cannot render them.
+        """
+        try:
+            return self._template.render(
+                **self._variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template may do with values whatever Python can
+            raise ValueError(f"{self.name} cannot render {messages!r}: {error}") from error
+
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        replies: Sequence[Message],
+        *,
+        stop: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text between an answer to `messages` and the next one, with replies to the first.
+
+        stop: what the model wrote at the end of its answer, and is not written again.
+        """
+        answer = {"role": "assistant", "content": _WRITTEN}
+        text = self.render([*messages, answer, *replies], tools=tools)
+        after = text[text.rindex(_WRITTEN) + len(_WRITTEN) :]
+        return after.removeprefix(stop)
+
+    def check_turns(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Raise ValueError unless what was rendered before a reply stays as it was.
+
+        Then a model reads in its second turn exactly what it was given and has written.
+        """
+        for written in (_WRITTEN, _THOUGHT):
+            answer = {"role": "assistant", "content": written}
+            start = self.render(messages, tools=tools)
+            once = self.render([*messages, answer, reply], tools=tools)
+            twice = self.render([*messages, answer, reply, answer, reply], tools=tools)
+            after = once.removeprefix(start + written)
+            if once == after or twice != start + (written + after) * 2:
+                raise ValueError(
+                    f"{self.name} writes the turn {written!r} differently once a message of the role "
+                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has "
+                    f"{once[max(0, len(start) - 80) : len(start) + len(written)]!r}), so a policy would "
+                    "read in later turns what it has not written; set rl.task.chat_template to a file "
+                    "with a template that leaves earlier turns as they are"
+                )
+
+
+def _text_of(token: Any) -> str | None:
+    """Of a special token, which is a text or an object with one."""
+    return token.get("content") if isinstance(token, dict) else token

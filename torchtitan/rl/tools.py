@@ -1,0 +1,180 @@
+"""Tools for the policy to call: Python functions, their schemas, and calls in other processes.
+
+A call is written as Hermes and Qwen write it, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+Whatever goes wrong with one becomes its result, a text that begins with "error: ".
+"""
+
+import ast
+import inspect
+import json
+import operator
+import re
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.rl.verifiers import Verdict, VerifierPool
+from torchtitan.tools.logging import logger
+
+# The last one may have been ended by a stop string, which is no part of the text.
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a text makes. problem: why it cannot be made; None if it can be tried."""
+
+    name: str = ""
+    arguments: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """The calls in what the policy wrote, in their order."""
+    return [_parsed(match) for match in _CALL.findall(text)]
+
+
+def _parsed(text: str) -> ToolCall:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(problem=f"a call must be a JSON object, and this is not JSON: {error}")
+    name = values.get("name") if isinstance(values, dict) else None
+    arguments = values.get("arguments", {}) if isinstance(values, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(problem='a call must be like {"name": "f", "arguments": {"x": 1}}')
+    return ToolCall(name, arguments)
+
+
+def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The JSON schema of a function: its `schema` attribute, or from annotations and docstring.
+
+    name: module:function, for errors. Raises ValueError for a parameter of no known type.
+    """
+    if hasattr(function, "schema"):
+        return function.schema
+    hints = typing.get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        kind = hints.get(parameter.name)
+        json_type = _TYPES.get(typing.get_origin(kind) or kind)
+        if json_type is None or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"rl.task.tools: the parameter {parameter.name!r} of {name} must be one that can be "
+                f"named, annotated as {', '.join(t.__name__ for t in _TYPES)}, got {parameter}; "
+                "correct it, or give the function a JSON schema in its attribute `schema`"
+            )
+        properties[parameter.name] = {"type": json_type}
+        items = typing.get_args(kind)[:1]
+        if json_type == "array" and items and items[0] in _TYPES:
+            properties[parameter.name]["items"] = {"type": _TYPES[items[0]]}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    return {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": inspect.getdoc(function) or "",
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+class Toolbox:
+    """Functions that the policy may call, in processes of their own.
+
+    functions: by their names, module:function. n_processes: of this rank. timeout_seconds: of a call.
+    Raises ValueError for functions without a schema, or two of one name.
+    """
+
+    def __init__(
+        self, functions: dict[str, Callable[..., Any]], n_processes: int, timeout_seconds: float
+    ):
+        self.schemas = [schema_of(function, name) for name, function in functions.items()]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rl.task.tools must have different names, got {names}; rename one")
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._pool = VerifierPool(
+            list(functions),
+            n_processes,
+            timeout_seconds,
+            convert=as_text,
+            what="the tool",
+            keys=("rl.task.tools", "rl.task.tool_timeout_seconds"),
+        )
+
+    def results(self, calls: Sequence[ToolCall]) -> list[str]:
+        """What the calls return, as texts, in their order."""
+        known = [call for call in calls if self._problem(call) is None]
+        numbers = [self._numbers[call.name] for call in known]
+        verdicts = iter(
+            self._pool.call_all([((), call.arguments or {}) for call in known], numbers)
+        )
+        return [
+            f"error: {problem}" if (problem := self._problem(call)) else _result(next(verdicts))
+            for call in calls
+        ]
+
+    def _problem(self, call: ToolCall) -> str | None:
+        if call.problem is None and call.name not in self._numbers:
+            return f"there is no tool {call.name!r}, only {', '.join(self._numbers)}"
+        return call.problem
+
+    def close(self) -> None:
+        """End the processes. Safe to call twice."""
+        self._pool.close()
+
+
+def _result(verdict: Verdict) -> str:
+    if verdict.failure is not None:
+        logger.warning("%s; the policy is told", verdict.failure)
+    problem = verdict.error or verdict.failure
+    return verdict.value if problem is None else f"error: {problem}"
+
+
+def as_text(value: Any) -> str:
+    """A function's result, for the policy to read: a text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+# ---- a tool ----
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def calculator(expression: str) -> str:
+    """Work out an arithmetic expression of numbers, + - * / // % and parentheses."""
+
+    def value_of(node: ast.AST) -> float:
+        match node:
+            case ast.Expression(body):
+                return value_of(body)
+            case ast.Constant(value) if type(value) in (int, float):
+                return value
+            case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+                return _OPERATORS[type(kind)](value_of(left), value_of(right))
+            case ast.UnaryOp(kind, operand) if type(kind) in _OPERATORS:
+                return _OPERATORS[type(kind)](value_of(operand))
+        raise ValueError(f"an expression has numbers, + - * / // % and (), got {expression!r}")
+
+    return str(value_of(ast.parse(expression.strip(), mode="eval")))
