@@ -143,8 +143,18 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     place = _meeting_place()
     if place not in _meeting_places:
+        rank, _, address, port = place
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
-            _wait_for_server(timeout)
+            # Until rank 0, or torchrun, can be reached: torch would log pages while it waits.
+            while rank != "0":
+                try:
+                    socket.create_connection((address, int(port)), timeout=5).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
             _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
         except (dist.DistError, OSError) as error:
             raise _no_meeting(error, timeout) from error
@@ -176,20 +186,6 @@ def _meeting_place() -> tuple[str, ...]:
             f"WORLD_SIZE to run as one process"
         )
     return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
-
-
-def _wait_for_server(timeout: timedelta) -> None:
-    """Return when rank 0, or torchrun, can be reached: torch would log pages while it waits."""
-    rank, _, address, port = _meeting_place()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while rank != "0":
-        try:
-            socket.create_connection((address, int(port)), timeout=5).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def _no_meeting(error: Exception, timeout: timedelta) -> RunError:
