@@ -173,31 +173,24 @@ class ReordererSequenceParallel(ParallelStyle):
     keep their numbers among all T * k.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._first_pair = 0
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, input_fn=self._own_tokens, output_fn=self._number_in_all
-        )
+        first_pair = 0
 
-    def _own_tokens(
-        self, module: nn.Module, inputs: tuple[Tensor, Tensor], device_mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor]:
-        top_scores, selected = inputs
-        num_tokens, top_k = top_scores.shape
-        share = -(-num_tokens // device_mesh.size())
-        first = min(share * device_mesh.get_local_rank(), num_tokens)
-        self._first_pair = first * top_k
-        own = slice(first, first + share)
-        return top_scores[own], selected[own]
+        def own_tokens(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+            nonlocal first_pair
+            top_scores, selected = inputs
+            num_tokens, top_k = top_scores.shape
+            share = -(-num_tokens // mesh.size())
+            first = min(share * mesh.get_local_rank(), num_tokens)
+            first_pair = first * top_k
+            own = slice(first, first + share)
+            return top_scores[own], selected[own]
 
-    def _number_in_all(
-        self, module: nn.Module, outputs: tuple[Tensor, Tensor, Tensor], device_mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, pairs, counts = outputs
-        return scores, pairs + self._first_pair, counts
+        def number_in_all(module: nn.Module, outputs: tuple, mesh: DeviceMesh) -> tuple:
+            scores, pairs, counts = outputs
+            return scores, pairs + first_pair, counts
+
+        return distribute_module(module, device_mesh, input_fn=own_tokens, output_fn=number_in_all)
 
 
 class DeepEPExpertParallel(ExpertParallel):
