@@ -117,7 +117,7 @@ def refusal(*features: str) -> tuple[str, str] | None:
     try:
         with mock.patch.object(checks, "refuse", _refuse):
             checks.check_job_config(config, ranks, known_converter_names(), builds_data=False)
-            checks.check_against_spec(config, spec, ranks, builds_data=False)
+            checks.check_against_spec(config, spec, builds_data=False)
         for device in ("cpu", "cuda"):
             with mock.patch("torchtitan.tools.utils.device_type", device):
                 _refuse(device_limits(config, dims, model))

@@ -24,11 +24,10 @@ def resolve_job(
     """
     # Before the checks: it may register converters, which they look up.
     _import_custom_module(job_config)
-    world_size = _world_size(job_config)
-    check_job_config(job_config, world_size, known_converter_names(), builds_data)
+    check_job_config(job_config, _world_size(job_config), known_converter_names(), builds_data)
     if train_spec is None:
         train_spec = find_train_spec(job_config)
-    check_against_spec(job_config, train_spec, world_size, builds_data)
+    check_against_spec(job_config, train_spec, builds_data)
     if builds_data:
         # Loads torchdata, which a bare engine does not need.
         from torchtitan.data.text_datasets import DATASETS, build_text_dataloader

@@ -1,6 +1,7 @@
 """The trainer: a `TrainingEngine` with a tokenizer, data, metrics, validation and a loop."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
-from torchtitan.data.prefetch import Item, StepCounts, StepsAhead
+from torchtitan.data.prefetch import Item, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import TrainingEngine
@@ -162,32 +163,19 @@ class Trainer(TrainingEngine):
         DataloaderExhaustedError on every rank, or the failure where it happened and ValueError
         elsewhere. In `train()` that was done while the step before trained.
         """
-        microbatches: list[PackedBatch] = []
-        local_valid_tokens, ran_out = 0, 0
-        failure: Exception | None = None
-        try:
-            for _ in range(self.gradient_accumulation_steps):
-                item = next(data_iterator)
-                ahead = self._steps_ahead
-                batch = self._pack(item) if ahead is None else ahead.batch
-                self._attended_pairs += self.packing.attended_pairs(batch)
-                self._attending_tokens += batch.tokens.numel()
-                local_valid_tokens += batch.num_valid
-                microbatches.append(batch)
-        except (DataloaderExhaustedError, StopIteration):
-            ran_out = 1
-        except Exception as error:  # raised below, once the other ranks know
-            failure = error
-        if self._steps_ahead is None:
-            sums = torch.tensor([local_valid_tokens, ran_out, failure is not None])
-            if self.dp_group is not None:
-                sums = sums.to(self.device)
-                torch.distributed.all_reduce(sums, group=self.dp_group)
+        ahead = self._steps_ahead
+        pack = self._pack if ahead is None else lambda _: ahead.batch
+        step = read_step(data_iterator, self.gradient_accumulation_steps, pack)
+        for batch in step.batches:
+            self._attended_pairs += self.packing.attended_pairs(batch)
+            self._attending_tokens += batch.tokens.numel()
+        counts = step.counts if ahead is None else ahead.counts
+        if ahead is None and self.dp_group is not None:
+            sums = torch.tensor(dataclasses.astuple(counts)).to(self.device)
+            torch.distributed.all_reduce(sums, group=self.dp_group)
             counts = StepCounts(*sums.tolist())  # waits for the device
-        else:
-            counts = self._steps_ahead.counts
-        if failure is not None:
-            raise failure
+        if step.error is not None:
+            raise step.error
         if counts.num_failed:
             raise ValueError(
                 f"{counts.num_failed} of {self.dp_size} data-parallel ranks could not read their "
@@ -197,7 +185,7 @@ class Trainer(TrainingEngine):
             raise DataloaderExhaustedError(
                 f"{counts.num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
             )
-        return microbatches, local_valid_tokens, counts.num_valid_tokens
+        return step.batches, step.counts.num_valid_tokens, counts.num_valid_tokens
 
     def _pack(self, item: Item) -> PackedBatch:
         return self.packing.mask_labels(self.packing.pack(*item))

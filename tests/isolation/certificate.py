@@ -52,11 +52,10 @@ from torchtitan.batch.documents import document_starts, read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.isolation import (
+    KERNELS,
     AttentionFunction,
     Inputs,
     Spans,
-    attend_flex,
-    attend_varlen,
     run_alone,
     run_packed,
 )
@@ -97,9 +96,9 @@ def _attend_flex_blocks(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -
 
 CPU_KERNELS: dict[str, AttentionFunction] = {
     "sdpa": attend_dense,
-    "flex": attend_flex,
+    "flex": KERNELS["flex"],
     "flex, client's mask": _attend_flex_blocks,
-    "varlen": attend_varlen,
+    "varlen": KERNELS["varlen"],
 }
 ACCELERATOR_KERNELS = {name: CPU_KERNELS[name] for name in ("sdpa", "flex", "varlen")}
 # These promise, on the CPU, a document's numbers to the last bit wherever it is packed.

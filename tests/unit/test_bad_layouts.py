@@ -25,7 +25,7 @@ def check(world_size, settings, model=None, changes=None, **fields):
     args = dataclasses.replace(spec.model_args[config.model.flavor], **changes or {})
     fields = {"build_tokenizer_fn": None, "model_args": {config.model.flavor: args}} | fields
     check_job_config(config, world_size)
-    check_against_spec(config, dataclasses.replace(spec, **fields), world_size)
+    check_against_spec(config, dataclasses.replace(spec, **fields))
 
 
 def stages(*names):

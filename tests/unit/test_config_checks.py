@@ -80,14 +80,14 @@ def in_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("world_size", [None, 1, 2, 8])
 def test_default_config_obeys_all_rules(world_size):
     check_job_config(JobConfig(), world_size)
-    check_against_spec(JobConfig(), train_spec(), world_size)
+    check_against_spec(JobConfig(), train_spec())
 
 
 def test_checks_change_nothing():
     config = config_with(training__global_batch_size=32, parallelism__data_parallel_shard_degree=-1)
     before = copy.deepcopy(config)
     check_job_config(config, 2)
-    check_against_spec(config, train_spec(), 2)
+    check_against_spec(config, train_spec())
     assert config == before
     assert os.listdir() == []
 

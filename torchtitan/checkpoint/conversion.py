@@ -115,32 +115,11 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, for one is in the other; "
                 "give another folder to write to"
             )
-    old_files = _files_to_keep(target, overwrite) if target.exists() else []
-    if target.is_mount():
-        raise ValueError(f"{folder} is a mounted volume, so is not replaced; give a folder in it")
-    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
-    before = target.with_name(f"{target.name}.before-{os.getpid()}")
-    beside.mkdir(parents=True)
-    try:
-        yield str(beside)
-        for file in old_files:
-            shutil.copy2(file, beside, follow_symlinks=False)
-        if target.exists():
-            target.rename(before)
-        beside.rename(target)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        if before.exists() and not target.exists():
-            before.rename(target)
-        raise
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def _files_to_keep(target: Path, overwrite: bool) -> list[Path]:
-    """The files in `target` that are no weights. ValueError if it may not be replaced."""
-    if not target.is_dir():
-        raise ValueError(f"{target} is a file; give a folder to write to")
-    entries = list(target.iterdir())
+    entries = []
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"{target} is a file; give a folder to write to")
+        entries = list(target.iterdir())
     if entries and not overwrite:
         raise ValueError(
             f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
@@ -151,5 +130,22 @@ def _files_to_keep(target: Path, overwrite: bool) -> list[Path]:
             f"{target} holds folders ({shorten(sorted(folders))}), so is not one of weights only, "
             "and is not overwritten; give another folder"
         )
-    replaced = (UNFINISHED_MARKER, *WEIGHT_FILES)
-    return [e for e in entries if not any(e.match(pattern) for pattern in replaced)]
+    if target.is_mount():
+        raise ValueError(f"{folder} is a mounted volume, so is not replaced; give a folder in it")
+    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
+    before = target.with_name(f"{target.name}.before-{os.getpid()}")
+    beside.mkdir(parents=True)
+    try:
+        yield str(beside)
+        for file in entries:
+            if not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
+                shutil.copy2(file, beside, follow_symlinks=False)
+        if target.exists():
+            target.rename(before)
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists() and not target.exists():
+            before.rename(target)
+        raise
+    shutil.rmtree(before, ignore_errors=True)

@@ -198,8 +198,7 @@ def find_damage(folder: str) -> str | None:
     A folder without recorded hashes passes, unless parts of a checkpoint lack their `.metadata`.
     """
     try:
-        expected = from_rank_zero(lambda: _read_hashes(folder))
-        contents = from_rank_zero(lambda: contents_of(folder))
+        expected, contents = from_rank_zero(lambda: (_read_hashes(folder), contents_of(folder)))
     except (ValueError, OSError) as error:
         return str(error)
     if contents == Contents.DAMAGED and not expected:

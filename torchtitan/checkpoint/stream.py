@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import LocalShard, local_shard
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -113,8 +114,7 @@ class WeightStream:
                 for group in self._groups(part):
                     yield from group
             return
-        stages: list[Any] = [None] * self._pp_group.size()
-        dist.all_gather_object(stages, list(self._parts), group=self._pp_group)
+        stages = all_ranks(list(self._parts), self._pp_group)
         holder = {stage: rank for rank, held in enumerate(stages) for stage in held}
         for stage in sorted(holder):
             source = dist.get_global_rank(self._pp_group, holder[stage])

@@ -61,7 +61,28 @@ class ConfigManager:
             raise ConfigError(
                 f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
             ) from error
-        self.config = _parse_flags(config_cls, args, base)
+        said = io.StringIO()
+        # Ranks share one message; a single process keeps the parser's colours.
+        quiet = contextlib.redirect_stderr(said) if has_peers() else contextlib.nullcontext()
+        try:
+            with quiet:
+                self.config = tyro.cli(
+                    config_cls,
+                    prog=_program(),
+                    args=args,
+                    default=base,
+                    registry=custom_registry,
+                    use_underscores=True,  # messages name a key as TOML does; dashes still work
+                    console_outputs=os.environ.get("RANK", "0") == "0"
+                    or not {"-h", "--help"} & set(args),
+                )
+        except AssertionError as error:
+            # A section's own rule, broken by a flag.
+            raise ConfigError(str(error)) from error
+        except SystemExit as error:
+            if error.code and has_peers():
+                raise _FlagMistake(said.getvalue()) from error
+            raise
         self._validate_config()
         return self.config
 
@@ -240,31 +261,6 @@ class _FlagMistake(SystemExit):
     def __init__(self, message: str) -> None:
         super().__init__(2)
         self.message = message
-
-
-def _parse_flags(config_cls: type[JobConfig], args: list[str], base: JobConfig) -> JobConfig:
-    said = io.StringIO()
-    # Ranks share one message; a single process keeps the parser's colours.
-    quiet = contextlib.redirect_stderr(said) if has_peers() else contextlib.nullcontext()
-    try:
-        with quiet:
-            return tyro.cli(
-                config_cls,
-                prog=_program(),
-                args=args,
-                default=base,
-                registry=custom_registry,
-                use_underscores=True,  # messages name a key as TOML does; dashes still work
-                console_outputs=os.environ.get("RANK", "0") == "0"
-                or not {"-h", "--help"} & set(args),
-            )
-    except AssertionError as error:
-        # A section's own rule, broken by a flag.
-        raise ConfigError(str(error)) from error
-    except SystemExit as error:
-        if error.code and has_peers():
-            raise _FlagMistake(said.getvalue()) from error
-        raise
 
 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:

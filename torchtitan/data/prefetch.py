@@ -37,12 +37,35 @@ class StepCounts:
 
 
 @dataclasses.dataclass
-class _Step:
-    items: list[Item] = dataclasses.field(default_factory=list)
-    batches: list[PackedBatch] = dataclasses.field(default_factory=list)  # made of them
-    error: Exception | None = None  # what came in place of a further item
-    counts: StepCounts | None = None
-    position: Any = None  # of the dataloader after them
+class Step:
+    """One step's items on this rank.
+
+    batches: made of the items. error: what came in place of a further one.
+    counts: of this rank, until they are summed. position: of the dataloader after the items.
+    """
+
+    items: list[Item]
+    batches: list[PackedBatch]
+    counts: StepCounts
+    error: Exception | None = None
+    position: Any = None
+
+
+def read_step(iterator: Iterator[Item], n_items: int, pack: Callable[[Item], PackedBatch]) -> Step:
+    """Read the items of a step; what reading them raises is in it."""
+    step = Step([], [], StepCounts(0))
+    try:
+        for _ in range(n_items):
+            item = next(iterator)
+            batch = pack(item)
+            step.counts.num_valid_tokens += batch.num_valid
+            step.items.append(item)
+            step.batches.append(batch)
+    except (StopIteration, DataloaderExhaustedError):
+        step.counts.num_ran_out = 1
+    except Exception as error:  # raised once the other ranks know
+        step.error, step.counts.num_failed = error, 1
+    return step
 
 
 class StepsAhead:
@@ -83,7 +106,7 @@ class StepsAhead:
         self.counts = StepCounts(0)
         self.batch: PackedBatch
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._steps: queue.SimpleQueue[_Step | Exception] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="data of the next step", daemon=True)
         self._thread.start()
@@ -138,35 +161,18 @@ class StepsAhead:
         use_device(self._device)
         while self._wanted.get():
             try:
-                self._steps.put(self._read_step())
+                step = read_step(self._iterator, self._items_per_step, self._pack)
+                if self._group is not None:
+                    sums = torch.tensor(dataclasses.astuple(step.counts))
+                    dist.all_reduce(sums, group=self._group)
+                    # Rounded up: only some of the ranks that read the same data may have failed.
+                    step.counts = StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
+                if step.counts.is_whole:
+                    step.position = self._read_position()
+                self._steps.put(step)
             except Exception as error:  # of communication; the data's own are in the step
                 self._steps.put(error)
                 return
-
-    def _read_step(self) -> _Step:
-        step = _Step()
-        num_valid_tokens, ran_out = 0, 0
-        try:
-            while len(step.items) < self._items_per_step:
-                item = next(self._iterator)
-                batch = self._pack(item)
-                num_valid_tokens += batch.num_valid
-                step.items.append(item)
-                step.batches.append(batch)
-        except (StopIteration, DataloaderExhaustedError):
-            ran_out = 1
-        except Exception as error:
-            step.error = error
-        counts = [num_valid_tokens, ran_out, int(step.error is not None)]
-        if self._group is not None:
-            sums = torch.tensor(counts)
-            dist.all_reduce(sums, group=self._group)
-            # Rounded up: only some of the ranks that read the same data may have failed.
-            counts = [-(-n // self._n_duplicates) for n in sums.tolist()]
-        step.counts = StepCounts(*counts)
-        if step.counts.is_whole:
-            step.position = self._read_position()
-        return step
 
     def _read_position(self) -> Any:
         """A copy: what a dataloader hands out may change with the next item."""

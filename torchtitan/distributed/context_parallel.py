@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
+from torchtitan.distributed.all_to_all import AllToAll
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -171,15 +172,18 @@ class ContextPart:
         """[B, heads, T/cp, ...] -> [B, heads/cp, T, ...]; heads a multiple of cp."""
         n_rows, n_heads = x.shape[:2]
         parts = x.unflatten(1, (self.shards.cp, -1)).permute(1, 3, 0, 2, *range(4, x.dim() + 1))
-        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.group_name)
-        return self.shards.in_order(parts.flatten(0, 1)).movedim(0, 2)
+        return self.shards.in_order(self._exchange(parts).flatten(0, 1)).movedim(0, 2)
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         """The inverse of `tokens_to_heads`."""
         parts = self.shards.by_rank(x.movedim(2, 0)).unflatten(0, (self.shards.cp, -1))
-        parts = _ExchangeParts.apply(parts.contiguous(), self.shards.group_name)
-        # [cp, T/cp, B, heads/cp, ...]
+        parts = self._exchange(parts)  # [cp, T/cp, B, heads/cp, ...]
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """[cp, ...]: part p goes to rank p, and comes back as the part of the rank it is from."""
+        one_each = [1] * self.shards.cp
+        return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
     def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
         """How often each key head is needed so that every rank has those of its query heads.
@@ -347,21 +351,3 @@ class _WaitForGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return _OPS.wait_tensor(grad)
-
-
-class _ExchangeParts(torch.autograd.Function):
-    """[cp, ...]: part p goes to rank p, and comes back as the part of the rank it is from."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _exchange(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad.contiguous(), ctx.group), None
-
-
-def _exchange(x: Tensor, group: str) -> Tensor:
-    one_each = [1] * x.shape[0]
-    return _OPS.wait_tensor(_OPS.all_to_all_single(x, one_each, one_each, group))

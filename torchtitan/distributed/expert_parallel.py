@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torchtitan.distributed.all_to_all import AllToAll, all_to_all
 from torchtitan.distributed.device_reads import read_once
 from torchtitan.distributed.tensor_parallel import split_parameter
 from torchtitan.distributed.token_groups import (
@@ -44,9 +44,6 @@ __all__ = [
     "ReordererSequenceParallel",
     "TensorParallel",
 ]
-
-# Selective checkpointing and the compiler know collectives by these operators.
-_OPS = torch.ops._c10d_functional
 
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
 """`GroupedExperts`' parameters -> the dimension of their hidden units, None where there is none."""
@@ -136,7 +133,7 @@ class ExpertParallel(BaseExpertParallel):
         if exchange is None or exchange.sent is not num_tokens_per_expert:
             exchange = _begin_exchange(num_tokens_per_expert, mesh)
         self.input_splits, self.output_splits = read_once(exchange.wait_for_splits)
-        routed = _AllToAll.apply(routed, self.output_splits, self.input_splits, group)
+        routed = AllToAll.apply(routed, self.output_splits, self.input_splits, group)
         self.input_shape, routed, self.permuted_indices, padded_counts = permute_tokens(
             routed,
             exchange.received,
@@ -151,7 +148,7 @@ class ExpertParallel(BaseExpertParallel):
     ) -> Tensor:
         group = _ep_axis(device_mesh).get_group().group_name
         out = unpermute_tokens(routed_output, self.input_shape, self.permuted_indices)
-        return _AllToAll.apply(out, self.input_splits, self.output_splits, group)
+        return AllToAll.apply(out, self.input_splits, self.output_splits, group)
 
 
 class ExpertTensorParallel(ExpertParallel):
@@ -176,31 +173,24 @@ class ReordererSequenceParallel(ParallelStyle):
     keep their numbers among all T * k.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._first_pair = 0
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, input_fn=self._own_tokens, output_fn=self._number_in_all
-        )
+        first_pair = 0
 
-    def _own_tokens(
-        self, module: nn.Module, inputs: tuple[Tensor, Tensor], device_mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor]:
-        top_scores, selected = inputs
-        num_tokens, top_k = top_scores.shape
-        share = -(-num_tokens // device_mesh.size())
-        first = min(share * device_mesh.get_local_rank(), num_tokens)
-        self._first_pair = first * top_k
-        own = slice(first, first + share)
-        return top_scores[own], selected[own]
+        def own_tokens(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+            nonlocal first_pair
+            top_scores, selected = inputs
+            num_tokens, top_k = top_scores.shape
+            share = -(-num_tokens // mesh.size())
+            first = min(share * mesh.get_local_rank(), num_tokens)
+            first_pair = first * top_k
+            own = slice(first, first + share)
+            return top_scores[own], selected[own]
 
-    def _number_in_all(
-        self, module: nn.Module, outputs: tuple[Tensor, Tensor, Tensor], device_mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, pairs, counts = outputs
-        return scores, pairs + self._first_pair, counts
+        def number_in_all(module: nn.Module, outputs: tuple, mesh: DeviceMesh) -> tuple:
+            scores, pairs, counts = outputs
+            return scores, pairs + first_pair, counts
+
+        return distribute_module(module, device_mesh, input_fn=own_tokens, output_fn=number_in_all)
 
 
 class DeepEPExpertParallel(ExpertParallel):
@@ -236,11 +226,6 @@ def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh["ep"]
 
 
-def _exchange(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """All-to-all of rows: x [sum of sent, ...], in rank order -> [sum of received, ...]."""
-    return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
-
-
 @dataclass
 class _Exchange:
     """Tokens per expert, as exchanged: `sent` [E] by this rank, `received` [R * e] by its experts.
@@ -264,7 +249,7 @@ class _Exchange:
 def _begin_exchange(sent: Tensor, mesh: DeviceMesh) -> _Exchange:
     num_ranks = mesh.size()
     even = [sent.shape[0] // num_ranks] * num_ranks
-    received = _exchange(sent, even, even, mesh.get_group().group_name)
+    received = all_to_all(sent, even, even, mesh.get_group().group_name)
     sums = torch.stack([sent, received]).unflatten(1, (num_ranks, -1)).sum(dim=2)
     splits = sums.to("cpu", non_blocking=True)
     copied = None
@@ -272,16 +257,3 @@ def _begin_exchange(sent: Tensor, mesh: DeviceMesh) -> _Exchange:
         copied = torch.get_device_module(sent.device).Event()
         copied.record()
     return _Exchange(sent, received, splits, copied)
-
-
-class _AllToAll(torch.autograd.Function):
-    """`_exchange`, whose gradient goes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchange(x, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.sent, ctx.received, ctx.group), None, None, None

@@ -10,7 +10,6 @@ and `output`, or `score` in its place, each but `layers` possibly None on a pipe
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -345,26 +344,16 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     For modules that DDP cannot follow: in a pipeline's stages, forwards and backwards of several
     microbatches alternate.
     """
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    grads = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = local_tensor(parameter.grad)
-        bucket = buckets[grad.dtype, grad.device]
-        bucket.append(grad)
-        if sum(grad.nbytes for grad in bucket) >= _BUCKET_BYTES:
-            _sum_bucket(bucket, mesh)
-            bucket.clear()
-    for bucket in buckets.values():
-        if bucket:
-            _sum_bucket(bucket, mesh)
-
-
-def _sum_bucket(grads: list[Tensor], mesh: DeviceMesh) -> None:
-    flat = torch.cat([grad.flatten() for grad in grads])
-    torch.distributed.all_reduce(flat, group=mesh.get_group())
-    for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(summed.view_as(grad))
+        grads.append(local_tensor(parameter.grad))
+    for bucket in torch._utils._take_tensors(grads, _BUCKET_BYTES):  # of one dtype each
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        torch.distributed.all_reduce(flat, group=mesh.get_group())
+        for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -12,6 +12,8 @@ The loss is reduced over `loss`, which is batch and cp flattened into one axis.
 
 from dataclasses import dataclass, field
 
+# Registers the fake backend of unused axes; torch keeps it among its testing helpers.
+import torch.testing._internal.distributed.fake_pg  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.tools.logging import logger
@@ -87,10 +89,27 @@ class ParallelDims:
         Enters collectives: all ranks must call it. Raises ValueError if the experts' ranks
         cannot be cut out of the ranks that share dense parameters.
         """
-        # Registers the fake backend of unused axes; torch keeps it among its testing helpers.
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-        sizes = self._axis_sizes()
+        fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
+        experts = self.ep * self.etp
+        if fsdp * self.tp % experts:
+            raise ValueError(
+                f"expert parallelism needs dp_shard * cp * tp to be a multiple of ep * etp, got "
+                f"{self.dp_shard} * {self.cp} * {self.tp} = {fsdp * self.tp} and "
+                f"{self.ep} * {self.etp} = {experts}; change "
+                f"parallelism.expert_parallel_degree to a divisor of {fsdp * self.tp // self.etp}"
+            )
+        sizes = {
+            "pp": self.pp,
+            "batch": batch,
+            "loss": batch * self.cp,
+            "dp_replicate": self.dp_replicate,
+            "fsdp": fsdp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+            "efsdp": fsdp * self.tp // experts,
+            "etp": self.etp,
+        }
         world_mesh = init_device_mesh(
             device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
         )
@@ -116,30 +135,6 @@ class ParallelDims:
         active = {n: m.size() for n, m in self.get_all_one_dimensional_meshes().items()}
         logger.info("%s, active mesh axes: %s", self, active or "none (one rank)")
         return world_mesh
-
-    def _axis_sizes(self) -> dict[str, int]:
-        fsdp = self.dp_shard * self.cp
-        experts = self.ep * self.etp
-        if fsdp * self.tp % experts:
-            raise ValueError(
-                f"expert parallelism needs dp_shard * cp * tp to be a multiple of ep * etp, got "
-                f"{self.dp_shard} * {self.cp} * {self.tp} = {fsdp * self.tp} and "
-                f"{self.ep} * {self.etp} = {experts}; change "
-                f"parallelism.expert_parallel_degree to a divisor of {fsdp * self.tp // self.etp}"
-            )
-        batch = self.dp_replicate * self.dp_shard
-        return {
-            "pp": self.pp,
-            "batch": batch,
-            "loss": batch * self.cp,
-            "dp_replicate": self.dp_replicate,
-            "fsdp": fsdp,
-            "cp": self.cp,
-            "tp": self.tp,
-            "ep": self.ep,
-            "efsdp": fsdp * self.tp // experts,
-            "etp": self.etp,
-        }
 
     def _axis_exists(self, name: str, size: int) -> bool:
         # While ep is on, experts have their own meshes, even at size 1. While it is off, the dense

@@ -143,11 +143,36 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     place = _meeting_place()
     if place not in _meeting_places:
+        rank, world_size, address, port = place
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
-            _wait_for_server(timeout)
+            # Until rank 0, or torchrun, can be reached: torch would log pages while it waits.
+            while rank != "0":
+                try:
+                    socket.create_connection((address, int(port)), timeout=5).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
             _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
         except (dist.DistError, OSError) as error:
-            raise _no_meeting(error, timeout) from error
+            where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+                raise RunError(
+                    f"rank {rank} cannot wait for the others at {where}: the port is in use, perhaps "
+                    "by a job that has not ended; end it, or set another MASTER_PORT on all ranks"
+                ) from error
+            came = re.search(r"(\d+)/\d+ clients joined", str(error))
+            seen = f"nothing answers there ({error})"
+            if came:
+                seen = f"{came[1]} of {world_size} ranks came"
+            raise RunError(
+                f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
+                f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall "
+                f"lets it through, and that all {world_size} ranks were started, with the same "
+                "WORLD_SIZE"
+            ) from error
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     # torchrun's store outlives a restart, and with it the addresses of processes that are gone.
@@ -176,37 +201,6 @@ def _meeting_place() -> tuple[str, ...]:
             f"WORLD_SIZE to run as one process"
         )
     return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
-
-
-def _wait_for_server(timeout: timedelta) -> None:
-    """Return when rank 0, or torchrun, can be reached: torch would log pages while it waits."""
-    rank, _, address, port = _meeting_place()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while rank != "0":
-        try:
-            socket.create_connection((address, int(port)), timeout=5).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
-def _no_meeting(error: Exception, timeout: timedelta) -> RunError:
-    rank, world_size, address, port = _meeting_place()
-    where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return RunError(
-            f"rank {rank} cannot wait for the others at {where}: the port is in use, perhaps by a "
-            "job that has not ended; end it, or set another MASTER_PORT on all ranks"
-        )
-    came = re.search(r"(\d+)/\d+ clients joined", str(error))
-    seen = f"{came[1]} of {world_size} ranks came" if came else f"nothing answers there ({error})"
-    return RunError(
-        f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
-        f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall lets "
-        f"it through, and that all {world_size} ranks were started, with the same WORLD_SIZE"
-    )
 
 
 # ---- backends ----

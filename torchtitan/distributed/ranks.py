@@ -30,12 +30,12 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
     return answer[0]
 
 
-def all_ranks(value: T) -> list[T]:
-    """The `value` of every rank, in rank order."""
+def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank, or of those of a group, in rank order."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -91,7 +91,10 @@ class seeded_init(TorchDispatchMode):
         tensor, *numbers = args
         if isinstance(tensor, Tensor) and tensor.is_meta:
             return func(*args, **kwargs)
-        transform = _transform_of(func, *numbers, **kwargs)
+        transform = None
+        if func in _TRANSFORMS and kwargs.get("generator") is None:  # else the caller's numbers
+            options = {name: value for name, value in kwargs.items() if name != "generator"}
+            transform = _TRANSFORMS[func](*numbers, **options)
         if transform is None or not self.fill(tensor, transform):
             warn_once(
                 logger,
@@ -138,17 +141,6 @@ def trunc_normal_(
     return tensor
 
 
-def _transform_of(func: Any, *numbers: float, **kwargs: Any) -> _Transform | None:
-    """What the random op makes of uniform numbers; None for ops that we leave to torch."""
-    if kwargs.pop("generator", None) is not None:  # the caller wants that generator's numbers
-        return None
-    if func is torch.ops.aten.normal_.default:
-        return _truncated_normal(*numbers, **kwargs)
-    if func is torch.ops.aten.uniform_.default:
-        return _uniform_between(*numbers, **kwargs)
-    return None
-
-
 def _truncated_normal(
     mean: float = 0.0, std: float = 1.0, a: float = -math.inf, b: float = math.inf
 ) -> _Transform:
@@ -164,8 +156,13 @@ def _truncated_normal(
     return transform
 
 
-def _uniform_between(low: float = 0.0, high: float = 1.0) -> _Transform:
-    return lambda u: u.mul_(high - low).add_(low)
+# What a random op makes of uniform numbers; other ops are left to torch.
+_TRANSFORMS: dict[Any, Callable[..., _Transform]] = {
+    torch.ops.aten.normal_.default: _truncated_normal,
+    torch.ops.aten.uniform_.default: lambda low=0.0, high=1.0: (
+        lambda u: u.mul_(high - low).add_(low)
+    ),
+}
 
 
 def _uniform(index: Tensor, key: int) -> Tensor:

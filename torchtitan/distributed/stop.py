@@ -54,8 +54,22 @@ class StopRequest:
                 # gloo, so that no step waits for the device; its own, so that its messages don't mix
                 # with others.
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        if threading.current_thread() is threading.main_thread():
-            self._catch_signals()
+        ours = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
+        if self._can_save and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            ours.append(signal.SIGINT)
+        if ours and threading.current_thread() is threading.main_thread():
+            # Python runs handlers in the main thread, which may hang in a collective. It writes
+            # each signal's number into the wakeup pipe at once, and a thread reads that.
+            read, self._written_by_signals = os.pipe()
+            os.set_blocking(self._written_by_signals, False)
+            self._thread = threading.Thread(
+                target=self._read_signals, args=(read,), name="signals", daemon=True
+            )
+            self._thread.start()
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._written_by_signals, warn_on_full_buffer=False
+            )
+            self._handlers = {n: signal.signal(n, lambda *_: None) for n in ours}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -69,25 +83,6 @@ class StopRequest:
         if self._group is not None and dist.is_initialized():
             with suppress(ValueError):  # destroyed together with the default group
                 dist.destroy_process_group(self._group)
-
-    def _catch_signals(self) -> None:
-        ours = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
-        if self._can_save and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            ours.append(signal.SIGINT)
-        if not ours:
-            return
-        # Python runs handlers in the main thread, which may hang in a collective. It writes each
-        # signal's number into the wakeup pipe at once, and a thread reads that.
-        read, self._written_by_signals = os.pipe()
-        os.set_blocking(self._written_by_signals, False)
-        self._thread = threading.Thread(
-            target=self._read_signals, args=(read,), name="signals", daemon=True
-        )
-        self._thread.start()
-        self._wakeup_before = signal.set_wakeup_fd(
-            self._written_by_signals, warn_on_full_buffer=False
-        )
-        self._handlers = {n: signal.signal(n, lambda *_: None) for n in ours}
 
     def _read_signals(self, pipe: int) -> None:
         first_came_at = None

@@ -25,6 +25,7 @@ from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.batch.documents import PADDING, document_starts
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.packing import PackingPolicy
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
 
@@ -94,7 +95,13 @@ class IsolationProbe:
             moved = self._moved(before, after) & must_stay
         if not self._on_any_rank(bool(moved.any())):
             return
-        layer = self._first_layer_that_leaks(batch, exchanged, must_stay)
+        before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
+        # The first block whose output moves where it must not.
+        leaks = (x for x in before if (self._moved(before[x], after[x]) & must_stay).any())
+        layer = next(leaks, None)
+        if self.pipeline_group is not None:
+            found = filter(None, all_ranks(layer, self.pipeline_group))
+            layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
                 f"documents are not isolated at step {step}: another rank found a leak and says "
@@ -150,23 +157,6 @@ class IsolationProbe:
         flag = torch.tensor(int(found), device=self.device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return bool(flag)
-
-    def _first_layer_that_leaks(
-        self, batch: PackedBatch, exchanged: PackedBatch, must_stay: Tensor
-    ) -> str | None:
-        """The name of the first block whose output moves where it must not."""
-        before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        leaks = (
-            name for name in before if (self._moved(before[name], after[name]) & must_stay).any()
-        )
-        layer = next(leaks, None)
-        if self.pipeline_group is None:
-            return layer
-        found: list[str | None] = [None] * self.pipeline_group.size()
-        torch.distributed.all_gather_object(found, layer, group=self.pipeline_group)
-        return min(
-            filter(None, found), key=lambda name: int(name.removeprefix("layers.")), default=None
-        )
 
     def _layer_outputs(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Name of a block, called with (x, rope, masks) -> its output for whole rows."""

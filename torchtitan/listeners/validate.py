@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
 from torchtitan.batch.context import ContextSharding
+from torchtitan.batch.fillers import num_fillers
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
 from torchtitan.config import JobConfig
 from torchtitan.data import text_datasets
@@ -20,7 +21,6 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.listeners.metrics import MetricsProcessor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
 from torchtitan.step.runner import Runner
-from torchtitan.tools.host_copy import read_later
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -213,12 +213,9 @@ class Validator(BaseValidator):
         """Ask whether `here` is False on all ranks; call the returned function for the answer."""
         # Ranks that differ in anything but the batch read the same data.
         mesh = self.parallel_dims.get_optional_mesh("batch")
-        if mesh is None:
-            return lambda: not here
-        flag = torch.full((1,), int(not here), device=get_device_type())
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=mesh.get_group())
-        answer = read_later(flag)
-        return lambda: bool(answer()[0])
+        group = None if mesh is None else mesh.get_group()
+        n_more = num_fillers(int(here), group, torch.device(get_device_type()))
+        return lambda: not (here or n_more())
 
 
 build_validator = Validator

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.distributed.ranks import all_ranks
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -183,8 +184,4 @@ def _count_prompts(
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks of the group, in their order."""
-    if group is None:
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return [value] if group is None else all_ranks(value, group)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer
 
 PROJECTION_STD = 0.02
+_MASK_TYPES = ("causal", "block_causal", "position_block_causal")
 
 
 class FeedForward(nn.Module):
@@ -252,7 +253,17 @@ class Decoder(ModelProtocol):
 
     def __init__(self, model_args: DecoderArgs):
         super().__init__(model_args)
-        _check_attention_choice(model_args)
+        if model_args.attn_mask_type not in _MASK_TYPES:
+            raise ValueError(
+                f"attn_mask_type must be one of {', '.join(_MASK_TYPES)}, got "
+                f"{model_args.attn_mask_type!r}"
+            )
+        if model_args.attn_type == "sdpa" and model_args.attn_mask_type != "causal":
+            raise ValueError(
+                f"attn_type 'sdpa' cannot keep documents apart, got attn_mask_type "
+                f"{model_args.attn_mask_type!r}; set model.attn_type to 'flex' or 'varlen', or "
+                "model.attn_mask_type to 'causal'"
+            )
         self.model_args = model_args
         self.vocab_size = model_args.vocab_size
         self.n_layers = model_args.n_layers
@@ -265,9 +276,10 @@ class Decoder(ModelProtocol):
         )
         # Not saved: it follows from the args, and sequence length may change between runs.
         self.register_buffer(self.rope_buffer_name, self.build_rope_table(), persistent=False)
-        self.layers = nn.ModuleDict(
-            {str(i): self.build_block(i) for i in range(model_args.n_layers)}
-        )
+        self.layers = nn.ModuleDict()
+        for i in range(model_args.n_layers):
+            parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
+            self.layers[str(i)] = TransformerBlock(i, model_args, *parts)
         self.norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = self.score = None
         if model_args.value_head:
@@ -294,15 +306,6 @@ class Decoder(ModelProtocol):
     def build_rope_table(self) -> Tensor:
         """Return the table [L, ...] whose rows the attention gets, on the current device."""
         raise NotImplementedError
-
-    def build_block(self, layer_id: int) -> nn.Module:
-        return TransformerBlock(
-            layer_id,
-            self.model_args,
-            self.build_attention(layer_id),
-            self.build_feed_forward(layer_id),
-            moe_enabled=self.is_moe_layer(layer_id),
-        )
 
     # ---- common to all ----
 
@@ -474,19 +477,3 @@ def init_linear(linear: nn.Linear, std: float) -> None:
     trunc_normal_(linear.weight, mean=0.0, std=std)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
-
-
-_MASK_TYPES = ("causal", "block_causal", "position_block_causal")
-
-
-def _check_attention_choice(args: DecoderArgs) -> None:
-    if args.attn_mask_type not in _MASK_TYPES:
-        raise ValueError(
-            f"attn_mask_type must be one of {', '.join(_MASK_TYPES)}, got {args.attn_mask_type!r}"
-        )
-    if args.attn_type == "sdpa" and args.attn_mask_type != "causal":
-        raise ValueError(
-            f"attn_type 'sdpa' cannot keep documents apart, got attn_mask_type "
-            f"{args.attn_mask_type!r}; set model.attn_type to 'flex' or 'varlen', or "
-            "model.attn_mask_type to 'causal'"
-        )

@@ -1,14 +1,11 @@
 """float8 (e4m3/e5m2) matrix products in training, through torchao."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Float8Linear as Float8LinearOptions
 from torchtitan.distributed import ParallelDims
 from torchtitan.quantization import (
     FP8_GROUP_ALIGNMENT_SIZE,
@@ -48,13 +45,40 @@ class Float8LinearConverter(QuantizationConverter):
         if not compiled:
             logger.warning("float8 without torch.compile is slower than bf16: set compile.enable")
 
-        self.config = self._build_config(options, parallel_dims)
+        config_cls = self._torchao_float8.Float8LinearConfig
+        if options.recipe_name is None:
+            gather = parallel_dims.dp_shard_enabled and options.enable_fsdp_float8_all_gather
+            self.config = config_cls(enable_fsdp_float8_all_gather=gather, emulate=options.emulate)
+        elif options.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "quantize.linear.float8.recipe_name and enable_fsdp_float8_all_gather exclude "
+                f"each other, got recipe_name = {options.recipe_name!r}; drop one of them"
+            )
+        else:
+            recipe = config_cls.from_recipe_name(options.recipe_name)
+            self.config = replace(recipe, emulate=options.emulate)
+        if options.recipe_name == "rowwise":
+            import torch._inductor.config  # the compiler: loaded only by jobs that need it
+
+            # Without the casts that eager mode makes, fused scaling kernels round differently.
+            host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
         self.precompute_scale = (
             self.config.enable_fsdp_float8_all_gather
             and options.precompute_float8_dynamic_scale_for_fsdp
         )
         self.filter_fqns = [fqn for fqn in options.filter_fqns if fqn != AUTO_FILTER_SMALL_KN_FLAG]
-        self.filter_fn = self._build_filter(options)
+        self.filter_fn = partial(module_filter_fn, filter_fqns=self.filter_fqns)
+        if AUTO_FILTER_SMALL_KN_FLAG in options.filter_fqns:
+            try:
+                self.filter_fn = self._torchao_float8._auto_filter_for_recipe(
+                    options.recipe_name or "tensorwise", filter_fqns=self.filter_fqns
+                )
+            except (AttributeError, NotImplementedError):
+                logger.warning(
+                    "This torchao has no size filter for the float8 recipe %s: small layers "
+                    "are converted, too",
+                    options.recipe_name,
+                )
         self.enabled = True
 
     def convert(self, model: nn.Module) -> None:
@@ -73,37 +97,6 @@ class Float8LinearConverter(QuantizationConverter):
             return
         for part in model if isinstance(model, list) else [model]:
             self._torchao_float8.precompute_float8_dynamic_scale_for_fsdp(part)
-
-    def _build_config(self, options: Float8LinearOptions, parallel_dims: ParallelDims) -> Any:
-        config_cls = self._torchao_float8.Float8LinearConfig
-        if options.recipe_name is None:
-            gather = parallel_dims.dp_shard_enabled and options.enable_fsdp_float8_all_gather
-            return config_cls(enable_fsdp_float8_all_gather=gather, emulate=options.emulate)
-        if options.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                "quantize.linear.float8.recipe_name and enable_fsdp_float8_all_gather exclude "
-                f"each other, got recipe_name = {options.recipe_name!r}; drop one of them"
-            )
-        if options.recipe_name == "rowwise":
-            import torch._inductor.config  # the compiler: loaded only by jobs that need it
-
-            # Without the casts that eager mode makes, fused scaling kernels round differently.
-            host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
-        return replace(config_cls.from_recipe_name(options.recipe_name), emulate=options.emulate)
-
-    def _build_filter(self, options: Float8LinearOptions) -> Callable[[nn.Module, str], bool]:
-        if AUTO_FILTER_SMALL_KN_FLAG in options.filter_fqns:
-            try:
-                return self._torchao_float8._auto_filter_for_recipe(
-                    options.recipe_name or "tensorwise", filter_fqns=self.filter_fqns
-                )
-            except (AttributeError, NotImplementedError):
-                logger.warning(
-                    "This torchao has no size filter for the float8 recipe %s: small layers "
-                    "are converted, too",
-                    options.recipe_name,
-                )
-        return partial(module_filter_fn, filter_fqns=self.filter_fqns)
 
 
 class Float8GroupedMMConverter(GroupedMMConverter):

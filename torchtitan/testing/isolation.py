@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,17 +39,14 @@ Spans = list[list[tuple[int, int]]]
 """For each row the (start, end) of its documents; every padding token is one."""
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
+def attend_by(attn_type: str, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
     mask = DocumentMask.of_documents(document_ids)
-    return attend(build_inner_attention("flex"), q, k, v, mask)
+    return attend(build_inner_attention(attn_type), q, k, v, mask)
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    mask = DocumentMask.of_documents(document_ids)
-    return attend(build_inner_attention("varlen"), q, k, v, mask)
-
-
-KERNELS: dict[str, AttentionFunction] = {"flex": attend_flex, "varlen": attend_varlen}
+KERNELS: dict[str, AttentionFunction] = {
+    attn_type: partial(attend_by, attn_type) for attn_type in ("flex", "varlen")
+}
 
 
 def run_packed(kernel: AttentionFunction, inputs: Inputs, document_ids: Tensor) -> list[Tensor]:

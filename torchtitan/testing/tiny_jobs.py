@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.qwen3 import qwen3_args
@@ -137,9 +138,7 @@ def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
     }
     if not engine.parallel_dims.pp_enabled:
         return own
-    everybodys: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everybodys, own)
-    return {name: tensor for one in everybodys for name, tensor in one.items()}
+    return {name: tensor for one in all_ranks(own) for name, tensor in one.items()}
 
 
 class PlainLoop:

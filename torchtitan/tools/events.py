@@ -43,8 +43,28 @@ def recording(config: Any) -> Iterator[None]:
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
     if is_rank_zero:
+        import torch  # slow, and `torchtitan.tools.report` needs only the names of this module
+
         log.end_unfinished_line()
-        log.write("start", config.job.description, **_circumstances(config))
+        values = config.to_dict()
+        settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
+        text = json.dumps(values, default=str, sort_keys=True)
+        log.write(
+            "start",
+            config.job.description,
+            versions={
+                "torchtitan": torchtitan.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            program=os.path.basename(sys.argv[0]),
+            config_digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+            config=values,
+            not_default=[k for k, v in settings.items() if k not in defaults or defaults[k] != v],
+        )
         logger.addHandler(log)
     try:
         yield
@@ -92,28 +112,6 @@ class _EventLog(logging.Handler):
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
             with open(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
                 file.write(text.encode(errors="replace"))
-
-
-def _circumstances(config: Any) -> dict[str, Any]:
-    import torch  # slow, and `torchtitan.tools.report` needs only the names of this module
-
-    values = config.to_dict()
-    settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
-    text = json.dumps(values, default=str, sort_keys=True)
-    return {
-        "versions": {
-            "torchtitan": torchtitan.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "program": os.path.basename(sys.argv[0]),
-        "config_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "config": values,
-        "not_default": [k for k, v in settings.items() if k not in defaults or defaults[k] != v],
-    }
 
 
 def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:

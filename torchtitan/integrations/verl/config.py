@@ -113,7 +113,10 @@ def job_config_of(
     if optimizer_config is not None:
         _set_optimizer(job, optimizer_config)
     if not engine_config.forward_only:  # otherwise nothing but weights is loaded anyway
-        job.checkpoint.exclude_from_loading = list(_left_out(checkpoint_config))
+        contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
+        left_out = [] if "optimizer" in contents else ["optimizer"]
+        left_out += [] if "extra" in contents else ["lr_scheduler", "train_state"]
+        job.checkpoint.exclude_from_loading = left_out
     for key, value in _leaves(getattr(engine_config, "job", {})):
         try:
             _set(job, key, value)
@@ -174,15 +177,6 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
     job.training.steps = schedule.total_steps
 
 
-def _left_out(checkpoint_config: Any) -> Iterator[str]:
-    """Names of the states that a load leaves as they are."""
-    contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
-    if "optimizer" not in contents:
-        yield "optimizer"
-    if "extra" not in contents:
-        yield from ("lr_scheduler", "train_state")
-
-
 # ---- what is refused ----
 
 
@@ -207,7 +201,11 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"routing replay is not available here, got engine.router_replay.mode = "
             f"{config.router_replay.mode!r}; set it to 'disabled'"
         )
-    sizes = {name: getattr(config, name) for name in _sizes()}
+    sizes = {  # they multiply to the number of processes
+        name: getattr(config, name)
+        for key, name in _ENGINE_FIELDS.items()
+        if key.startswith("parallelism.") and name.endswith("_size") and "expert" not in name
+    }
     for name, size in sizes.items():
         if size < 1 and not (name == "data_parallel_shard_size" and size == -1):
             yield f"engine.{name} must be at least 1, got {size}; 1 turns it off"
@@ -233,15 +231,6 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"data_parallel_replicate_size * data_parallel_shard_size = {data_parallel}, got "
             f"{config.data_parallel_size}; correct one of them"
         )
-
-
-def _sizes() -> list[str]:
-    """verl's names of the degrees that multiply to the number of processes."""
-    return [
-        name
-        for key, name in _ENGINE_FIELDS.items()
-        if key.startswith("parallelism.") and name.endswith("_size") and "expert" not in name
-    ]
 
 
 def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:

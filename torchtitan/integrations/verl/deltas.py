@@ -6,7 +6,7 @@ with copies in host memory; of ranks with the same block, the first one reports 
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.checkpoint_engine.delta_sync.sparse_gather import shard_delta_indices
 from verl.workers.engine.spec import BlockPlacement, translate_flat_indices
 
+from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.tensor_views import LocalShard
 from torchtitan.engine import TrainingEngine
 
@@ -39,35 +40,27 @@ class WeightDeltas:
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype):
         self._engine, self._dtype = engine, dtype
-        self._weights, owners = self._find_owners()
-        rank = dist.get_rank()
-        self._own = {block for block, owner in owners.items() if owner == rank}
-        self._sent: dict[Block, Tensor] = {}
-
-    def _shards(self) -> Iterator[tuple[str, LocalShard]]:
-        return iter(self._engine.iter_hf_weights(dtype=self._dtype, sharded=True))
-
-    def _find_owners(self) -> tuple[dict[str, _Weight], dict[Block, int]]:
-        """(weights in an order that all ranks share, block -> the first rank that holds it)."""
         held = [
             (name, tuple(shard.offsets), _Weight(tuple(shard.shape), shard.tensor.dtype))
             for name, shard in self._shards()
         ]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, held)
-        weights: dict[str, _Weight] = {}
-        owners: dict[Block, int] = {}
-        for rank, blocks in enumerate(of_ranks):
+        self._weights: dict[str, _Weight] = {}  # in an order that all ranks share
+        owners: dict[Block, int] = {}  # the first rank that holds each
+        for rank, blocks in enumerate(all_ranks(held)):
             for name, offsets, weight in blocks:
-                weights.setdefault(name, weight)
+                self._weights.setdefault(name, weight)
                 owners.setdefault((name, offsets), rank)
-        for name, weight in weights.items():
+        for name, weight in self._weights.items():
             if math.prod(weight.shape) >= 2**31:
                 raise ValueError(
                     f"sharded deltas count positions in 32 bits, too few for {name} of shape "
                     f"{weight.shape}; choose another checkpoint engine of verl"
                 )
-        return weights, owners
+        self._own = {block for block, owner in owners.items() if owner == dist.get_rank()}
+        self._sent: dict[Block, Tensor] = {}
+
+    def _shards(self) -> Iterator[tuple[str, LocalShard]]:
+        return iter(self._engine.iter_hf_weights(dtype=self._dtype, sharded=True))
 
     def prime(self) -> None:
         """Remember the weights as they are: rollouts have just got them."""

@@ -158,7 +158,14 @@ class VerlEngine(BaseEngine):
         "metrics": lists}; all are empty on ranks without the last pipeline stage.
         """
         samples.check(data, forward_only)
-        self._prepare(data)
+        # What verl's splitting and its losses ask the engine for.
+        settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
+        if "loss_mask" in data.keys():
+            mask = data["loss_mask"]
+            num_tokens = (mask.values() if mask.is_nested else mask).sum().to(get_device_id())
+            dist.all_reduce(num_tokens, group=self.layout.dp_group)
+            settings["batch_num_tokens"] = num_tokens.item()
+        tu.assign_non_tensor(data, **settings)
         microbatches, indices = prepare_micro_batches(
             data=data, dp_group=self.layout.dp_group, same_micro_num_in_dp=True
         )
@@ -194,17 +201,6 @@ class VerlEngine(BaseEngine):
                 whole_rows=True,
             )
         return postprocess_batch_func(output_lst=results, indices=indices, data=data)
-
-    def _prepare(self, data: TensorDict) -> None:
-        """Add what verl's splitting and its losses ask the engine for."""
-        dp_group = self.layout.dp_group
-        settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
-        if "loss_mask" in data.keys():
-            mask = data["loss_mask"]
-            num_tokens = (mask.values() if mask.is_nested else mask).sum().to(get_device_id())
-            dist.all_reduce(num_tokens, group=dp_group)
-            settings["batch_num_tokens"] = num_tokens.item()
-        tu.assign_non_tensor(data, **settings)
 
     def _forward(self, data: TensorDict, rows: list[Batch]) -> list[Any] | None:
         return self.engine.forward_step(rows, head=self._head(data))
@@ -266,8 +262,22 @@ class VerlEngine(BaseEngine):
         elif "model" in contents:
             self.engine.checkpointer.save(global_step, last_step=True, path=folder)
         if "hf_model" in contents:
-            self._save_hf(os.path.join(local_path, HF_FOLDER))
-        self._keep_latest(os.path.abspath(local_path), max_ckpt_to_keep)
+            folder = os.path.join(local_path, HF_FOLDER)
+            self.engine.save_hf(folder)
+            config = copy.deepcopy(self.model_config.hf_config)
+            if self.model_type == "value_model":
+                config.num_labels = 1
+                family = config.architectures[0].partition("For")[0]
+                config.architectures = [f"{family}ForTokenClassification"]
+            for part in (config, self.model_config.tokenizer, self.model_config.generation_config):
+                if part is not None and dist.get_rank() == 0:
+                    part.save_pretrained(folder)
+        path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
+        self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
+        if number > 0:  # once the new one is whole
+            self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
+            for folder in old if dist.get_rank() == 0 else ():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def load_checkpoint(
         self,
@@ -291,31 +301,6 @@ class VerlEngine(BaseEngine):
 
     def _contents(self, action: str) -> set[str]:
         return set(getattr(self.checkpoint_config, f"{action}_contents", CHECKPOINT_CONTENTS[:3]))
-
-    def _save_hf(self, folder: str) -> None:
-        self.engine.save_hf(folder)
-        if dist.get_rank() != 0:
-            return
-        config = copy.deepcopy(self.model_config.hf_config)
-        if self.model_type == "value_model":
-            config.num_labels = 1
-            family = config.architectures[0].partition("For")[0]
-            config.architectures = [f"{family}ForTokenClassification"]
-        for part in (config, self.model_config.tokenizer, self.model_config.generation_config):
-            if part is not None:
-                part.save_pretrained(folder)
-
-    def _keep_latest(self, path: str, number: int | None) -> None:
-        """Remove the oldest checkpoints of this run, once the one in `path` is whole."""
-        if path in self._checkpoints:
-            self._checkpoints.remove(path)
-        self._checkpoints.append(path)
-        if not number or number < 1:
-            return
-        self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
-        if dist.get_rank() == 0:
-            for folder in old:
-                shutil.rmtree(folder, ignore_errors=True)
 
     # ---- weights for a rollout ----
 

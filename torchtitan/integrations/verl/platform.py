@@ -104,6 +104,7 @@ def mend_process_groups() -> None:
     It asks for "cpu:gloo,<device>:<backend>", and torch refuses the CPU named twice. Call it
     before `verl.workers.engine_workers` is imported, which copies one of the two functions.
     """
+    # Here, so that the platform above can be registered before they ask for one.
     from verl.utils import device, distributed
 
     of_spmd = distributed.initialize_global_process_group

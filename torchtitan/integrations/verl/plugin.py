@@ -5,6 +5,7 @@ imported: it adds a CPU platform, and has engines and rollout registered once ve
 imported, which takes seconds that many of verl's processes don't need to spend.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -16,42 +17,37 @@ from types import ModuleType
 from torchtitan.tools.logging import logger
 
 
-def register_engines() -> None:
+def register_engines(workers_engine: ModuleType) -> None:
     """Make our engines verl's "torchtitan" backend, on CPU and CUDA."""
-    from verl.workers.engine.base import EngineRegistry
-
+    # Builds on the module of verl that is told of it.
     from torchtitan.integrations.verl.engine import LanguageModelEngine, ValueModelEngine
 
     for model_type, engine in (
         ("language_model", LanguageModelEngine),
         ("value_model", ValueModelEngine),
     ):
-        EngineRegistry.register(model_type, "torchtitan", device=["cpu", "cuda"])(engine)
+        register = workers_engine.EngineRegistry.register
+        register(model_type, "torchtitan", device=["cpu", "cuda"])(engine)
 
 
-def register_replica() -> None:
+def register_replica(rollout_replica: ModuleType) -> None:
     """Make our rollout's server known to verl, as `actor_rollout_ref.rollout.name=torchtitan`."""
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    def load() -> type:
-        from torchtitan.integrations.verl.rollout import Replica  # loads Ray
+    def load() -> type:  # with it Ray
+        return importlib.import_module("torchtitan.integrations.verl.rollout").Replica
 
-        return Replica
-
-    RolloutReplicaRegistry.register("torchtitan", load)
+    rollout_replica.RolloutReplicaRegistry.register("torchtitan", load)
 
 
-def register_weight_sender() -> None:
+def register_weight_sender(rollout_base: ModuleType) -> None:
     """Make the training ranks' side of our rollout known to verl."""
-    from verl.workers.rollout import base
-
-    base._ROLLOUT_REGISTRY["torchtitan", "async"] = (
+    rollout_base._ROLLOUT_REGISTRY["torchtitan", "async"] = (
         "torchtitan.integrations.verl.rollout.WeightSender"
     )
 
 
-# Module of verl -> what is to be registered once it is imported.
-_AFTER = {
+# Module of verl -> what is registered there once it is imported.
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.engine": register_engines,
     "verl.workers.rollout.base": register_weight_sender,
     "verl.workers.rollout.replica": register_replica,
@@ -61,7 +57,7 @@ _AFTER = {
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Acts when a module of verl is imported, whoever does it first."""
 
-    def __init__(self, actions: dict[str, Callable[[], None]]):
+    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]):
         self.actions = actions
 
     def find_spec(
@@ -80,13 +76,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 # verl's own engine is for another torchtitan; ours takes its place.
                 warnings.filterwarnings("ignore", "torchtitan engine is not available")
                 execute(module)
-            act()
+            act(module)
 
         spec.loader.exec_module = execute_and_act
         return spec
 
 
-def _plug_in() -> None:
+try:
     from verl.plugin.platform import PlatformRegistry
 
     from torchtitan.integrations.verl.platform import CPUPlatform, mend_process_groups
@@ -94,12 +90,8 @@ def _plug_in() -> None:
     PlatformRegistry.register("cpu")(CPUPlatform)
     mend_process_groups()
     for name in [name for name in _AFTER if name in sys.modules]:
-        _AFTER.pop(name)()
+        _AFTER.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, _AfterImport(_AFTER))
-
-
-try:
-    _plug_in()
 except Exception as error:
     # verl goes on without plug-ins that fail, and says so at the level DEBUG only.
     logger.error(

@@ -77,26 +77,16 @@ class _GroupedMM(torch.autograd.Function):
         return grad_x, torch.ops.torchtitan.grouped_mm_weight_grad(x, grad, offsets), None
 
 
-def _forward(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    return torch._grouped_mm(x, weights, offs=offsets)
-
-
-def _forward_meta(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weights.shape[-1])
-
-
-def _weight_grad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """[N, K], [N, M] -> [E, K, M]: x^T grad of each group."""
-    return torch._grouped_mm(x.t(), grad, offs=offsets)
-
-
-def _weight_grad_meta(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
-
-
+# x [N, K], w [E, K, M] -> [N, M]; x [N, K], g [N, M] -> [E, K, M], x^T g of each group.
 for _device in ("CPU", "CUDA"):
-    _library.impl("grouped_mm", _forward, _device)
-    _library.impl("grouped_mm_weight_grad", _weight_grad, _device)
-_library.impl("grouped_mm", _forward_meta, "Meta")
+    _library.impl("grouped_mm", lambda x, w, ends: torch._grouped_mm(x, w, offs=ends), _device)
+    _library.impl(
+        "grouped_mm_weight_grad", lambda x, g, ends: torch._grouped_mm(x.t(), g, offs=ends), _device
+    )
+_library.impl("grouped_mm", lambda x, w, ends: x.new_empty(x.shape[0], w.shape[-1]), "Meta")
+_library.impl(
+    "grouped_mm_weight_grad",
+    lambda x, g, ends: x.new_empty(ends.shape[0], x.shape[1], g.shape[1]),
+    "Meta",
+)
 _library.impl("grouped_mm", _GroupedMM.apply, "Autograd")
-_library.impl("grouped_mm_weight_grad", _weight_grad_meta, "Meta")

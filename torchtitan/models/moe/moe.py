@@ -61,7 +61,14 @@ class StackedExperts(nn.Module):
         Under expert parallelism E counts this rank's experts, and the groups are already padded.
         """
         parameters = self.local_parameters()
-        if not (self.use_grouped_mm and _can_group(*parameters)):
+        can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
+        if self.use_grouped_mm and not can_group:
+            warn_once(
+                logger,
+                f"experts of shape {list(parameters[0].shape[1:])} are computed one by one: the "
+                "grouped kernel wants dim and hidden_dim to be multiples of 16 bytes",
+            )
+        if not (self.use_grouped_mm and can_group):
             return run_for_loop(self._feed_forward, *parameters, x, num_tokens_per_expert)
         run = self._compiled_grouped_mm or partial(run_grouped_mm, self._feed_forward)
         if _needs_padding(next(self.parameters())):
@@ -133,18 +140,6 @@ def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts
 
 _run_experts_for_loop = partial(run_for_loop, _swiglu)
 _run_experts_grouped_mm = partial(run_grouped_mm, _swiglu)
-
-
-def _can_group(*parameters: Tensor) -> bool:
-    """Whether the grouped kernel takes these [E, ..., K]; logs once where it doesn't."""
-    if all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters):
-        return True
-    warn_once(
-        logger,
-        f"experts of shape {list(parameters[0].shape[1:])} are computed one by one: the grouped "
-        "kernel wants dim and hidden_dim to be multiples of 16 bytes",
-    )
-    return False
 
 
 def _needs_padding(parameter: Tensor) -> bool:
