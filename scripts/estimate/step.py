@@ -155,13 +155,15 @@ def estimate_step(
 
 
 def estimate_from_depths(
-    job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int]
+    job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int] | None
 ) -> StepEstimate:
-    """As `estimate_step`, along the line through models of two numbers of layers.
+    """As `estimate_step`, along the line through models of two numbers of layers, if there are any.
 
     Exact where each layer is like the one before: the depths have to differ by a multiple of what
     repeats, as the stages of a pipeline do, or every second layer under selective checkpointing.
     """
+    if depths is None:
+        return estimate_step(job_config, rank, gpus_per_node)
     spec = resolve_job(_config_to_estimate(job_config), builds_data=False)
     n_layers = spec.model_args[job_config.model.flavor].n_layers
     low, high = (estimate_step(job_config, rank, gpus_per_node, depth) for depth in depths)
