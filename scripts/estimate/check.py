@@ -1,7 +1,7 @@
 """The planner against what happens: memory and order of layouts on this CPU, and published figures.
 
     python -m scripts.estimate.check memory       # ten jobs, 1 to 4 gloo ranks
-    python -m scripts.estimate.check order        # which of six layouts is faster, on two cores
+    python -m scripts.estimate.check order        # which of five layouts is faster, on two cores
     python -m scripts.estimate.check published    # Llama 3.1 on 8 to 512 H100
 
 Each prints a table of docs/scale.md. The order is one of wall times, for which the machine has to
@@ -36,7 +36,7 @@ INTERLEAVED = f"{_P}pipeline_parallel_schedule=Interleaved1F1B"
 MEMORY_CASES = [
     ("llama3", "debugmodel", 80, Layout(1, 1, 1, 1, 1, 8), NO_RECOMPUTATION),
     ("llama3", "debugmodel", 1.35, Layout(1, 2, 1, 1, 1, 4), BY_OPERATOR),
-    ("llama3", "debugmodel", 80, Layout(2, 1, 1, 1, 1, 4), FULL),
+    ("llama3", "debugmodel", 80, Layout(2, 2, 1, 1, 1, 2), FULL),
     ("llama3", "debugmodel", 1.4, Layout(1, 1, 2, 1, 1, 8), NO_RECOMPUTATION),
     ("llama3", "debugmodel", 80, Layout(1, 1, 1, 2, 1, 8), NO_RECOMPUTATION),
     ("llama3", "debugmodel", 80, Layout(1, 1, 1, 2, 1, 8), f"{FULL} {INTERLEAVED}"),
@@ -49,7 +49,6 @@ MEMORY_CASES = [
 ]
 ORDER_LAYOUTS = {
     "one process": Layout(1, 1, 1, 1, 1, 4),
-    "DDP 2": Layout(2, 1, 1, 1, 1, 2),
     "FSDP 2": Layout(1, 2, 1, 1, 1, 2),
     "TP 2": Layout(1, 1, 2, 1, 1, 4),
     "PP 2": Layout(1, 1, 1, 2, 1, 4),

@@ -42,8 +42,7 @@ class Layout:
     def name(self) -> str:
         parts = [f"PP {self.pp}", f"FSDP {self.shards}", f"CP {self.cp}", f"TP {self.tp}"]
         if self.replicas > 1:
-            shards = f"HSDP {self.replicas} x {self.shards}"
-            parts[1] = shards if self.shards > 1 else f"DDP {self.replicas}"
+            parts[1] = f"HSDP {self.replicas} x {self.shards}"
         kept = [part for part in parts if not part.endswith(" 1")]
         return ", ".join(kept) or "one GPU"
 
