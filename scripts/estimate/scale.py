@@ -10,6 +10,7 @@ times are bounds that follow from them and from the peaks given as options.
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -53,12 +54,16 @@ _IN_LINE = ("tp", "cp", "ep", "etp")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction."""
+    """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
+
+    overlaps: what it sends takes no time of its processor, unlike a CPU's.
+    """
 
     flops: float
     nvlink: float
     network: float
     gpus_per_node: int
+    overlaps: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Bound:
 
     compute: its FLOPs at peak. in_line: collectives that the next operator waits for. beside:
     the longer one of NVLink and network for all others, which can run at the same time as the
-    rest. step: max(compute + in_line, beside), plus the pipeline's bubble.
+    rest. step: max(compute + in_line, beside), plus the pipeline's bubble; the sum of all where
+    the machine does one thing at a time.
     """
 
     compute: float
@@ -89,16 +95,36 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
     compute = estimate.counts.flops.total() / machine.flops
     in_line, beside = seconds(True), seconds(False)
-    step = max((compute + in_line) * (1 + estimate.bubble), beside)
+    busy = (compute + in_line) * (1 + estimate.bubble)
+    step = max(busy, beside) if machine.overlaps else busy + beside
     mfu = estimate.model_flops / (estimate.world_size * step * machine.flops)
     return Bound(compute, in_line, beside, step, mfu)
 
 
-def depths_of(config: Any) -> tuple[int, int]:
-    """Numbers of layers to rehearse: of a pipeline, one more in each stage."""
-    pp = config.parallelism.pipeline_parallel_degree
-    # First layers may be unlike others.
-    return (2 * pp - 2, 3 * pp - 2) if pp > 1 else (4, 6)
+def depths_of(config: Any) -> tuple[int, int] | None:
+    """Numbers of layers to rehearse, of which each stage of a pipeline has as many as the others.
+
+    None where the config itself says which layers a stage has: then all are rehearsed.
+    """
+    from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
+
+    parallelism = config.parallelism
+    pp = parallelism.pipeline_parallel_degree
+    option = config.activation_checkpoint.selective_ac_option
+    is_by_layers = config.activation_checkpoint.mode == "selective" and option.isdigit()
+    period = int(option) if is_by_layers else 1  # layers until they repeat
+    if pp == 1:
+        # First layers may be unlike others, and every second one unlike the one before.
+        return 4, 4 + math.lcm(2, period)
+    if parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part:
+        return None
+    is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
+    n_stages = pp if is_single else 2 * pp
+    # As many layers as embeddings and logits count for.
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    low = 1 + max(1, first, last)
+    return low * n_stages - first - last, (low + period) * n_stages - first - last
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +197,7 @@ def main() -> None:
     machine = machine_of(args)
     os.environ["LOCAL_RANK"] = "0"
     prepare_device()
-    from scripts.estimate.step import estimate_from_depths, estimate_step
+    from scripts.estimate.step import estimate_from_depths
     from torchtitan.config import ConfigManager
 
     tables: tuple[list[str], list[str]] = ([], [])
@@ -190,10 +216,7 @@ def main() -> None:
         for stage, rank in ranks.items():
             started = time.process_time()
             job = config, rank, machine.gpus_per_node
-            if args.whole:
-                estimate = estimate_step(*job)
-            else:
-                estimate = estimate_from_depths(*job, depths_of(config))
+            estimate = estimate_from_depths(*job, None if args.whole else depths_of(config))
             rows = rows_of(name, layout + stage, estimate, machine)
             for table, row in zip(tables, rows, strict=True):
                 table.append(row)

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from scripts.estimate._memory_tracker import (
@@ -143,6 +144,12 @@ def estimate_step(
         mock.patch.object(build, "derive_model_args", derive_fewer_layers),
         TrainingEngine(config) as engine,
     ):
+        dims = engine.parallel_dims
+        if dims.dp_replicate_enabled and not dims.uses_fsdp:
+            raise ConfigError(
+                "DDP cannot be estimated, as its reducer asks other ranks when it is built; set "
+                "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
+            )
         engine.tokenizer = types.SimpleNamespace(eos_id=1)  # never there: rows are one document
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
@@ -155,13 +162,15 @@ def estimate_step(
 
 
 def estimate_from_depths(
-    job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int]
+    job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int] | None
 ) -> StepEstimate:
-    """As `estimate_step`, along the line through models of two numbers of layers.
+    """As `estimate_step`, along the line through models of two numbers of layers, if there are any.
 
     Exact where each layer is like the one before: the depths have to differ by a multiple of what
     repeats, as the stages of a pipeline do, or every second layer under selective checkpointing.
     """
+    if depths is None:
+        return estimate_step(job_config, rank, gpus_per_node)
     spec = resolve_job(_config_to_estimate(job_config), builds_data=False)
     n_layers = spec.model_args[job_config.model.flavor].n_layers
     low, high = (estimate_step(job_config, rank, gpus_per_node, depth) for depth in depths)
@@ -319,6 +328,7 @@ def _rehearsal() -> Iterator[Any]:
     patch_kernels()
     with (
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(F, "rms_norm", _fused_rms_norm),
         Rehearsal() as rehearsal,
     ):
         yield rehearsal
@@ -337,6 +347,34 @@ def _fused_attention(
     """The kernel that sdpa takes on a GPU; a torch without kernels for it writes out the scores."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     return attend(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
+
+
+_composed_rms_norm = F.rms_norm
+
+
+def _fused_rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The kernel of a GPU; a torch without it composes the norm of steps, which keep more of it."""
+    is_fused = weight is None or weight.dtype == x.dtype
+    if is_fused and not any(isinstance(t, DTensor) for t in (x, weight)):
+        return _FusedRMSNorm.apply(x, weight)
+    return _composed_rms_norm(x, normalized_shape, weight, eps)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What it keeps and allocates; no values. x: [..., M]; weight: [M]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        factor = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, factor)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _config_to_estimate(job_config: JobConfig) -> JobConfig:

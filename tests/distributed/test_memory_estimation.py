@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from scripts.estimate._memory_tracker import OTHER, PARAMETERS, MemoryTracker
+from scripts.estimate.check import measured_memory
 from scripts.estimate.scale import Machine, bound_of
 from scripts.estimate.step import estimate_step
 from tests.cuda_rehearsal.device import why_not
 from torchtitan.config import ConfigManager
-from torchtitan.engine import TrainingEngine
 from torchtitan.testing.gloo import run_ranks
 
 CONFIG = "torchtitan/models/llama3/train_configs/debug_model.toml"
@@ -36,38 +35,6 @@ def job(overrides, folder):
     settings = ["--training.local_batch_size=2", "--training.seq_len=128"]
     settings.append("--training.mixed_precision_param=float32")
     return parse([*settings, f"--job.dump_folder={folder}", *overrides])
-
-
-def local_bytes(tensors):
-    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
-
-
-def real_bytes(overrides, folder):
-    """(parameters and buffers, optimizer state, peak) of this rank in its second step."""
-    engine = TrainingEngine(job(overrides, folder))
-    tokens = torch.zeros(2, 128, dtype=torch.int64)
-
-    def step():
-        for _ in range(engine.gradient_accumulation_steps):
-            engine.forward_backward_step(
-                input_dict={"input": tokens}, labels=tokens, global_valid_tokens=1.0
-            )
-        engine.optim_step()
-
-    step()
-    (model,) = engine.model_parts
-    parameters = local_bytes([*model.parameters(), *model.buffers()])
-    optimizer_state = local_bytes(
-        value for state in engine.optimizers.state.values() for value in state.values()
-    )
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        highest = max(highest, live)
-    return parameters, optimizer_state, parameters + optimizer_state + highest
 
 
 # A process of its own: the stand-in for a device has to be there before torch.
@@ -143,7 +110,7 @@ def estimates(tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_estimate_agrees_with_a_real_run(name, tmp_path, estimates):
     world_size, overrides = JOBS[name]
-    real = run_ranks(real_bytes, world_size, overrides, str(tmp_path))
+    real = run_ranks(measured_memory, world_size, job(overrides, tmp_path))
     estimate = estimates[name]
     parameters, optimizer_state, peak = real[0]
     assert estimate.parameters == parameters

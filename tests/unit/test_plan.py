@@ -1,13 +1,15 @@
 """The planner's choice of layouts; what a rehearsal tells is made up here."""
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from scripts.estimate.plan import Layout, Planned, layouts, least_states, plan_of, table_of
-from scripts.estimate.scale import Bound
+from scripts.estimate.scale import Bound, Machine, bound_of, depths_of
 from torchtitan.config import JobConfig
+from torchtitan.config.pipeline_layout import modules_of_stages
 
 GIB = 2**30
 
@@ -75,3 +77,43 @@ def test_fastest_layout_comes_first():
 @pytest.mark.parametrize("n_gpus", [1, 7, 12])
 def test_any_number_of_gpus_has_a_layout(n_gpus):
     assert list(layouts(JobConfig(), n_gpus, gpus_per_node=8, global_rows=n_gpus))
+
+
+@pytest.mark.parametrize("option", ["1", "2", "3", "op"])
+@pytest.mark.parametrize("less", [(1, 1), (0, 0), (2, 1)])
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved1f1b", "ZBVZeroBubble"])
+def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_degree = 4
+    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_first_stage_less_layers = less[0]
+    config.parallelism.pipeline_parallel_last_stage_less_layers = less[1]
+    config.activation_checkpoint.selective_ac_option = option
+    sizes = []
+    for depth in depths_of(config):
+        stages = modules_of_stages(config.parallelism, depth)
+        layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
+        layers[0] += less[0]
+        layers[-1] += less[1]
+        assert len(set(layers)) == 1 and min(layers) > max(less)
+        sizes.append(layers[0])
+    # Whole periods of what selective checkpointing repeats.
+    assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
+
+
+def test_stages_of_the_users_own_are_rehearsed_whole():
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_layers_per_stage = 3
+    assert depths_of(config) is None
+
+
+def test_a_cpu_computes_and_sends_by_turns():
+    traffic = SimpleNamespace(sent=3e9, network=0.0)
+    counts = SimpleNamespace(
+        flops=Counter({"matrix products": 2e12}), traffic={("fsdp", "all-gather"): traffic}
+    )
+    estimate = SimpleNamespace(counts=counts, bubble=0.5, model_flops=1e12, world_size=1)
+    gpu = Machine(flops=1e12, nvlink=1e9, network=1e9, gpus_per_node=8)
+    assert bound_of(estimate, gpu).step == 3
+    assert bound_of(estimate, dataclasses.replace(gpu, overlaps=False)).step == 3 + 3
