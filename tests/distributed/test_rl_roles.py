@@ -95,8 +95,14 @@ def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead
 
 @pytest.mark.parametrize(
     "layout",
-    [["--parallelism.tensor_parallel_degree=2"], ["--parallelism.pipeline_parallel_degree=2"]],
-    ids=["TP", "PP"],
+    [
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.pipeline_parallel_degree=2"],
+        pytest.param(
+            [*FSDP, "--rl.advantage.name=gae", "--rl.async_steps=1"], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["TP", "PP", "FSDP with a critic"],
 )
 def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout, tmp_path):
     flags = ["--training.steps=3", *layout, "--rl.weight_sync.mode=broadcast"]
