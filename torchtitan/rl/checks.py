@@ -115,6 +115,7 @@ _SMALLEST_COUNTS = {
     "generator.max_snapshots": 0,
     "generator.tensor_parallel_degree": 1,
     "generator.max_seq_len": 2,
+    "generator.max_requests": 1,
     "sampling.max_tokens": 1,
     "task.max_turns": 1,
     "serve.max_request_mib": 1,
@@ -374,13 +375,19 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
 
 def _generator(job_config: JobConfig) -> Iterator[str]:
     generator, default = job_config.rl.generator, RL().generator
-    for key in ("memory_share", "tensor_parallel_degree", "max_seq_len"):
-        value = getattr(generator, key)
-        if generator.backend != "vllm" and value != getattr(default, key):
-            yield (
-                f"rl.generator.{key} = {value} is read by rl.generator.backend = 'vllm' only, got "
-                f"{generator.backend!r}; take one of them out"
-            )
+    for backend, keys in {
+        "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
+        "openai": ("url", "model", "reload_url", "max_requests", "timeout_seconds"),
+    }.items():
+        for key in keys if generator.backend != backend else ():
+            value = getattr(generator, key)
+            if value != getattr(default, key):
+                yield (
+                    f"rl.generator.{key} = {value} is read by rl.generator.backend = {backend!r} only, "
+                    f"got {generator.backend!r}; take one of them out"
+                )
+    if generator.backend == "openai":
+        yield from _server(job_config)
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
     max_turns = job_config.rl.task.max_turns
     agrees = redraws > 0 or max_turns > 1
@@ -407,6 +414,30 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
         yield (
             f"rl.generator.memory_share must be above 0 and at most 1, got "
             f"{generator.memory_share}; the default is {default.memory_share}"
+        )
+
+
+def _server(job_config: JobConfig) -> Iterator[str]:
+    generator, async_steps = job_config.rl.generator, job_config.rl.async_steps
+    for key in ("url", "reload_url"):
+        if not getattr(generator, key).startswith(("http://", "https://")):
+            yield (
+                f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "
+                f"rl.generator.backend = 'openai', got {getattr(generator, key)!r}; correct it"
+            )
+    if not generator.model:
+        yield "rl.generator.model must be the model's name on the server, got ''; set it"
+    if not 0 < generator.timeout_seconds < math.inf:
+        yield (
+            f"rl.generator.timeout_seconds must be above 0, got {generator.timeout_seconds}; the "
+            "default is 600"
+        )
+    # A server has one version of the weights, and only one rank can say when the next one comes.
+    if generator.ranks > 1 or (async_steps and not generator.ranks):
+        yield (
+            f"rl.generator.backend = 'openai' has one server, which another rank must not give new "
+            f"weights while one draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps = "
+            f"{async_steps}; set rl.generator.ranks to 1, or both to 0"
         )
 
 

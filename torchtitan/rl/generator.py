@@ -1,6 +1,7 @@
 """Generators, which complete prompts with the policy's weights, and the choice between them."""
 
 import copy
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -377,13 +378,14 @@ def build_copy(policy: PolicyModel) -> Generator:
     Raises ImportError if vLLM is wanted and not installed.
     """
     config, rl = policy.job_config, policy.job_config.rl
+    if rl.generator.backend != "local" and config.model.fp32_head:
+        name = "vLLM" if rl.generator.backend == "vllm" else "the server"
+        logger.warning(
+            "model.fp32_head holds for the trainer; %s's output projection keeps its own type", name
+        )
     if rl.generator.backend == "vllm":
         from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
 
-        if config.model.fp32_head:
-            logger.warning(
-                "model.fp32_head holds for the trainer; vLLM's output projection keeps its own type"
-            )
         return VLLMGenerator(
             config.model.hf_assets_path,
             dtype=policy.generator_dtype,
@@ -391,6 +393,20 @@ def build_copy(policy: PolicyModel) -> Generator:
             memory_share=rl.generator.memory_share,
             tensor_parallel_degree=rl.generator.tensor_parallel_degree,
             max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
+        )
+    if rl.generator.backend == "openai":
+        from torchtitan.rl.openai_generator import OpenAIGenerator  # it builds on this module
+
+        return OpenAIGenerator(
+            rl.generator.url,
+            rl.generator.model,
+            rl.generator.reload_url,
+            os.path.join(config.job.dump_folder, "generator_weights"),
+            config.model.hf_assets_path,
+            dtype=policy.generator_dtype,
+            seed=rl.seed,
+            max_requests=rl.generator.max_requests,
+            timeout_seconds=rl.generator.timeout_seconds,
         )
     return CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size

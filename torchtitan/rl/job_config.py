@@ -140,8 +140,9 @@ class RLBatch:
 
 @dataclass
 class RLGenerator:
-    # Sample with the trainer's own modules, or with vLLM, which has to be installed
-    backend: Literal["local", "vllm"] = "local"
+    # Sample with the trainer's own modules, with vLLM, which has to be installed, or with an HTTP
+    # server that speaks OpenAI's /v1/completions with token ids
+    backend: Literal["local", "vllm", "openai"] = "local"
     # The last so many ranks of the job only generate, beside the others, which train and have the
     # layout; 0 generates on the trainer's ranks
     ranks: int = 0
@@ -158,6 +159,13 @@ class RLGenerator:
     tensor_parallel_degree: int = 1
     # For vllm: longest prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: int | None = None
+    url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
+    model: str = ""  # For openai: the model's name there
+    # For openai: gets {"path": a folder of Hugging Face files, "version": n} in a POST after each update,
+    # and answers when the server has loaded them
+    reload_url: str = ""
+    max_requests: int = 64  # For openai: requests of one rank at the same time
+    timeout_seconds: float = 600.0  # For openai: of one request
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
     # with the trainer's own precision, whose distribution they stand for

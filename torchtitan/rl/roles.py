@@ -193,7 +193,7 @@ class RemoteGenerator:
         """
         refuse(rescoring(policy.job_config.rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
-        if policy.job_config.rl.generator.backend == "vllm":
+        if policy.job_config.rl.generator.backend != "local":
             self.weight_names = "hf"
         else:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype

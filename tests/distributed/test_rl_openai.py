@@ -1,0 +1,27 @@
+"""A server of completions for several ranks: one gives it weights, all that draw ask it."""
+
+import pytest
+
+from tests.distributed.test_rl_roles import run_roles
+from tests.unit.rl.test_openai_generator import SHORT, flags_of, server  # noqa: F401, a fixture
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "flags"),
+    [
+        (2, ["--parallelism.data_parallel_shard_degree=2"]),
+        (2, ["--rl.generator.ranks=1", "--rl.async_steps=1"]),
+    ],
+    ids=["FSDP", "a rank that generates"],
+)
+def test_server_gets_each_version_once_before_it_draws(n_ranks, flags, server, tmp_path):  # noqa: F811
+    flags = [*SHORT, *flags, *flags_of(server), "--training.steps=3"]
+    first, *_ = run_roles(tmp_path, n_ranks, *flags)
+    assert len(first["steps"]) == 3
+    for step in first["steps"]:
+        ahead = "--rl.async_steps=1" in flags and step["step"] > 1
+        assert step["rl/lag"] == ahead
+        assert ahead or step["loss/logprob_diff_max"] <= 5e-6
+    versions = [message["version"] for message in server.reloads]
+    assert versions == sorted(set(versions)) and {0, 1} <= set(versions)
+    assert len(server.requests) == 3 * 2 * 4

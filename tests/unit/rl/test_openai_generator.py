@@ -1,0 +1,227 @@
+"""A generator behind HTTP: the server here answers with our own `CopyGenerator`."""
+
+import glob
+import http.server
+import json
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.unit.rl.test_dialogues import GUESS, STOPS
+from tests.unit.rl.test_job_config import config_with
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl import openai_generator
+from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.generator import CopyGenerator
+from torchtitan.rl.openai_generator import OpenAIGenerator
+from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.weight_sync import WeightMismatchError
+from torchtitan.tools.errors import RunError
+
+
+class Weights(SimpleNamespace):
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+class StandIn(http.server.ThreadingHTTPServer):
+    """Serves completions of a toy policy, whose weights it reads from the folders that it is told of.
+
+    fails: what to answer with in place of the next requests, (status, body).
+    """
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        engine = TrainingEngine(toy_config(folder))
+        self.generator, self.adapter = (
+            CopyGenerator.of_engine(engine),
+            engine.checkpointer.require_adapter(),
+        )
+        self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
+        self.change = lambda choice: choice
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def complete(self, request):
+        self.requests.append(request)
+        sampling = SamplingConfig(
+            temperature=request["temperature"],
+            max_tokens=request["max_tokens"],
+            stop_token_ids=tuple(request["stop_token_ids"]),
+            seed=request["seed"],
+        )
+        (done,) = self.generator.generate([request["prompt"]], sampling)
+        logprobs = {"tokens": ["?"] * len(done.token_ids), "token_logprobs": done.token_logprobs}
+        choice = {"token_ids": done.token_ids, "logprobs": logprobs, "text": "?"}
+        return {"choices": [self.change(choice)]}
+
+    def reload(self, message):
+        self.reloads.append(message)
+        index = json.load(open(os.path.join(message["path"], "model.safetensors.index.json")))
+        found = {}
+        for path in glob.glob(os.path.join(message["path"], "*.safetensors")):
+            found |= load_file(path)
+        assert set(index["weight_map"]) == set(found)
+        pairs = self.adapter.from_hf(found).items()
+        weights = Weights(pairs=pairs, version=message["version"], digest=None)
+        self.generator.update_weights(weights, check_digest=False)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            if self.server.fails:
+                status, answer = self.server.fails.pop(0)
+            else:
+                own = {"/v1/completions": self.server.complete, "/reload": self.server.reload}
+                status, answer = 200, own[self.path](body)
+        data = json.dumps(answer).encode() if answer is not None else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = StandIn(tmp_path / "server")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(60)
+    server.server_close()
+
+
+def flags_of(server):
+    url = f"--rl.generator.url={server.url}", f"--rl.generator.reload_url={server.url}/reload"
+    return ["--rl.generator.backend=openai", "--rl.generator.model=toy", *url]
+
+
+SHORT = ["--rl.num_prompts_per_step=2", "--rl.eval_samples=2", "--rl.sampling.temperature=0.9"]
+
+
+@pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several turns"])
+def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
+    """So it drew with the weights that it was given, and its tokens are those that are trained on."""
+    controller = Controller(toy_config(tmp_path, *SHORT, *extra, *flags_of(server)))
+    controller.setup()
+    if extra:
+        controller.task.reply = lambda prompt, turns: "<>"
+    for _ in range(2):
+        assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+    of_steps = list(server.requests)
+    assert controller.evaluate(greedy=True)["reward"] >= 0
+    controller.close()
+    assert [message["version"] for message in server.reloads] == [0, 1, 2]
+    (left,) = (tmp_path / "generator_weights").iterdir()
+    assert str(left) == server.reloads[-1]["path"] and (left / "tokenizer.json").is_file()
+    assert len({request["seed"] for request in of_steps}) == len(of_steps)
+    assert len(of_steps) == 2 * 2 * 4 or extra
+
+
+def generator_of(server, folder, **options):
+    generator = OpenAIGenerator(
+        server.url, "toy", f"{server.url}/reload", str(folder), "nowhere", **options
+    )
+    generator.policy_version = 1
+    return generator
+
+
+def answers_of(server, change=None, **sampling):
+    """Two completions of a prompt."""
+    server.generator.policy_version = 1
+    server.change = change or (lambda choice: choice)
+    generator = generator_of(server, "unused")
+    return generator.generate([[1, 2]], SamplingConfig(max_tokens=4, seed=3, **sampling), 2)
+
+
+def test_tokens_may_be_spelled_as_ids(server):
+    def spelled(choice):
+        choice["logprobs"]["tokens"] = [f"token_id:{i}" for i in choice.pop("token_ids")]
+        return choice
+
+    assert answers_of(server, spelled) == answers_of(server)
+
+
+@pytest.mark.parametrize(
+    ("missing", "numbers"),
+    [("token_ids", "got 0 ids and 4 log-probs"), ("logprobs", "got 4 ids and 0 log-probs")],
+)
+def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server):
+    with pytest.raises(
+        RunError, match=f"id and the log-prob of every new token, {numbers}; it must"
+    ):
+        answers_of(server, lambda choice: choice | {missing: None})
+
+
+def test_greedy_tokens_have_a_probability_of_one(server):
+    for completion in answers_of(server, temperature=0.0):
+        assert completion.token_logprobs == (0.0,) * 4
+        assert completion.token_kept_mass == (1.0,) * 4  # our stand-in's, of what it kept
+    with pytest.raises(ValueError, match="no log-probs of a truncated distribution"):
+        answers_of(server, top_k=2)
+
+
+def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypatch):
+    monkeypatch.setattr(openai_generator, "_SECONDS_BETWEEN_TRIES", 0.01)
+    expected = answers_of(server)
+    server.fails = [(503, None), (429, None)]
+    assert answers_of(server) == expected
+    server.fails = [(500, {"error": "no memory"})] * 6
+    with pytest.raises(RunError, match="did not answer .HTTP 500: .*no memory.*, tried 3 times"):
+        answers_of(server)
+    server.fails = [(404, {"error": "no such model"})] * 2
+    with pytest.raises(RunError, match="HTTP 404: .*no such model.*, tried 1 times"):
+        answers_of(server)
+    server.fails = []
+    gone = SimpleNamespace(url="http://127.0.0.1:9")
+    with pytest.raises(RunError, match="did not answer .*refused.* look at the server's log"):
+        generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
+
+
+def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path):
+    generator = generator_of(server, tmp_path / "weights")
+    server.fails = [(400, {"error": "cannot load"})]
+    weights = Weights(pairs=[], version=2, digest=None)
+    with pytest.raises(WeightMismatchError, match="has not got version 2 .*cannot load"):
+        generator.update_weights(weights)
+    assert generator.policy_version == -1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightMismatchError, match="has not got version 2 .*Not a directory"):
+        generator_of(server, tmp_path / "file").update_weights(weights)
+
+
+GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"url": ""}, "rl.generator.url must be an address like"),
+        ({"reload_url": "a:80"}, "rl.generator.reload_url must be an address like .* got 'a:80'"),
+        ({"model": ""}, "rl.generator.model must be the model's name"),
+        ({"timeout_seconds": 0.0}, "rl.generator.timeout_seconds must be above 0"),
+        ({"max_requests": 0}, "rl.generator.max_requests must be at least 1"),
+        ({"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
+        ({"backend": "local"}, "rl.generator.url = http://a is read by .*'openai' only"),
+        ({"rescore": True}, "rescore would hide how far"),
+    ],
+)
+def test_settings_are_checked(values, message):
+    good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
+    check_rl_config(config_with(**good))
+    with pytest.raises(ConfigError, match=message):
+        check_rl_config(
+            config_with(**good | {f"rl__generator__{key}": v for key, v in values.items()})
+        )
+    with pytest.raises(ConfigError, match="has one server"):
+        check_rl_config(config_with(**good, rl__async_steps=1))

@@ -1,0 +1,236 @@
+"""Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
+
+Prompts go there as token ids; tokens and log-probs come back. Weights are handed over as a folder of
+Hugging Face files, which the server's machine has to see, and one request that says where it is.
+"""
+
+import http.client
+import json
+import os
+import random
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchtitan.checkpoint.folder import HF_INDEX
+from torchtitan.rl.generator import Generator, Prompts
+from torchtitan.rl.types import Completion, SamplingConfig
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
+from torchtitan.tools.errors import RunError
+
+_TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
+_LARGEST_FILE = 4 * 2**30  # bytes of tensors
+
+
+class OpenAIGenerator(Generator):
+    """A generator behind an HTTP server. Each rank sends requests for its own share.
+
+    url: of the server; requests go to url/v1/completions. model: its name there.
+    reload_url: gets {"path": a folder, "version": n} in a POST once all weights stand in the folder, and
+        has to answer when the server has them. Rank 0 alone writes and sends.
+    folder: where versions are written; the one before is removed after each update.
+    hf_assets_path: config.json and tokenizer are copied from there.
+    dtype: of the weights in the files; None for the trainer's.
+    max_requests: at the same time. timeout_seconds: of one request, which is tried three times.
+
+    The server has to give log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
+    Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
+    """
+
+    weight_names = "hf"
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        reload_url: str,
+        folder: str,
+        hf_assets_path: str,
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        max_requests: int = 64,
+        timeout_seconds: float = 600.0,
+    ):
+        self._url, self._model, self._reload_url = (
+            f"{url.rstrip('/')}/v1/completions",
+            model,
+            reload_url,
+        )
+        self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
+        self.weight_dtype = dtype
+        self._seed, self._n_calls = seed, 0
+        self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    ) -> list[Completion]:
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                "rl.generator.backend = 'openai' gives no log-probs of a truncated distribution, got "
+                f"top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0"
+            )
+        seed = sampling.seed
+        if seed is None:
+            self._n_calls += 1
+            seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+        requests = [
+            {
+                "model": self._model,
+                "prompt": list(prompts[i // num_samples]),
+                "n": 1,  # each completion has a seed of its own
+                "seed": (seed + row) % 2**62,
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens,
+                "stop": list(sampling.stop_strings) or None,
+                "logprobs": 0,
+                # Of vLLM, and of those that follow it: tokens as they are, up to what we stop at.
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "include_stop_str_in_output": True,
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            }
+            for i, row in enumerate(rows)
+        ]
+        with ThreadPoolExecutor(self._max_requests, "completions") as threads:
+            sent = [threads.submit(self._complete, request, sampling) for request in requests]
+            try:
+                return [one.result() for one in sent]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
+        answer = _post(self._url, request, self._timeout_seconds)
+        token_ids, logprobs = _tokens_and_logprobs(answer)
+        if not token_ids or len(token_ids) != len(logprobs):
+            raise RunError(
+                f"{self._url} has to answer with the id and the log-prob of every new token, got "
+                f"{len(token_ids)} ids and {len(logprobs)} log-probs; it must know "
+                '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
+            )
+        kept_mass = None
+        if sampling.temperature == 0:
+            # Nothing else could be drawn; servers give the log-probs at temperature 1.
+            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
+            logprobs = [0.0] * len(logprobs)
+        reason = "stop" if sampling.stops_at(token_ids) else "length"
+        return Completion(tuple(token_ids), tuple(logprobs), reason, self.policy_version, kept_mass)
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """Have the server load the weights. Ranks that share an update call it together.
+
+        Raises WeightMismatchError if they cannot be written, or the server does not take them.
+        """
+        self.policy_version = -1
+        pairs, failure = iter(weights), None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            path = os.path.join(self._folder, f"version-{weights.version}")
+            try:
+                _write(pairs, path, self._hf_assets_path)
+                message = {"path": path, "version": weights.version}
+                _post(self._reload_url, message, self._timeout_seconds)
+                for name in os.listdir(self._folder):
+                    if name.startswith("version-") and name != os.path.basename(path):
+                        shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+            except (OSError, RunError, SafetensorError) as error:
+                failure = error
+        for _ in pairs:  # gathering them is collective
+            pass
+        if failure is not None:
+            raise WeightMismatchError(
+                f"the server has not got version {weights.version} of the weights: {failure}"
+            ) from failure
+        self.policy_version = weights.version
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_calls": self._n_calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._n_calls = state_dict["n_calls"]
+
+
+def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:
+    """Write a model's folder: weights with an index, and what stands beside them in another one."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run before this one
+    os.makedirs(folder)
+    for entry in os.scandir(hf_assets_path) if os.path.isdir(hf_assets_path) else ():
+        if entry.is_file() and not entry.name.endswith((".safetensors", ".bin", "index.json")):
+            shutil.copy(entry.path, folder)
+    weight_map: dict[str, str] = {}
+    n_bytes = 0
+    file: dict[str, Tensor] = {}
+
+    def finish() -> None:
+        name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_file(file, os.path.join(folder, name), {"format": "pt"})
+        weight_map.update(dict.fromkeys(file, name))
+        file.clear()
+
+    for name, tensor in pairs:
+        if file and sum(t.nbytes for t in file.values()) + tensor.nbytes > _LARGEST_FILE:
+            finish()
+        file[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        n_bytes += tensor.nbytes
+    finish()
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+    with open(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
+        json.dump(index, text)
+
+
+def _tokens_and_logprobs(answer: Any) -> tuple[list[int], list[float]]:
+    """Of a completion's new tokens; empty lists for what the answer does not say."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    choice = choice if isinstance(choice, dict) else {}
+    logprobs = choice.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, dict) else {}
+    token_ids = choice.get("token_ids")
+    if not isinstance(token_ids, list):  # "token_id:17"
+        texts = [str(text).rpartition(":") for text in logprobs.get("tokens") or ()]
+        is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
+        token_ids = [int(number) for *_, number in texts] if is_known else []
+    values = logprobs.get("token_logprobs") or []
+    return token_ids, [value for value in values if isinstance(value, int | float)]
+
+
+def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
+    """The JSON of the answer, or None if it has none; tries again where the server may recover.
+
+    Raises RunError with what the last try met.
+    """
+    body, headers = json.dumps(message).encode(), {"Content-Type": "application/json"}
+    # The server is one of ours: no proxy stands before it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for number in range(1, _TRIES + 1):
+        request = urllib.request.Request(url, body, headers)
+        try:
+            with opener.open(request, timeout=timeout_seconds) as response:
+                text = response.read()
+            return json.loads(text) if text.strip() else None
+        except urllib.error.HTTPError as error:
+            problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+            may_recover = error.code in (408, 429) or error.code >= 500
+        except (OSError, http.client.HTTPException) as error:  # among them all of urllib
+            problem, may_recover = f"{type(error).__name__}: {error}", True
+        except ValueError as error:
+            problem, may_recover = f"the answer is not JSON: {error}", False
+        if not may_recover:
+            break
+        if number < _TRIES:
+            time.sleep(_SECONDS_BETWEEN_TRIES * number)
+    raise RunError(
+        f"{url} did not answer ({problem}), tried {number} times; look at the server's log"
+    )
