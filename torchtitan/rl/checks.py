@@ -270,6 +270,12 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
             "rl.batch.skip_zero_advantage leaves out samples that teach the policy nothing, and the "
             "critic of rl.advantage.name = 'gae' learns from all of them; turn it off"
         )
+    path = rl.critic.initial_load_path
+    if path and not os.path.isdir(path):
+        yield (
+            f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
+            f"{os.getcwd()}); correct the path, or leave it out to begin with the policy's weights"
+        )
     if rl.critic.warmup_steps >= steps:
         yield (
             f"rl.critic.warmup_steps must leave steps in which the policy learns, got "

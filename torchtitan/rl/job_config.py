@@ -74,8 +74,8 @@ class RLAdvantage:
 
 @dataclass
 class RLCritic:
-    # A folder of weights to begin with, of a model with one value per token or of a language model;
-    # empty takes the policy's
+    # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face
+    # files, of a language model too; empty takes the policy's
     initial_load_path: str = ""
     lr: float | None = None  # Peak of the schedule; None takes optimizer.lr
     weight_decay: float | None = None  # None takes optimizer.weight_decay

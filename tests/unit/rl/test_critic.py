@@ -285,6 +285,18 @@ def test_critic_begins_with_the_policys_weights(tmp_path):
     controller.close()
 
 
+def test_critic_begins_with_the_folder_that_the_config_names(tmp_path):
+    before = controller_of(tmp_path / "a")
+    before.train_step()
+    before.critic.engine.save(str(tmp_path / "critic"))
+    expected = weights(before.critic)
+    before.close()
+    after = controller_of(tmp_path / "b", f"--rl.critic.initial_load_path={tmp_path / 'critic'}")
+    assert all(map(torch.equal, expected, weights(after.critic)))
+    assert after.train_step()["critic/grad_norm"] > 0
+    after.close()
+
+
 def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
     overrides = ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--lr_scheduler.warmup_steps=3"]
     unbroken = controller_of(tmp_path / "a", *overrides)
@@ -313,6 +325,7 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
         (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be 0 to 1, got 1.5"),
         (["--rl.batch.skip_zero_advantage"], "the critic of rl.advantage.name = 'gae' learns from"),
         (["--rl.critic.warmup_steps=8"], "got 8 with training.steps = 8"),
+        (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
         (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be a finite number"),
         (
             ["--rl.advantage.name=none", "--rl.critic.lr=1"],
