@@ -11,7 +11,6 @@ be idle; memory and published figures can be had beside other work.
 import argparse
 import dataclasses
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ MEMORY_CASES = [
     ("llama3", "debugmodel", 80, Layout(1, 1, 1, 2, 1, 8), f"{FULL} {INTERLEAVED}"),
     ("llama3", "debugmodel", 80, Layout(1, 1, 1, 1, 2, 8), f"{NO_RECOMPUTATION} {CP2}"),
     ("llama3", "debugmodel", 80, Layout(1, 2, 2, 1, 1, 4), BY_OPERATOR),
+    # The estimate is a GPU's, where keys and values are repeated for grouped heads in fp32.
     ("qwen3", "debugmodel", 80, Layout(1, 2, 1, 1, 1, 4), NO_RECOMPUTATION),
     ("qwen3", "debugmodel_moe_small", 80, Layout(1, 2, 1, 1, 1, 4), f"{NO_RECOMPUTATION} {EP2}"),
     ("deepseek_v3", "debugmodel", 2.0, Layout(1, 2, 1, 1, 1, 4), NO_RECOMPUTATION),
@@ -118,11 +118,13 @@ def measured_memory(config: Any) -> tuple[int, int, int]:
 
 
 def _step_of(engine: Any) -> Any:
-    """A function that trains one step on rows of zeros."""
+    """A function that trains one step on random tokens, of which each expert gets some."""
     import torch
 
     training = engine.job_config.training
-    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(engine.dp_rank)
+    shape = training.local_batch_size, training.seq_len
+    tokens = torch.randint(0, engine.model_args.vocab_size, shape, generator=generator)
 
     def step() -> None:
         for _ in range(engine.gradient_accumulation_steps):
@@ -152,12 +154,15 @@ def measured_seconds(config: Any, n_steps: int) -> list[float]:
     return seconds[2:]
 
 
-def measured_rates() -> tuple[float, float]:
-    """(FLOP/s of matrix products, bytes/s that gloo sends) of this rank, all at work at once."""
+def measured_rates() -> tuple[float, float, float]:
+    """(FLOP/s of matrix products, bytes/s that gloo sends, seconds of its smallest collective).
+
+    Of this rank, the best of many, with all ranks at work at once.
+    """
     import torch
     import torch.distributed as dist
 
-    def best(work: Any, repeats: int = 5) -> float:
+    def best(work: Any, repeats: int) -> float:
         seconds = []
         for _ in range(repeats):
             dist.barrier()
@@ -166,12 +171,15 @@ def measured_rates() -> tuple[float, float]:
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
-    a, b = torch.randn(2048, 384), torch.randn(384, 1024)
-    flops = 2 * 2048 * 384 * 1024 / best(lambda: a @ b)
-    shard = torch.zeros(2**21)  # 8 MiB
-    whole = torch.zeros(2 * 2**21)
-    seconds = best(lambda: dist.all_gather_into_tensor(whole, shard))
-    return flops, shard.nbytes / seconds
+    def gather(n_bytes: int) -> float:
+        shard = torch.zeros(n_bytes, dtype=torch.uint8)
+        whole = torch.zeros(n_bytes * dist.get_world_size(), dtype=torch.uint8)
+        return best(lambda: dist.all_gather_single(whole, shard), 30)
+
+    a, b = torch.randn(1024, 384), torch.randn(384, 1024)
+    flops = 2 * 1024 * 384 * 1024 / best(lambda: a @ b, 30)
+    latency = gather(4)
+    return flops, 2**20 / max(gather(2**20) - latency, 1e-9), latency
 
 
 # ---- the tables ----
@@ -200,7 +208,7 @@ def check_memory(only: str) -> None:
         if found is None:
             print(f"| {name} | {n_ranks} | {memory:g} | {layout.name} | does not fit | | | |")
             continue
-        rows, estimated = found
+        rows, (estimated, *_) = found
         config = layout.config(base, rows)
         real = run_ranks(
             measured_memory, n_ranks, config, init_process_group=False, timeout_seconds=3600
@@ -236,29 +244,41 @@ def check_order(rounds: int) -> None:
     from scripts.estimate.step import estimate_from_depths
     from torchtitan.config import ConfigManager
 
-    flops, sent = map(min, zip(*run_ranks(measured_rates, 2), strict=True))
-    machine = Machine(flops, sent, sent, 8, overlaps=False)
-    print(f"products {flops / 1e9:.0f} GFLOP/s, gloo {sent / 1e9:.2f} GB/s, of each of two ranks\n")
+    rates = run_ranks(measured_rates, 2)
+    flops, sent = (min(rank[i] for rank in rates) for i in range(2))
+    latency = max(rank[2] for rank in rates)
+    # Two cores may share a clock or caches, and one alone be faster.
+    ((flops_alone, *_),) = run_ranks(measured_rates, 1)
+    machines = {
+        1: Machine(flops_alone, sent, sent, 8, overlaps=False),
+        2: Machine(flops, sent, sent, 8, overlaps=False, latency=latency),
+    }
+    print(
+        f"products {flops / 1e9:.0f} GFLOP/s for each of two ranks, {flops_alone / 1e9:.0f} for one "
+        f"alone; gloo {sent / 1e9:.2f} GB/s and {1e3 * latency:.2f} ms for a collective\n"
+    )
     configs, predicted = {}, {}
     for name, layout in ORDER_LAYOUTS.items():
         n_ranks = 1 if name == "one process" else 2
         os.environ["NGPU"] = str(n_ranks)
         flags = f"{NO_RECOMPUTATION} {CP2 if layout.cp == 2 else ''}"
-        base = _small_job(ConfigManager(), f"--model.name=llama3 --model.flavor=debugmodel {flags}")
+        flags = f"--model.name=llama3 --model.flavor=debugmodel {flags} --training.seq_len=512"
+        base = _small_job(ConfigManager(), flags)
         configs[name] = n_ranks, layout.config(base, layout.rows)
         estimates = [
             estimate_from_depths(configs[name][1], rank, 8, depths_of(base))
             for rank in ([0, 1] if layout.pp == 2 else [0])
         ]
-        predicted[name] = max(bound_of(estimate, machine).step for estimate in estimates)
+        steps = [bound_of(estimate, machines[n_ranks]).step for estimate in estimates]
+        predicted[name] = max(steps)
     measured: dict[str, list[float]] = {name: [] for name in configs}
     for _ in range(rounds):
         for name, (n_ranks, config) in configs.items():
             ranks = run_ranks(
-                measured_seconds, n_ranks, config, 4, init_process_group=False, timeout_seconds=3600
+                measured_seconds, n_ranks, config, 6, init_process_group=False, timeout_seconds=3600
             )
             measured[name] += ranks[0]
-    seconds = {name: statistics.median(times) for name, times in measured.items()}
+    seconds = {name: min(times) for name, times in measured.items()}
     print("| layout | predicted, at least | measured | ratio | predicted order | measured order |")
     print("|" + "---|" * 6)
     orders = [sorted(times, key=times.get) for times in (predicted, seconds)]

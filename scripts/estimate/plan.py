@@ -60,6 +60,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
+    """estimate: of the rank that needs most memory. bound: of the slowest one."""
+
     layout: Layout
     rows_at_once: int
     estimate: Any
@@ -93,31 +95,31 @@ def least_states(num_params: int, layout: Layout) -> float:
 
 def plan_of(
     layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
-) -> tuple[int, Any] | None:
-    """(rows at once, estimate) of the most rows that fit; None if one doesn't.
+) -> tuple[int, list[Any]] | None:
+    """(rows at once, estimates) of the most rows that fit; None if one doesn't.
 
-    estimate: (config, rank) -> `StepEstimate`. Memory grows along a line with the rows.
+    estimate: (config, rank) -> `StepEstimate`. Of a pipeline the first and the last stage are
+    estimated, and the fuller one comes first. Memory grows along a line with the rows.
     """
     ranks = {0, layout.replicas * layout.shards * layout.tp * layout.pp * layout.cp - 1}
     ranks = sorted(ranks) if layout.pp > 1 else [0]
 
-    def largest(rows: int) -> Any:
-        """Of the first and the last stage."""
+    def fullest_first(rows: int) -> list[Any]:
         estimates = [estimate(layout.config(base, rows), rank) for rank in ranks]
-        return max(estimates, key=lambda estimate: estimate.peak)
+        return sorted(estimates, key=lambda estimate: -estimate.peak)
 
     # A pipeline works on microbatches, of which there should be many.
     if layout.pp > 1:
-        found = largest(layout.rows)
-        return (layout.rows, found) if found.peak <= usable else None
-    one = largest(1)
-    if one.peak > usable or layout.rows == 1:
-        return (1, one) if one.peak <= usable else None
-    two = largest(2)
-    growth = max(two.peak - one.peak, 1)
-    most = 1 + int((usable - one.peak) / growth)
+        found = fullest_first(layout.rows)
+        return (layout.rows, found) if found[0].peak <= usable else None
+    one = fullest_first(1)
+    if one[0].peak > usable or layout.rows == 1:
+        return (1, one) if one[0].peak <= usable else None
+    two = fullest_first(2)
+    growth = max(two[0].peak - one[0].peak, 1)
+    most = 1 + int((usable - one[0].peak) / growth)
     rows = max(n for n in _divisors(layout.rows) if n <= most)
-    return rows, {1: one, 2: two}.get(rows) or largest(rows)
+    return rows, {1: one, 2: two}.get(rows) or fullest_first(rows)
 
 
 def table_of(plans: list[Planned], memory_gib: float) -> str:
@@ -193,9 +195,11 @@ def main() -> None:
         if found is None:
             _tell(f"{layout.name}: does not fit")
             continue
-        rows, estimated = found
-        plans.append(Planned(layout, rows, estimated, bound_of(estimated, machine)))
-        _tell(f"{layout.name}: {estimated.peak / 2**30:.1f} GiB, {plans[-1].bound.step:.2f} s")
+        rows, estimates = found
+        bounds = [bound_of(estimated, machine) for estimated in estimates]
+        bound = max(bounds, key=lambda bound: bound.step)
+        plans.append(Planned(layout, rows, estimates[0], bound))
+        _tell(f"{layout.name}: {estimates[0].peak / 2**30:.1f} GiB, {bound.step:.2f} s")
     if not plans:
         sys.exit(
             f"no layout of {args.gpus} GPUs with {args.memory:g} GiB fits; give more GPUs, shorter "

@@ -56,7 +56,8 @@ _IN_LINE = ("tp", "cp", "ep", "etp")
 class Machine:
     """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
 
-    overlaps: what it sends takes no time of its processor, unlike a CPU's.
+    overlaps: what it sends takes no time of its processor, unlike a CPU's. latency: seconds that a
+    collective takes however small it is; a bound leaves it out.
     """
 
     flops: float
@@ -64,6 +65,7 @@ class Machine:
     network: float
     gpus_per_node: int
     overlaps: bool = True
+    latency: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
         chosen = [t for (axis, _), t in traffic if (axis in _IN_LINE) == in_line]
         on_nvlink = sum(t.sent for t in chosen) / machine.nvlink
         on_network = sum(t.network for t in chosen) / machine.network
-        return max(on_nvlink, on_network)
+        return max(on_nvlink, on_network) + machine.latency * sum(t.calls for t in chosen)
 
     compute = estimate.counts.flops.total() / machine.flops
     in_line, beside = seconds(True), seconds(False)
