@@ -81,9 +81,8 @@ def test_seeded_fault_is_caught(seeded, name):
     assert seeded[name]["error"] is None, seeded[name]["error"]
 
 
-@pytest.mark.parametrize(
-    "files", ["test_engine.py", pytest.param("test_document*.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["test_engine.py", "test_document*.py"])
 def test_unit_tests_pass_on_the_device(files):
     """On the device that has numbers; some are skipped, with their reason (see `values.py`)."""
     paths = sorted(str(file) for file in (ROOT / "tests/unit").glob(files))

@@ -104,7 +104,7 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
             assert step[name] == by_one[name], name
 
 
-@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 10 is that of 12.

@@ -44,6 +44,18 @@ def check_trainer_config(job_config: JobConfig) -> None:
     check_gradients_add_up(job_config)
 
 
+def check_not_divided(job_config: JobConfig) -> None:
+    """Raise ConfigError if the job's ranks have roles, and what is built on them does not know."""
+    if job_config.ranks_apart:
+        refuse(
+            [
+                f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before there "
+                "is a Controller, PolicyTrainer or client on them; start with torchtitan.rl.train "
+                "or rl.controller.build_part, or set it to 0"
+            ]
+        )
+
+
 def check_server_config(job_config: JobConfig) -> None:
     """The same for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)

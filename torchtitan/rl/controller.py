@@ -17,7 +17,7 @@ from torchtitan.job import resolve_job
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.checks import check_not_divided, check_rl_config
 from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
@@ -72,6 +72,8 @@ class Controller:
         task: Task | None = None,
         remote: RemoteGenerator | None = None,
     ):
+        if remote is None:
+            check_not_divided(job_config)
         _check(job_config)
         self.job_config, self.config = job_config, job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches

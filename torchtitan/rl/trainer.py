@@ -17,14 +17,17 @@ from torch import Tensor
 from torchtitan.batch.batch import Batch
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
-from torchtitan.rl.checks import check_gradients_add_up, check_trainer_config
+from torchtitan.rl.checks import (
+    check_gradients_add_up,
+    check_not_divided,
+    check_trainer_config,
+)
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import LossOutput, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.types import ForwardBackwardOutput, TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
-from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -44,12 +47,8 @@ class PolicyTrainer(Learner):
         check_trainer_config(job_config)
         if engine is not None:
             check_gradients_add_up(engine.job_config)
-        elif job_config.ranks_apart:
-            raise ConfigError(
-                f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before there "
-                "is a Controller, PolicyTrainer or client on them; start with torchtitan.rl.train "
-                "or rl.controller.build_part, or set it to 0"
-            )
+        else:
+            check_not_divided(job_config)
         super().__init__(TrainingEngine(job_config) if engine is None else engine)
 
     @property

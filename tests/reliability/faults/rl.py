@@ -164,8 +164,8 @@ FAULTS = [
     ),
     rl_fault(
         "prompt of another kind",
-        "error: …prompts.jsonl, line 2: rl.task.prompt_key = 'prompt' must name a text in every "
-        "line, got None; correct the line or the key",
+        "error: …prompts.jsonl, line 2: rl.task.prompt_key = 'prompt' must name a text or a "
+        "list of messages in every line, got None; correct the line or the key",
         "The line has no prompt under this key.",
         "Correct the line, or rl.task.prompt_key.",
         prompts='{"prompt": "one"}\n{"question": "two"}\n',
