@@ -56,6 +56,13 @@ def test_source_that_is_no_template_is_told(tmp_path):
         ChatTemplate.of_tokenizer(tokenizer)
 
 
+def test_reply_is_whole_whatever_stands_in_it():
+    chat = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "chat")
+    for content in ("4", "what the model wrote", "what the model wrote!!"):
+        reply = {"role": "tool", "content": content}
+        assert chat.continuation(QUESTION, [reply]) == f"<tool>{content}"
+
+
 def test_turns_stay_as_they_were_or_the_template_is_refused():
     for source in (QWEN_LIKE, LLAMA_LIKE):
         chat = ChatTemplate(source, "chat", {"bos_token": "<|begin|>"})

@@ -130,9 +130,12 @@ class ChatTemplate:
 
         stop: what the model wrote at the end of its answer, and is not written again.
         """
-        answer = {"role": "assistant", "content": _WRITTEN}
+        written = _WRITTEN
+        while written in json.dumps(replies, default=str):  # such as in a tool's result
+            written += "!"
+        answer = {"role": "assistant", "content": written}
         text = self.render([*messages, answer, *replies], tools=tools)
-        after = text[text.rindex(_WRITTEN) + len(_WRITTEN) :]
+        after = text[text.rindex(written) + len(written) :]
         return after.removeprefix(stop)
 
     def check_turns(

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,13 +105,13 @@ class OpenAIGenerator(Generator):
             }
             for i, row in enumerate(rows)
         ]
-        with ThreadPoolExecutor(self._max_requests, "completions") as threads:
+        threads = ThreadPoolExecutor(self._max_requests, "completions")
+        try:
             sent = [threads.submit(self._complete, request, sampling) for request in requests]
-            try:
-                return [one.result() for one in sent]
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+            return [one.result() for one in sent]
+        finally:
+            # After a failure those on their way may take long, and the other ranks wait for us.
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         answer = _post(self._url, request, self._timeout_seconds)
@@ -221,7 +222,9 @@ def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
                 text = response.read()
             return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+            problem = f"HTTP {error.code}"
+            with error, suppress(OSError, http.client.HTTPException):
+                problem += f": {error.read(500).decode(errors='replace')}"
             may_recover = error.code in (408, 429) or error.code >= 500
         except (OSError, http.client.HTTPException) as error:  # among them all of urllib
             problem, may_recover = f"{type(error).__name__}: {error}", True

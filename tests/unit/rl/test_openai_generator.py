@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,23 @@ def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypa
     gone = SimpleNamespace(url="http://127.0.0.1:9")
     with pytest.raises(RunError, match="did not answer .*refused.* look at the server's log"):
         generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
+
+
+def test_failure_is_told_before_slower_requests_end(server, monkeypatch):
+    may_end = threading.Event()
+
+    def post(url, request, timeout_seconds):
+        if request["prompt"] == [1]:
+            raise RunError("it is gone")
+        may_end.wait(60)
+        return None
+
+    monkeypatch.setattr(openai_generator, "_post", post)
+    started = time.monotonic()
+    with pytest.raises(RunError, match="it is gone"):
+        generator_of(server, "unused").generate([[1], [2]], SamplingConfig(seed=1))
+    assert time.monotonic() - started < 30
+    may_end.set()
 
 
 def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path):
