@@ -345,8 +345,9 @@ class GeneratorRank:
             self._link.send(answer)
 
     def close(self) -> None:
-        """Finish what is being drawn. Safe to call twice."""
+        """Finish what is being drawn, and the task's processes. Safe to call twice."""
         self._thread.shutdown(cancel_futures=True)
+        self._draws.close()
 
 
 def task_of_job(

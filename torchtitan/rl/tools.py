@@ -121,10 +121,12 @@ class Toolbox:
         verdicts = iter(
             self._pool.call_all([((), call.arguments or {}) for call in known], numbers)
         )
-        return [
+        texts = [
             f"error: {problem}" if (problem := self._problem(call)) else _result(next(verdicts))
             for call in calls
         ]
+        # No tokenizer takes half of a surrogate pair, which JSON can spell.
+        return [text.encode(errors="replace").decode() for text in texts]
 
     def _problem(self, call: ToolCall) -> str | None:
         if call.problem is None and call.name not in self._numbers:

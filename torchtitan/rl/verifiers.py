@@ -5,9 +5,11 @@ One that hangs or dies is a verdict and a sentence, not the end of the run.
 
 import importlib
 import multiprocessing
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -16,6 +18,7 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 """Arguments of a function: by place, and by name."""
 
 _SECONDS_TO_START = 300  # a process, and the import of the user's module
+_SECONDS_TO_END = 5  # a process that has closed its pipe
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class _Worker:
     pipe: Connection
     call: int | None = None  # the index of what it works on
     deadline: float = 0.0
+    refused: Verdict | None = None  # on a call that could not be sent
 
 
 class VerifierPool:
@@ -89,24 +93,42 @@ class VerifierPool:
         idle = [w for w in self._workers if w.call is None and w.process.is_alive()]
         n_new = min(self._n_processes - len(self._workers), len(waiting) - len(idle))
         started = [self._start() for _ in range(max(0, n_new))]
-        for worker in started:
-            self._wait_until_ready(worker)
         self._workers += started
+        try:
+            for worker in started:
+                self._wait_until_ready(worker)
+        except BaseException:
+            self.close()  # among them those that wait behind the one that failed
+            raise
         for worker in (idle + started)[: len(waiting)]:
             worker.call = waiting.popleft()
             worker.deadline = time.monotonic() + self._timeout_seconds
             number = 0 if numbers is None else numbers[worker.call]
-            worker.pipe.send((number, *calls[worker.call]))
+            try:
+                # One that has ended since is found by `_verdict`.
+                with suppress(OSError):
+                    worker.pipe.send((number, *calls[worker.call]))
+            except RecursionError as error:  # arguments too deep to travel: nothing was sent
+                worker.refused = Verdict(error=f"RecursionError: {error}")
 
     def _verdict(self, worker: _Worker) -> Verdict | None:
         """What came of a worker's call; None if it is still at it."""
+        if worker.refused is not None:
+            verdict, worker.refused = worker.refused, None
+            return verdict
         if worker.pipe.poll():
             try:
                 return worker.pipe.recv()
-            except EOFError:
-                worker.process.join()
+            except (EOFError, OSError):  # OSError: in the middle of a verdict
+                # Not `join` with a limit: it has none where the process closed all its files.
+                ends_by = time.monotonic() + _SECONDS_TO_END
+                while worker.process.is_alive() and time.monotonic() < ends_by:
+                    time.sleep(0.01)
                 code = worker.process.exitcode
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                self._kill(worker)
+                how = "it closed its pipe" if code is None else f"exit code {code}"
+                if code is not None and code < 0:
+                    how = f"signal {-code}"
                 return Verdict(failure=f"{self._what}'s process ended ({how})")
         if time.monotonic() < worker.deadline:
             return None
@@ -154,6 +176,8 @@ class VerifierPool:
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
     """Answer calls until the other side is gone."""
+    # A generating rank ignores it, which is inherited, and at exit waits for us to obey it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     functions = []
     try:
         for name in names:

@@ -105,6 +105,17 @@ def test_results_of_calls_are_read_in_the_next_turn_whatever_goes_wrong(folder, 
     )
 
 
+def test_arguments_that_cannot_travel_and_texts_that_cannot_be_encoded_are_results():
+    box = Toolbox({f"{HERE}:echo": tool_functions.echo}, 1, 60.0)
+    deep = "[" * 900 + "]" * 900  # which JSON reads, and pickle does not write
+    texts = [deep, '"\\ud800"', "[1]"]
+    calls = [f'<tool_call>{{"name": "echo", "arguments": {{"x": {text}}}}}' for text in texts]
+    first, second, third = box.results([call for text in calls for call in tool_calls(text)])
+    box.close()
+    assert first.startswith("error: RecursionError: ")
+    assert (second, third) == ("?", "a list")
+
+
 def test_schema_is_that_of_the_signature():
     assert schema_of(tool_functions.divide, "m:divide") == {
         "type": "function",

@@ -1,4 +1,7 @@
 import json
+import multiprocessing
+import subprocess
+import sys
 import time
 
 import pytest
@@ -6,6 +9,7 @@ import pytest
 from tests.unit.rl.reward_functions import fancy
 from tests.unit.rl.test_job_config import config_with
 from torchtitan.config.checks import ConfigError
+from torchtitan.rl import verifiers
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.rollout import make_episodes
 from torchtitan.rl.tasks import CharTokenizer, JsonlTask
@@ -66,9 +70,43 @@ def test_hanging_and_dying_verifiers_cost_their_limit_and_not_the_run(pool, line
 
 
 def test_module_that_cannot_be_imported_is_named():
-    pool = VerifierPool("tests.unit.rl.no_such_module:f", 1, 1.0)
+    before = set(multiprocessing.active_children())
+    pool = VerifierPool("tests.unit.rl.no_such_module:f", 2, 1.0)
     with pytest.raises(ValueError, match="cannot be started: ModuleNotFoundError"):
-        pool.call_all([(("a", "a"), {})])
+        pool.call_all([(("a", "a"), {})] * 2)
+    assert set(multiprocessing.active_children()) == before  # none is left
+
+
+def test_process_that_dies_while_it_answers_or_closes_its_pipe_is_a_failure(monkeypatch):
+    monkeypatch.setattr(verifiers, "_SECONDS_TO_END", 0.1)
+    names = [f"tests.unit.rl.tool_functions:{name}" for name in ("die_while_answering", "hide")]
+    pool = VerifierPool(names, 1, 20.0, convert=str)
+    in_time = pool._verdict
+
+    def late(worker):
+        time.sleep(1.0)  # the answer is larger than a pipe, and its process ends first
+        return in_time(worker)
+
+    monkeypatch.setattr(pool, "_verdict", late)
+    dying, hiding = pool.call_all([((), {})] * 2, [0, 1])
+    assert dying.failure == "the reward function's process ended (exit code 3)"
+    assert hiding.failure == "the reward function's process ended (it closed its pipe)"
+    pool.close()
+
+
+def test_process_of_a_rank_that_ignores_sigterm_ends_with_it():
+    # In a generating rank signals are left to the trainer's; a pool that is not closed must end, too.
+    code = f"""
+import signal
+from torchtitan.rl.verifiers import VerifierPool
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pool = VerifierPool({NAME!r}, 1, 60.0)
+    row = {{"prompt": "a=", "scale": 1}}
+    print(pool.call_all([(("a", "a"), {{"prompt": "a=", "row": row}})]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and "value=1.0" in done.stdout, done.stderr
 
 
 def test_graded_text_ends_before_the_stop_string(lines):

@@ -1,6 +1,7 @@
 """Tools for tests, which other processes import."""
 
 import os
+import threading
 import time
 
 
@@ -16,6 +17,21 @@ def wait(seconds: float) -> str:
 
 def die() -> str:
     os._exit(3)
+
+
+def echo(x: list) -> str:
+    return x if isinstance(x, str) else "a list"
+
+
+def hide() -> str:
+    """Closes the pipe that its result would take."""
+    os.closerange(3, 256)
+    time.sleep(60)
+
+
+def die_while_answering() -> str:
+    threading.Timer(0.5, lambda: os._exit(3)).start()
+    return "y" * 10_000_000
 
 
 def untyped(x) -> str:
