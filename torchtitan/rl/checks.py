@@ -246,6 +246,12 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
             f"rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, or "
             f"rl.advantage.name to 'none' or 'gae'"
         )
+    if rl.redraws and rl.num_samples_per_prompt < 2:
+        yield (
+            f"rl.redraws = {rl.redraws} draws again where all completions of a prompt have one reward, "
+            f"which one completion always has, got rl.num_samples_per_prompt = "
+            f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.redraws to 0"
+        )
     if rl.minibatches > rl.num_prompts_per_step:
         yield (
             f"rl.minibatches hold whole prompts and must not be more than rl.num_prompts_per_step = "

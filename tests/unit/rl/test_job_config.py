@@ -35,6 +35,10 @@ BAD_VALUES = [
     ({"rl__minibatches": 17}, "not be more than rl.num_prompts_per_step = 16, got 17"),
     ({"rl__epochs": 0}, "rl.epochs must be at least 1"),
     ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
+    (
+        {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
+        "rl.redraws = 1 draws again where .*one completion always has",
+    ),
     ({"rl__overlong_tokens": 17}, "last tokens of rl.sampling.max_tokens = 16, got 17"),
     ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be a finite number"),
     ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
