@@ -15,6 +15,15 @@ from torchtitan.config import ConfigManager
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.job_config import JobConfig
 
+# Layouts of two ranks.
+LAYOUTS = {
+    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
+    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
+    "TP": ["--parallelism.tensor_parallel_degree=2"],
+    "PP": ["--parallelism.pipeline_parallel_degree=2"],
+    "CP": ["--parallelism.context_parallel_degree=2"],
+}
+
 CONFIGS = Path(torchtitan.rl.__file__).parent / "train_configs"
 
 

@@ -2,16 +2,9 @@
 
 import pytest
 
-from tests.distributed.rl_runs import numbers, run_on_this_rank
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
-LAYOUTS = {
-    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
-    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
-    "TP": ["--parallelism.tensor_parallel_degree=2"],
-    "PP": ["--parallelism.pipeline_parallel_degree=2"],
-    "CP": ["--parallelism.context_parallel_degree=2"],
-}
 RUN = ["--rl.advantage.name=gae", "--rl.advantage.lam=0.9", "--rl.critic.lr=3e-3"]
 RUN += ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--optimizer.lr=1e-3"]
 CRITICS = ("value_loss", "value_clipped_frac", "explained_variance", "value_mean", "grad_norm")

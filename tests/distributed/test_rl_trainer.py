@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.rl_runs import LAYOUTS
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import GRPOLoss
@@ -15,13 +16,6 @@ from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 from torchtitan.testing.gloo import run_ranks
 
-LAYOUTS = {
-    "FSDP": ["--parallelism.data_parallel_shard_degree=2"],
-    "DDP": ["--parallelism.data_parallel_replicate_degree=2"],
-    "TP": ["--parallelism.tensor_parallel_degree=2"],
-    "PP": ["--parallelism.pipeline_parallel_degree=2"],
-    "CP": ["--parallelism.context_parallel_degree=2"],
-}
 # Fewer samples than data-parallel ranks, an odd number, and several microbatches; split calls.
 CALLS = {"one": [1], "odd": [3], "many": [9], "split": [4, 5]}
 MODES = ["token-mean", "seq-mean-token-mean"]

@@ -12,8 +12,6 @@ The loss is reduced over `loss`, which is batch and cp flattened into one axis.
 
 from dataclasses import dataclass, field
 
-# Registers the fake backend of unused axes; torch keeps it among its testing helpers.
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.tools.logging import logger
@@ -89,6 +87,9 @@ class ParallelDims:
         Enters collectives: all ranks must call it. Raises ValueError if the experts' ranks
         cannot be cut out of the ranks that share dense parameters.
         """
+        # Here, as it registers the fake backend of unused axes; torch keeps it among its testing helpers.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
         fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
         experts = self.ep * self.etp
         if fsdp * self.tp % experts:
