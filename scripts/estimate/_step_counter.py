@@ -1,6 +1,7 @@
-"""Counts what one rank sends, and the floating-point operations of its matrix products."""
+"""Counts what one rank computes, moves through its memory and sends."""
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -26,6 +27,14 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
+_MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"} | {
+    "_unsafe_view",
+    "_reshape_alias",
+    "resize_",
+    "set_",
+    "wait_tensor",
+}
+_LOOKUPS = {"embedding", "index_select", "index", "gather"}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -56,18 +65,23 @@ class Traffic:
 
 @dataclasses.dataclass
 class StepCounts:
-    """traffic: by (mesh axis, kind of collective). flops: by "matrix products" or "attention"."""
+    """traffic: by (mesh axis, kind of collective). flops: by "matrix products" or "attention".
+
+    moved: bytes that all other operators read and write, each by itself, as without a compiler.
+    """
 
     traffic: dict[tuple[str, str], Traffic] = dataclasses.field(
         default_factory=lambda: defaultdict(Traffic)
     )
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
+    moved: float = 0
 
     def add(self, other: "StepCounts", times: float = 1) -> None:
         for key, traffic in other.traffic.items():
             self.traffic[key] += traffic * times
         for key, flops in other.flops.items():
             self.flops[key] += flops * times
+        self.moved += other.moved * times
 
 
 class StepCounter(TorchDispatchMode):
@@ -99,7 +113,7 @@ class StepCounter(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, result)
         else:
-            self._count_flops(func, args, kwargs, result)
+            self._count_computation(func, args, kwargs, result)
         return result
 
     def _count_collective(self, func: Any, args: Any, result: Any) -> None:
@@ -127,7 +141,7 @@ class StepCounter(TorchDispatchMode):
         axis = self.axis_of_group.get((func.namespace, group.group_name), f"{n} ranks")
         self.counts.traffic[axis, kind] += Traffic(1, payload, sent, network)
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count_computation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
         name = packet.__name__
         if name == "_grouped_mm":
@@ -135,6 +149,13 @@ class StepCounter(TorchDispatchMode):
             # [K, M] x [M, N] with one product per expert: the last dim is what is summed over.
             flops = 2 * args[0].shape[-1] * result.shape[-2] * result.shape[-1]
             self.counts.flops["matrix products"] += flops
+        elif name.startswith("document_attention"):  # the CPU's, which looks at no other keys
+            is_backward = name.endswith("backward")
+            q, cu_seq_q, cu_seq_k = (args[i] for i in ((2, 7, 8) if is_backward else (0, 3, 4)))
+            queries, keys = cu_seq_q.diff(), cu_seq_k.diff()
+            pairs = int((queries * keys - queries * (queries - 1) // 2).sum())
+            products = 5 if is_backward else 2  # it computes the scores again
+            self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:
@@ -142,6 +163,13 @@ class StepCounter(TorchDispatchMode):
                 self.counts.flops["attention"] += flops // 2
             else:
                 self.counts.flops["matrix products"] += flops
+        elif func.namespace == "aten" and not func.is_view and name not in _MOVES_NOTHING:
+            written = sum(map(_bytes_of, tree_iter(result)))
+            # What looks up rows reads no more than it writes.
+            read = written
+            if name not in _LOOKUPS:
+                read = sum(map(_bytes_of, tree_iter((args, kwargs))))
+            self.counts.moved += read + written
 
 
 def _as_group(value: Any) -> ProcessGroup | None:
@@ -156,6 +184,14 @@ def _as_group(value: Any) -> ProcessGroup | None:
         except (RuntimeError, TypeError):  # such as a ReduceOp
             return None
     return None
+
+
+def _bytes_of(value: Any) -> int:
+    """In memory: an expanded dimension has its elements once."""
+    if not isinstance(value, Tensor):
+        return 0
+    dims = zip(value.shape, value.stride(), strict=True)
+    return value.itemsize * math.prod(size for size, stride in dims if stride)
 
 
 def _is_tensor(value: Any) -> bool:

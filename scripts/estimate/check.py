@@ -10,7 +10,9 @@ be idle; memory and published figures can be had beside other work.
 
 import argparse
 import dataclasses
+import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -18,7 +20,17 @@ from typing import Any
 
 from scripts.estimate.estimation import prepare_device
 from scripts.estimate.plan import RESERVED_GIB, USABLE, Layout, plan_of
-from scripts.estimate.scale import FULL, LLAMA, MODELS, PP, TP, Machine, bound_of, depths_of
+from scripts.estimate.scale import (
+    FULL,
+    LLAMA,
+    MODELS,
+    PP,
+    TP,
+    Machine,
+    bound_of,
+    depths_of,
+    without_memory,
+)
 from torchtitan.testing.gloo import run_ranks
 
 GIB, MIB = 2**30, 2**20
@@ -28,6 +40,7 @@ FP32 = "--training.mixed_precision_param=float32"
 NO_RECOMPUTATION = "--activation_checkpoint.mode=none"
 EP2 = f"{_P}expert_parallel_degree=2"
 CP2 = f"{_P}context_parallel_degree=2 {_P}context_parallel_rotate_method=alltoall"
+REAL = "--memory_estimation.disable_fake_mode"
 BY_OPERATOR = "--activation_checkpoint.selective_ac_option=op"
 INTERLEAVED = f"{_P}pipeline_parallel_schedule=Interleaved1F1B"
 # (model, flavor, memory of a rank in GiB, layout, flags); 8 rows of 256 tokens in all, of which the
@@ -65,10 +78,10 @@ _405B = (
 # (preset, GPUs, layout, flags), then how it was computed, tokens/s of a GPU and GiB as published by
 # PyTorch's torchtitan team: "llama3_h100_202412" and, without memory, "asyncTP_llama3_h100_2025-06".
 PUBLISHED = [
-    (("8b", 8, "FSDP 8", _8B), "bf16", 5762, 82.4),
     (("8b", 8, "FSDP 8", _8B), "bf16, compiled", 6667, 77.0),
-    (("8b", 128, "FSDP 128", _8B), "bf16", 5605, 67.0),
+    (("8b", 8, "FSDP 8", _8B), "bf16", 5762, 82.4),
     (("8b", 128, "FSDP 128", _8B), "bf16, compiled", 6514, 62.0),
+    (("8b", 128, "FSDP 128", _8B), "bf16", 5605, 67.0),
     (("70b", 256, "FSDP 32, TP 8", _70B), "bf16, compiled", 597.3, None),
     (("70b", 256, "FSDP 32, TP 8", _70B), "float8, compiled", 829, 71.9),
     (("405b", 512, "FSDP 8, TP 8, PP 8", f"{_405B}1F1B"), "float8, async TP, compiled", 100, 82.5),
@@ -80,7 +93,7 @@ PUBLISHED = [
     ),
 ]
 # Of the machine they were measured on: NVLink, 400 Gb/s of network for each GPU.
-PUBLISHED_MACHINE = Machine(989e12, 450e9, 50e9, 8)
+PUBLISHED_MACHINE = Machine(989e12, 450e9, 50e9, 8, memory=3.35e12)
 
 
 # ---- on a rank ----
@@ -154,32 +167,57 @@ def measured_seconds(config: Any, n_steps: int) -> list[float]:
     return seconds[2:]
 
 
-def measured_rates() -> tuple[float, float, float]:
-    """(FLOP/s of matrix products, bytes/s that gloo sends, seconds of its smallest collective).
-
-    Of this rank, the best of many, with all ranks at work at once.
-    """
+def measured_rates() -> Machine:
+    """What this rank computes, moves and sends, the median of many, with all ranks at work at once."""
     import torch
     import torch.distributed as dist
 
-    def best(work: Any, repeats: int) -> float:
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    def typical(work: Any, repeats: int = 30) -> float:
         seconds = []
         for _ in range(repeats):
             dist.barrier()
             started = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - started)
-        return min(seconds)
+        return statistics.median(seconds)
 
-    def gather(n_bytes: int) -> float:
-        shard = torch.zeros(n_bytes, dtype=torch.uint8)
-        whole = torch.zeros(n_bytes * dist.get_world_size(), dtype=torch.uint8)
-        return best(lambda: dist.all_gather_single(whole, shard), 30)
+    a, b = torch.randn(2048, 256), torch.randn(256, 768)
+    q, k, v = (torch.randn(4, 16, 512, 16, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(4, 16, 512, 16)
+    x, y, z = torch.randn(3, 2048, 4096)  # more than caches hold
 
-    a, b = torch.randn(1024, 384), torch.randn(384, 1024)
-    flops = 2 * 1024 * 384 * 1024 / best(lambda: a @ b, 30)
-    latency = gather(4)
-    return flops, 2**20 / max(gather(2**20) - latency, 1e-9), latency
+    attention = ScaledDotProductAttentionWrapper()
+
+    def attend() -> None:
+        attention(q, k, v).backward(gradient)
+
+    def collective(n_bytes: int) -> float:
+        """Seconds of a gather and a reduction, after work that ends at other times elsewhere."""
+        shard = torch.zeros(n_bytes // 4)
+        whole = torch.zeros(n_bytes // 4 * dist.get_world_size())
+
+        def exchange() -> None:
+            a @ b
+            dist.all_gather_single(whole, shard)
+            a @ b
+            dist.reduce_scatter_single(shard, whole)
+
+        return max(typical(exchange) - 2 * typical(lambda: a @ b), 1e-9) / 2
+
+    latency = collective(4)
+    return Machine(
+        flops=2 * 2048 * 256 * 768 / typical(lambda: a @ b),
+        memory=3 * x.nbytes / typical(lambda: torch.mul(x, y, out=z)),
+        # Two products forward and five backward, of half a square of scores.
+        attention=7 * 4 * 16 * 512 * 512 * 16 / typical(attend, 10),
+        nvlink=2**20 / max(collective(2**20) - latency, 1e-9),
+        network=math.inf,
+        gpus_per_node=8,
+        overlaps=False,
+        latency=latency,
+    )
 
 
 # ---- the tables ----
@@ -241,52 +279,56 @@ def _words(flags: str) -> str:
 
 
 def check_order(rounds: int) -> None:
-    from scripts.estimate.step import estimate_from_depths
+    from scripts.estimate.step import estimate_step
     from torchtitan.config import ConfigManager
 
-    rates = run_ranks(measured_rates, 2)
-    flops, sent = (min(rank[i] for rank in rates) for i in range(2))
-    latency = max(rank[2] for rank in rates)
-    # Two cores may share a clock or caches, and one alone be faster.
-    ((flops_alone, *_),) = run_ranks(measured_rates, 1)
-    machines = {
-        1: Machine(flops_alone, sent, sent, 8, overlaps=False),
-        2: Machine(flops, sent, sent, 8, overlaps=False, latency=latency),
-    }
-    print(
-        f"products {flops / 1e9:.0f} GFLOP/s for each of two ranks, {flops_alone / 1e9:.0f} for one "
-        f"alone; gloo {sent / 1e9:.2f} GB/s and {1e3 * latency:.2f} ms for a collective\n"
-    )
-    configs, predicted = {}, {}
+    configs, estimates = {}, {}
     for name, layout in ORDER_LAYOUTS.items():
-        n_ranks = 1 if name == "one process" else 2
+        n_ranks = layout.shards * layout.tp * layout.pp * layout.cp
         os.environ["NGPU"] = str(n_ranks)
-        flags = f"{NO_RECOMPUTATION} {CP2 if layout.cp == 2 else ''}"
-        flags = f"--model.name=llama3 --model.flavor=debugmodel {flags} --training.seq_len=512"
-        base = _small_job(ConfigManager(), flags)
-        configs[name] = n_ranks, layout.config(base, layout.rows)
-        estimates = [
-            estimate_from_depths(configs[name][1], rank, 8, depths_of(base))
-            for rank in ([0, 1] if layout.pp == 2 else [0])
-        ]
-        steps = [bound_of(estimate, machines[n_ranks]).step for estimate in estimates]
-        predicted[name] = max(steps)
-    measured: dict[str, list[float]] = {name: [] for name in configs}
+        # Rehearsed on real tensors: a GPU takes other operators.
+        flags = f"{NO_RECOMPUTATION} {CP2 if layout.cp == 2 else ''} --training.seq_len=512 {REAL}"
+        flags = f"--model.name=llama3 --model.flavor=debugmodel {flags}"
+        config = layout.config(_small_job(ConfigManager(), flags), layout.rows)
+        ranks = range(2 if layout.pp == 2 else 1)
+        estimates[name] = [estimate_step(config, rank) for rank in ranks]
+        configs[name] = n_ranks, config
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    machines: dict[int, list[Machine]] = {1: [], 2: []}
     for _ in range(rounds):
+        # Two cores may share a clock or caches, and one alone be faster.
+        for n_ranks, found in machines.items():
+            found.append(run_ranks(measured_rates, n_ranks)[0])
         for name, (n_ranks, config) in configs.items():
             ranks = run_ranks(
                 measured_seconds, n_ranks, config, 6, init_process_group=False, timeout_seconds=3600
             )
-            measured[name] += ranks[0]
-    seconds = {name: min(times) for name, times in measured.items()}
-    print("| layout | predicted, at least | measured | ratio | predicted order | measured order |")
-    print("|" + "---|" * 6)
-    orders = [sorted(times, key=times.get) for times in (predicted, seconds)]
+            seconds[name].append(statistics.median(ranks[0]))
+    # Of all rounds the least disturbed one.
+    measured = {name: min(times) for name, times in seconds.items()}
+    fastest = {n: max(found, key=lambda machine: machine.flops) for n, found in machines.items()}
+    for n_ranks, machine in fastest.items():
+        print(f"{n_ranks}: {machine}")
+    bounds = {
+        name: max(
+            (bound_of(e, fastest[configs[name][0]]) for e in found), key=lambda bound: bound.step
+        )
+        for name, found in estimates.items()
+    }
+    print(
+        "| layout | compute | memory | sends | bubble | predicted | measured | ratio | predicted order | "
+        "measured order |\n|" + "---|" * 10
+    )
+    predicted = {name: bound.step for name, bound in bounds.items()}
+    orders = [sorted(times, key=times.get) for times in (predicted, measured)]
     for name in orders[0]:
+        bound = bounds[name]
         places = [order.index(name) + 1 for order in orders]
         print(
-            f"| {name} | {predicted[name]:.3f} s | {seconds[name]:.3f} s | "
-            f"{predicted[name] / seconds[name]:.2f} | {places[0]} | {places[1]} |"
+            f"| {name} | {bound.compute:.3f} s | {bound.memory:.3f} s | "
+            f"{bound.in_line + bound.beside:.3f} s | {100 * estimates[name][0].bubble:.0f} % | "
+            f"{bound.step:.3f} s | {measured[name]:.3f} s | {bound.step / measured[name]:.2f} | "
+            f"{places[0]} | {places[1]} |"
         )
 
 
@@ -308,8 +350,10 @@ def check_published(only: str) -> None:
             estimate_from_depths(config, rank, 8, depths_of(config)) for rank in ranks
         ]
 
-    def tokens_per_second(case: Any, flops: float) -> float:
+    def tokens_per_second(case: Any, computed: str, flops: float) -> float:
         machine = dataclasses.replace(PUBLISHED_MACHINE, flops=flops)
+        if "compiled" in computed:
+            machine = without_memory(machine)
         steps = [bound_of(estimate, machine).step for estimate in estimates[case]]
         return estimates[case][0].tokens / estimates[case][0].world_size / max(steps)
 
@@ -323,13 +367,14 @@ def check_published(only: str) -> None:
     for case, computed, published, gib in PUBLISHED:
         if case not in estimates:
             continue
-        at_most = tokens_per_second(case, PUBLISHED_MACHINE.flops)
-        kind = computed.replace(", async TP", "")
+        at_most = tokens_per_second(case, computed, PUBLISHED_MACHINE.flops)
+        kind = computed.partition(",")[0]
         if kind in rates:
-            expected = tokens_per_second(case, rates[kind])
+            expected = tokens_per_second(case, computed, rates[kind])
             told = f"{expected:,.0f} | {expected / published:.2f}"
         else:
-            rates[kind] = _rate_that_gives(published, lambda r, c=case: tokens_per_second(c, r))
+            job = case, computed
+            rates[kind] = _rate_that_gives(published, lambda r, j=job: tokens_per_second(*j, r))
             told = f"gives {rates[kind] / 1e12:.0f} TFLOP/s |"
         peak = max(estimate.peak for estimate in estimates[case]) / GIB
         memory = f"{gib} | {peak:.1f} | {peak / gib:.2f}" if gib else f" | {peak:.1f} |"

@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from scripts.estimate.estimation import prepare_device
-from scripts.estimate.scale import Bound, add_machine_options, bound_of, depths_of, machine_of
+from scripts.estimate.scale import (
+    Bound,
+    add_machine_options,
+    bound_of,
+    depths_of,
+    machine_of,
+    without_memory,
+)
 
 # Of the memory, left to the allocator, CUDA and NCCL: see docs/estimate.md.
 USABLE, RESERVED_GIB = 0.9, 1.0
@@ -124,8 +131,8 @@ def plan_of(
 
 def table_of(plans: list[Planned], memory_gib: float) -> str:
     lines = [
-        "| layout | rows at once | of | peak, GiB | room | compute | in line | beside | bubble | step, "
-        "at least | tokens/s of a GPU |\n|" + "---|" * 11
+        "| layout | rows at once | of | peak, GiB | room | compute | memory | in line | beside | bubble "
+        "| step, at least | tokens/s of a GPU |\n|" + "---|" * 12
     ]
     for plan in sorted(plans, key=lambda plan: plan.bound.step):
         peak, bound, estimate = plan.estimate.peak / 2**30, plan.bound, plan.estimate
@@ -136,6 +143,7 @@ def table_of(plans: list[Planned], memory_gib: float) -> str:
             f"{peak:.1f}",
             f"{100 * (1 - peak / memory_gib):.0f} %",
             f"{bound.compute:.2f} s",
+            f"{bound.memory:.2f} s",
             f"{bound.in_line:.2f} s",
             f"{bound.beside:.2f} s",
             f"{100 * estimate.bubble:.0f} %",
@@ -165,6 +173,8 @@ def main() -> None:
         base = ConfigManager().parse_args(config_args)
         num_params = num_params_of(base)
     base.model.converters = []  # in bf16, whose peak is given
+    if base.compile.applies_to("model"):
+        machine = without_memory(machine)
     training = base.training
     global_rows = training.global_batch_size
     if global_rows < 0:

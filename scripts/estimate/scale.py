@@ -56,29 +56,39 @@ _IN_LINE = ("tp", "cp", "ep", "etp")
 class Machine:
     """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
 
-    overlaps: what it sends takes no time of its processor, unlike a CPU's. latency: seconds that a
-    collective takes however small it is; a bound leaves it out.
+    memory: bytes/s read and written. attention: FLOP/s of its kernels; 0 for those of matrix
+    products. overlaps: what it sends takes no time of its processor, unlike a CPU's. latency:
+    seconds that a collective takes however small it is; a bound leaves it out.
     """
 
     flops: float
     nvlink: float
     network: float
     gpus_per_node: int
+    memory: float = math.inf
+    attention: float = 0.0
     overlaps: bool = True
     latency: float = 0.0
 
 
+def without_memory(machine: Machine) -> Machine:
+    """For compiled steps, whose fused operators move less than was counted: the bound leaves it out."""
+    return dataclasses.replace(machine, memory=math.inf)
+
+
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds of a step that no implementation of it can go below on that machine.
+    """Seconds of a step that it cannot go below on that machine.
 
-    compute: its FLOPs at peak. in_line: collectives that the next operator waits for. beside:
-    the longer one of NVLink and network for all others, which can run at the same time as the
-    rest. step: max(compute + in_line, beside), plus the pipeline's bubble; the sum of all where
-    the machine does one thing at a time.
+    compute: its FLOPs at peak. memory: what all other operators read and write, each by itself; a
+    compiler that fuses them moves less. in_line: collectives that the next operator waits for.
+    beside: the longer one of NVLink and network for all others, which can run at the same time as
+    the rest. step: max(compute + memory + in_line, beside), plus the pipeline's bubble; the sum of
+    all where the machine does one thing at a time.
     """
 
     compute: float
+    memory: float
     in_line: float
     beside: float
     step: float
@@ -95,12 +105,15 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
         on_network = sum(t.network for t in chosen) / machine.network
         return max(on_nvlink, on_network) + machine.latency * sum(t.calls for t in chosen)
 
-    compute = estimate.counts.flops.total() / machine.flops
+    flops = estimate.counts.flops
+    compute = flops["matrix products"] / machine.flops
+    compute += flops["attention"] / (machine.attention or machine.flops)
+    memory = estimate.counts.moved / machine.memory
     in_line, beside = seconds(True), seconds(False)
-    busy = (compute + in_line) * (1 + estimate.bubble)
+    busy = (compute + memory + in_line) * (1 + estimate.bubble)
     step = max(busy, beside) if machine.overlaps else busy + beside
     mfu = estimate.model_flops / (estimate.world_size * step * machine.flops)
-    return Bound(compute, in_line, beside, step, mfu)
+    return Bound(compute, memory, in_line, beside, step, mfu)
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
@@ -135,20 +148,25 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--nvlink-gbs", type=float, default=450, help="GB/s of a GPU, one direction"
     )
     parser.add_argument("--network-gbs", type=float, default=50, help="GB/s of a GPU's share")
+    parser.add_argument("--memory-gbs", type=float, default=3350, help="GB/s of a GPU's memory")
     parser.add_argument("--gpus-per-node", type=int, default=8)
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
     return Machine(
-        args.peak_tflops * 1e12, args.nvlink_gbs * 1e9, args.network_gbs * 1e9, args.gpus_per_node
+        flops=args.peak_tflops * 1e12,
+        nvlink=args.nvlink_gbs * 1e9,
+        network=args.network_gbs * 1e9,
+        gpus_per_node=args.gpus_per_node,
+        memory=args.memory_gbs * 1e9,
     )
 
 
 _HEADERS = (
     "| model | GPUs | layout | tokens | states | peak | sends: fsdp, replicas | tp, cp, ep | pp "
     "| out of the node | collectives |\n|" + "---|" * 11,
-    "| model | GPUs | layout | compute | in line | beside | bubble | step, at least | tokens/s of a GPU "
-    "| MFU, at most |\n|" + "---|" * 10,
+    "| model | GPUs | layout | compute | memory | in line | beside | bubble | step, at least | tokens/s of a "
+    "GPU | MFU, at most |\n|" + "---|" * 11,
 )
 
 
@@ -180,6 +198,7 @@ def rows_of(name: str, layout: str, estimate: Any, machine: Machine) -> tuple[st
     times = [
         *head,
         f"{bound.compute:.2f} s",
+        f"{bound.memory:.2f} s",
         f"{bound.in_line:.2f} s" if bound.in_line else "",
         f"{bound.beside:.2f} s",
         f"{100 * estimate.bubble:.0f} %" if estimate.bubble else "",

@@ -235,7 +235,7 @@ def test_bound_adds_up_compute_and_what_it_waits_for(estimates):
     machine = Machine(flops=1e12, nvlink=1e9, network=1e8, gpus_per_node=8)
     estimate = estimates["tp"]
     bound = bound_of(estimate, machine)
-    assert bound.compute == estimate.counts.flops.total() / 1e12
+    assert bound.compute == pytest.approx(estimate.counts.flops.total() / 1e12)
     assert bound.in_line == sum(t.sent for t in estimate.counts.traffic.values()) / 1e9
     assert bound.step == bound.compute + bound.in_line
     assert bound.mfu == pytest.approx(estimate.model_flops / (2 * bound.step * 1e12))

@@ -5,9 +5,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from scripts.estimate._step_counter import StepCounter
 from scripts.estimate.plan import Layout, Planned, layouts, least_states, plan_of, table_of
-from scripts.estimate.scale import Bound, Machine, bound_of, depths_of
+from scripts.estimate.scale import Bound, Machine, bound_of, depths_of, without_memory
 from torchtitan.config import JobConfig
 from torchtitan.config.pipeline_layout import modules_of_stages
 
@@ -66,7 +68,7 @@ def test_fastest_layout_comes_first():
     assert least_states(8 * GIB, layout) == 16 * 8 * GIB / 32
     estimate = SimpleNamespace(peak=40 * GIB, bubble=0.0, tokens=64_000, world_size=64)
     plans = [
-        Planned(dataclasses.replace(layout, tp=tp), 1, estimate, Bound(1, 1, 1, seconds, 0.5))
+        Planned(dataclasses.replace(layout, tp=tp), 1, estimate, Bound(1, 1, 1, 1, seconds, 0.5))
         for tp, seconds in ((1, 3.0), (2, 2.0))
     ]
     rows = table_of(plans, memory_gib=80).splitlines()[2:]
@@ -111,10 +113,37 @@ def test_stages_of_the_users_own_are_rehearsed_whole():
 def test_a_cpu_computes_and_sends_by_turns():
     traffic = SimpleNamespace(sent=3e9, network=0.0, calls=10)
     counts = SimpleNamespace(
-        flops=Counter({"matrix products": 2e12}), traffic={("fsdp", "all-gather"): traffic}
+        flops=Counter({"matrix products": 2e12}),
+        traffic={("fsdp", "all-gather"): traffic},
+        moved=4e9,
     )
     estimate = SimpleNamespace(counts=counts, bubble=0.5, model_flops=1e12, world_size=1)
     gpu = Machine(flops=1e12, nvlink=1e9, network=1e9, gpus_per_node=8)
     assert bound_of(estimate, gpu).step == 3
     cpu = dataclasses.replace(gpu, overlaps=False, latency=0.1)
     assert bound_of(estimate, cpu).step == 3 + 3 + 10 * 0.1
+    # What is read and written, and attention at its own rate.
+    counts.flops["attention"] = 1e12
+    slow = dataclasses.replace(gpu, memory=1e9, attention=5e11)
+    bound = bound_of(estimate, slow)
+    assert (bound.compute, bound.memory, bound.step) == (4, 4, 12)
+    assert bound_of(estimate, without_memory(slow)).step == 6
+
+
+def test_operators_but_views_move_what_they_read_and_write():
+    counter = StepCounter({}, gpus_per_node=8)
+    x, table = torch.ones(64, 32), torch.ones(1000, 32)
+    rows = torch.zeros(64, dtype=torch.int64)
+
+    def moved(operate):
+        with counter:
+            operate()
+        return counter.take().moved / x.nbytes
+
+    assert moved(lambda: x.add(x)) == 3
+    assert moved(lambda: x.mul_(2)) == 2
+    assert moved(lambda: x.view(32, 64).t()) == 0
+    assert moved(lambda: torch.empty_like(x)) == 0
+    assert moved(lambda: x[:1].expand(64, 32).add(x)) == 1 / 64 + 2
+    assert moved(lambda: x @ x.t()) == 0  # counted by its FLOPs
+    assert moved(lambda: table[rows]) == 2
