@@ -28,21 +28,6 @@ from torchtitan.tools.utils import get_device_type
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = [
-    "AttentionMasksType",
-    "FlexAttentionWrapper",
-    "ScaledDotProductAttentionWrapper",
-    "VarlenAttentionWrapper",
-    "VarlenMetadata",
-    "create_attention_mask",
-    "create_varlen_metadata_for_document",
-    "get_causal_mask_mod",
-    "get_document_id_mask_mod",
-    "get_document_mask_mod",
-    "get_fixed_block_mask_mod",
-    "get_sliding_window_mask_mod",
-]
-
 # BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
 AttentionMasksType: TypeAlias = Union[  # noqa: UP007
     dict[str, "BlockMask"], dict[str, VarlenMetadata], "BlockMask", VarlenMetadata

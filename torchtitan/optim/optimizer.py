@@ -16,12 +16,6 @@ from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.tools.logging import logger
 
-__all__ = [
-    "OptimizersContainer",
-    "build_optimizers",
-    "build_optimizers_with_moe_load_balancing",
-]
-
 T = TypeVar("T", bound=Optimizer)
 
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
