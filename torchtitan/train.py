@@ -83,9 +83,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             peers = _find_peers(config.comm.init_timeout_seconds, helpers)
             peers.compare(config.to_dict())
         with events.recording(config):
-            if trainer_class is None:  # heavy: see the top of this file
-                from torchtitan.trainer import Trainer as trainer_class
-            trainer = trainer_class(config)
+            trainer = (trainer_class or __getattr__("Trainer"))(config)
             if config.comm.mode == "local_tensor":
                 logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:
