@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 Head = Callable[..., Any]
-"""What a decoder computes from hidden states in place of logits; see `components.logprobs`."""
+"""What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
 
 
 @dataclasses.dataclass(frozen=True)
