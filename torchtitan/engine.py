@@ -51,8 +51,6 @@ from torchtitan.tools.logging import logger
 
 ENGINE_API_VERSION = 1
 
-__all__ = ["ENGINE_API_VERSION", "RankLayout", "TrainingEngine"]
-
 
 class TrainingEngine(build.EngineParts):
     """Everything between a config and an optimizer step, wired once.

@@ -28,13 +28,10 @@ def resolve_job(
     if train_spec is None:
         train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, builds_data)
-    if builds_data:
-        # Loads torchdata, which a bare engine does not need.
-        from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
-
-        # A model's own dataloader has other datasets.
-        if train_spec.build_dataloader_fn is build_text_dataloader:
-            check_datasets(job_config, DATASETS)
+    # A model's own dataloader may not say which datasets it knows.
+    known_datasets = getattr(train_spec.build_dataloader_fn, "datasets", None)
+    if builds_data and known_datasets is not None:
+        check_datasets(job_config, known_datasets)
     return train_spec
 
 

@@ -27,7 +27,8 @@ from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError, Peers
 from torchtitan.distributed.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import LostConnectionError, RunError, as_run_error
+from torchtitan.tools.errors import LostConnectionError, RunError
+from torchtitan.tools.failures import as_run_error
 from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
@@ -83,9 +84,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             peers = _find_peers(config.comm.init_timeout_seconds, helpers)
             peers.compare(config.to_dict())
         with events.recording(config):
-            if trainer_class is None:  # heavy: see the top of this file
-                from torchtitan.trainer import Trainer as trainer_class
-            trainer = trainer_class(config)
+            trainer = (trainer_class or __getattr__("Trainer"))(config)
             if config.comm.mode == "local_tensor":
                 logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:

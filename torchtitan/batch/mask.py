@@ -19,6 +19,7 @@ from torchtitan.distributed.context_parallel import (
     deal_chunks,
     needed_keys,
 )
+from torchtitan.tools.compiler import load_flex_attention
 from torchtitan.tools.host_copy import fetch, on_host, to_device
 
 
@@ -146,8 +147,6 @@ class DocumentMask:
         Written down from the boundaries, without evaluating any pair of tokens and without
         waiting for the device.
         """
-        from torch.nn.attention.flex_attention import BlockMask  # kernels load where they run
-
         assert self.starts is not None
         starts = self.starts[:1] if self.whole_rows else self.starts
         seq_len = starts.shape[1]
@@ -178,7 +177,7 @@ class DocumentMask:
         def for_all_heads(x: Tensor) -> Tensor:
             return x.unsqueeze(1).to(torch.int32).contiguous()
 
-        return BlockMask.from_kv_blocks(
+        return load_flex_attention().BlockMask.from_kv_blocks(
             for_all_heads(n_before_own + 1),
             for_all_heads(partial_list),
             for_all_heads(block - first_full),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan import checkpoint
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
@@ -149,12 +150,9 @@ class WeightStream:
 
     def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
         """The live tensors of a part by name, each with the dtype that the receiver gets."""
-        # Here, for programs that only receive weights: DCP takes a second to import.
-        from torchtitan.checkpoint.states import ModelWrapper
-
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
         state = {}
-        for name, tensor in ModelWrapper(part).state_dict().items():
+        for name, tensor in checkpoint.ModelWrapper(part).state_dict().items():
             is_cast = self._dtype is not None and name not in buffers
             is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
             state[name] = tensor.detach(), self._dtype if is_cast else tensor.dtype

@@ -1,9 +1,3 @@
 """The reference's path of `torchtitan.data.tokenizer`."""
-# ruff: noqa: F401
 
-from torchtitan.data.tokenizer import (
-    SPECIAL_TOKEN_KEYS,
-    BaseTokenizer,
-    HuggingFaceTokenizer,
-    build_hf_tokenizer,
-)
+from torchtitan.data.tokenizer import *  # noqa: F403

@@ -1,9 +1,3 @@
 """The reference's path of `torchtitan.listeners.validate`."""
-# ruff: noqa: F401
 
-from torchtitan.listeners.validate import (
-    BaseValidator,
-    ValidationContext,
-    Validator,
-    build_validator,
-)
+from torchtitan.listeners.validate import *  # noqa: F403

@@ -29,12 +29,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, name: str, variables: Mapping[str, Any] | None = None):
-        # Only chats need them.
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2 import TemplateError, ext, sandbox  # slow, and only chats need them
 
-        class Generation(Extension):
+        class Generation(ext.Extension):
             """{% generation %}, which marks what the model writes; what it encloses stays."""
 
             tags = {"generation"}
@@ -44,21 +41,21 @@ class ChatTemplate:
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
         def refuse(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
+            raise TemplateError(message)
 
         def to_json(value: Any, **options: Any) -> str:
             # Jinja's own filter escapes for HTML.
             return json.dumps(value, **{"ensure_ascii": False} | options)
 
         self.name, self._variables = name, dict(variables or {})
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = refuse
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except TemplateError as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
 
     @classmethod

@@ -11,9 +11,8 @@ import os
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 # Every 20th document is kept out of training, for validation.
@@ -36,11 +35,11 @@ class PythonDocs:
     def __init__(self, split: str = "train") -> None:
         if split not in ("train", "validation"):
             raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
-        by_name = _modules()
+        by_name: dict[str, str | Path] = _modules()
         with suppress(ImportError):  # some distributions package it apart
             from pydoc_data.topics import topics  # 0.7 MB of text
 
-            by_name |= {f"topic {name}": partial(str, text) for name, text in topics.items()}
+            by_name |= {f"topic {name}": text for name, text in topics.items()}
         if not by_name:
             raise ValueError(
                 "this Python ships neither pydoc_data nor the sources of its standard library, so "
@@ -50,7 +49,7 @@ class PythonDocs:
         # Topics and modules mixed, in the same order on every machine and in every process.
         names = sorted(by_name, key=lambda name: (zlib.crc32(name.encode()), name))
         self._documents = [
-            by_name[name]
+            (name, by_name[name])
             for number, name in enumerate(names, start=1)
             if (number % HELD_OUT_EVERY == 0) == (split == "validation")
         ]
@@ -59,7 +58,10 @@ class PythonDocs:
         return len(self._documents)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        return {"text": self._documents[index]()}
+        name, text = self._documents[index]
+        if isinstance(text, Path):
+            text = module_text(text.read_bytes(), name.removeprefix("module "))
+        return {"text": text}
 
 
 def module_text(source: bytes, module_name: str) -> str:
@@ -89,7 +91,8 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _docstrings(child, f"{name}.{child.name}")
 
 
-def _modules() -> dict[str, Callable[[], str]]:
+def _modules() -> dict[str, str | Path]:
+    """Name of a document -> the module's file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = {}
     # Nothing is found where the library is in a zip file.
@@ -101,9 +104,5 @@ def _modules() -> dict[str, Callable[[], str]]:
             parts = path.relative_to(root).with_suffix("").parts
             is_package = parts[-1] == "__init__" and len(parts) > 1
             name = ".".join(parts[:-1] if is_package else parts)
-            modules[f"module {name}"] = partial(_read_module, path, name)
+            modules[f"module {name}"] = path
     return modules
-
-
-def _read_module(path: Path, name: str) -> str:
-    return module_text(path.read_bytes(), name)

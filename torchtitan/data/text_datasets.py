@@ -312,6 +312,9 @@ def build_text_dataloader(
     return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
+build_text_dataloader.datasets = DATASETS  # asked for by the check of a config
+
+
 def build_text_validation_dataloader(
     dp_world_size: int,
     dp_rank: int,

@@ -4,5 +4,22 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.lazy_names import load_on_access
 
 __all__ = ["NoParallel", "ParallelDims"]
-# Loads DTensor, which few importers of this package need.
-__getattr__ = load_on_access(__name__, {"NoParallel": "torchtitan.distributed.no_parallel"})
+# Their modules take long to load: a config error, and a job without what they do, need not wait.
+_MODULE_OF = {
+    "LocalFloat8Linear": ".float8_tensor_parallel",  # torchao
+    "float8_shards_for": ".float8_tensor_parallel",
+    "NoParallel": ".no_parallel",  # DTensor
+    "apply_ac": ".activation_checkpoint",  # the compiler
+    "FSDPModule": ".fsdp",  # DTensor
+    "apply_ddp": ".fsdp",
+    "apply_fsdp": ".fsdp",
+    "bytes_to_keep_gathered": ".fsdp",
+    "keep_gathered": ".fsdp",
+    "recover_model": ".fsdp",
+    "reduce_later": ".fsdp",
+    "reshard_model": ".fsdp",
+    "HiddenStates": ".pipeline_stage",  # torch's schedules, which load the compiler
+    "VariableShapeStage": ".pipeline_stage",
+    "PipelineSchedule": ".pipeline_schedule",
+}
+__getattr__ = load_on_access(__name__, _MODULE_OF)

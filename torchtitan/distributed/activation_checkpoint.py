@@ -130,14 +130,6 @@ def _set_memory_budget(
     logger.info("activation memory budget: %s", ac_config.memory_budget)
 
 
-@functools.cache
-def _context_fn(
-    saved_ops: frozenset[Any], recomputed_shapes: _Shapes
-) -> Callable[[], tuple[Any, Any]]:
-    """One object for all blocks of one policy: dynamo compiles again for each other object."""
-    return partial(_selective_contexts, saved_ops, recomputed_shapes)
-
-
 def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Shapes:
     shapes = set()
     for name, module in block.named_modules():
@@ -154,30 +146,40 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-def _selective_contexts(saved_ops: frozenset[Any], recomputed_shapes: _Shapes) -> tuple[Any, Any]:
-    """Contexts for one forward pass and for its recomputation."""
-    num_products: Counter[bool] = Counter()  # in forward, in recompute
+@functools.cache
+def _context_fn(
+    saved_ops: frozenset[Any], recomputed_shapes: _Shapes
+) -> Callable[[], tuple[Any, Any]]:
+    """What makes the contexts of one forward pass and of its recomputation.
 
-    def policy(
-        ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
-    ) -> CheckpointPolicy:
-        if op is _COPY and args[0].device.type != "cpu" and kwargs.get("device") is not None:
-            if torch.device(kwargs["device"]).type == "cpu":
-                return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device again
-        if op not in saved_ops:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if op in _PRODUCTS:
-            if tuple(args[_PRODUCTS[op]].shape) in recomputed_shapes:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            num_products[ctx.is_recompute] += 1
-            if num_products[ctx.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+    One object for all blocks of one policy: dynamo compiles again for each other object.
+    """
 
-    forward, _ = create_selective_checkpoint_contexts(policy)
-    recompute = _RecomputeMode(policy, forward.storage, False)
-    recompute.maybe_saved_ops = saved_ops | {_COPY}
-    return forward, recompute
+    def make_contexts() -> tuple[Any, Any]:
+        num_products: Counter[bool] = Counter()  # in forward, in recompute
+
+        def policy(
+            ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
+        ) -> CheckpointPolicy:
+            if op is _COPY and args[0].device.type != "cpu" and kwargs.get("device") is not None:
+                if torch.device(kwargs["device"]).type == "cpu":
+                    return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device
+            if op not in saved_ops:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            if op in _PRODUCTS:
+                if tuple(args[_PRODUCTS[op]].shape) in recomputed_shapes:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+                num_products[ctx.is_recompute] += 1
+                if num_products[ctx.is_recompute] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE
+
+        forward, _ = create_selective_checkpoint_contexts(policy)
+        recompute = _RecomputeMode(policy, forward.storage, False)
+        recompute.maybe_saved_ops = saved_ops | {_COPY}
+        return forward, recompute
+
+    return make_contexts
 
 
 class _RecomputeMode(_CachedTorchDispatchMode):

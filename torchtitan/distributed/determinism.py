@@ -1,9 +1,6 @@
 """Seeds that ranks agree on, and kernels that give the same result in every run."""
 
-import functools
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +10,7 @@ from torchtitan.config.job_config import Debug
 from torchtitan.distributed.dtensor import load_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
+from torchtitan.tools.compiler import compiled_on_first_call, load_flex_attention
 from torchtitan.tools.logging import logger
 
 
@@ -96,12 +94,5 @@ def use_deterministic_kernels(warn_only: bool) -> None:
         host.change_attribute(
             attention.FlexAttentionWrapper,
             "_compiled_flex_attn",
-            lambda *args, **kwargs: _compile_flex_attention()(*args, **kwargs),
+            compiled_on_first_call(load_flex_attention, "flex_attention"),
         )
-
-
-@functools.cache
-def _compile_flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # see batch/mask.py
-
-    return torch.compile(flex_attention)

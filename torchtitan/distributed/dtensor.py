@@ -1,5 +1,6 @@
 """Telling DTensors apart without loading them, and computing with a rank's part of one."""
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,12 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def load_dtensor() -> ModuleType:
-    """The module `torch.distributed.tensor`, for functions that work on a DTensor or make one."""
-    import torch.distributed.tensor  # slow; see `is_dtensor`
+def load_dtensor(part: str = "") -> ModuleType:
+    """The module `torch.distributed.tensor`, for functions that work on a DTensor or make one.
 
-    return torch.distributed.tensor
+    part: of it, such as ".parallel". Slow the first time; see `is_dtensor`.
+    """
+    return importlib.import_module(f"torch.distributed.tensor{part}")
 
 
 def local_shape_and_offsets(

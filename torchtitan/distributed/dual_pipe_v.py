@@ -13,14 +13,6 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed.expert_parallel import BaseExpertParallel, ExpertParallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 
-__all__ = [
-    "DualPipeExpertParallel",
-    "HookCoordinator",
-    "SyncHook",
-    "get_dual_pipe_v_flag",
-    "overlap_callback",
-]
-
 
 def get_dual_pipe_v_flag(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
     """Whether experts and attention of two microbatches overlap: False, in every job."""

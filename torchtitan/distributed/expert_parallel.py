@@ -36,15 +36,6 @@ from torchtitan.distributed.token_groups import (
     unpermute_tokens,
 )
 
-__all__ = [
-    "BaseExpertParallel",
-    "DeepEPExpertParallel",
-    "ExpertParallel",
-    "ExpertTensorParallel",
-    "ReordererSequenceParallel",
-    "TensorParallel",
-]
-
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
 """`GroupedExperts`' parameters -> the dimension of their hidden units, None where there is none."""
 

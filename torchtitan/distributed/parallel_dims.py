@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
-__all__ = ["ParallelDims"]
-
 # None means "ask at use". It exists so that a test or a client can pin the meshes' device type.
 device_type: str | None = None
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
 `pipeline_llm` is what a train spec names as `pipelining_fn`; the schedule that it returns is
-described in `pipeline_schedule`. What loads DTensor is imported where it is used, since every train
-spec names this module.
+described in `pipeline_schedule`. Every train spec names this module, and a config error is to be told
+before slow modules are loaded: FSDP, and torch's schedules, are loaded inside functions.
 """
 
 import copy
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks import layout
 from torchtitan.config.checks.common import refuse
@@ -26,8 +27,6 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tied_copies import mark_copy
 from torchtitan.tools.logging import logger
 
-# Every train spec names `pipeline_llm`, and a config error is to be told before slow modules are
-# loaded: FSDP, and torch's schedules, which load its compiler, are imported inside functions.
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import LossFunction, PipelineSchedule
     from torchtitan.distributed.pipeline_stage import VariableShapeStage
@@ -54,10 +53,6 @@ def pipeline_llm(
     Each part is a copy of the model with other parts' modules left out, and then parallelized.
     Raises ValueError where model, ranks and schedule don't fit together.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    from torchtitan.distributed.pipeline_stage import HiddenStates
-
     parallelism = job_config.parallelism
     n_layers = getattr(model_args, "n_layers", None)
     if n_layers is None:
@@ -78,10 +73,10 @@ def pipeline_llm(
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
     # FSDP casts what a stage computes with; without it nothing is cast under a pipeline.
-    training, uses_fsdp = job_config.training, isinstance(parts[0], FSDPModule)
+    training, uses_fsdp = job_config.training, isinstance(parts[0], distributed.FSDPModule)
     dtype = training.mixed_precision_param if uses_fsdp else training.dtype
     for stage in stages:
-        stage.hidden_states = HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
+        stage.hidden_states = distributed.HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
 
     schedule = build_pipeline_schedule(job_config, stages, loss_fn)
     if parallel_dims.dp_replicate_enabled and not uses_fsdp:
@@ -102,8 +97,6 @@ def pipeline_module_split(
     their keys, or of a ModuleList. Other children become None; buffers stay everywhere.
     Raises ValueError if the stages cannot be shared out to the ranks.
     """
-    from torchtitan.distributed.pipeline_stage import HiddenStates, VariableShapeStage
-
     num_stages = len(module_names_per_stage)
     ids = stage_ids_of_rank(pp_schedule, pp_mesh.get_local_rank(), pp_mesh.size(), num_stages)
     dim = getattr(getattr(whole_model, "model_args", None), "dim", None)
@@ -113,13 +106,13 @@ def pipeline_module_split(
         model = copy.deepcopy(whole_model)
         _keep_modules(model, set(module_names_per_stage[stage_id]))
         mark_copy(model, whole_model)
-        stage = VariableShapeStage(
+        stage = distributed.VariableShapeStage(
             model,
             stage_id,
             num_stages,
             device,
             group=pp_mesh.get_group("pp"),
-            hidden_states=None if dim is None else HiddenStates(dim, dtype),
+            hidden_states=None if dim is None else distributed.HiddenStates(dim, dtype),
         )
         stages.append(stage)
         models.append(model)
@@ -149,8 +142,6 @@ def build_pipeline_schedule(
     Raises FileNotFoundError if its CSV file is missing, ConfigError (a ValueError) if the local
     batch does not divide into microbatches or the name is of no schedule that can be run.
     """
-    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
-
     parallelism, rows = job_config.parallelism, job_config.training.local_batch_size
     csv_path = parallelism.pipeline_parallel_schedule_csv or ""
     if csv_path and not os.path.isfile(csv_path):
@@ -171,6 +162,6 @@ def build_pipeline_schedule(
             microbatch_size,
             num_stages,
         )
-    return PipelineSchedule(
+    return distributed.PipelineSchedule(
         parallelism.pipeline_parallel_schedule, stages, loss_fn, n_microbatches, csv_path
     )

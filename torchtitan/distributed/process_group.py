@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Comm
+from torchtitan.distributed.dtensor import load_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.errors import RunError
@@ -109,10 +110,8 @@ def _destroy_our_group() -> None:
     if "torch.distributed.tensor" not in sys.modules:
         return
     with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
-        from torch.distributed.tensor import _redistribute, debug
-
-        debug._clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
+        load_dtensor(".debug")._clear_sharding_prop_cache()
+        load_dtensor("._redistribute")._gen_transform_infos.cache_clear()
 
 
 # ---- where ranks meet ----

@@ -29,11 +29,13 @@ from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from torchtitan import distributed
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.tools import host
+from torchtitan.tools.compiler import load_inductor
 from torchtitan.tools.linear import Linear, linear, project
 from torchtitan.tools.logging import logger
 from torchtitan.tools.norm import RMSNorm, rms_norm
@@ -122,9 +124,8 @@ def distribute_modules(
         block.sequence = model.sequence
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
     if float8_gather:
-        from torchtitan.distributed.float8_tensor_parallel import float8_shards_for  # torchao
-
-        in_float8 = {block: float8_shards_for(block, mesh) for block in model.layers.values()}
+        shards_for = distributed.float8_shards_for
+        in_float8 = {block: shards_for(block, mesh) for block in model.layers.values()}
         in_float8 = {block: shards for block, shards in in_float8.items() if shards is not None}
         for block, shards in in_float8.items():
             block.sequence = shards
@@ -177,9 +178,7 @@ def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
             "to quantize.linear.float8.filter_fqns"
         )
     else:
-        from torchtitan.distributed.float8_tensor_parallel import LocalFloat8Linear  # torchao
-
-        module.__class__ = LocalFloat8Linear
+        module.__class__ = distributed.LocalFloat8Linear
 
 
 # ---- modules that compute with this rank's part of their parameters ----
@@ -258,9 +257,7 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         return
     for problem in async_tensor_parallel(job_config):
         raise RuntimeError(problem)
-    import torch._inductor.config  # loads the compiler
-
-    host.change_attribute(torch._inductor.config, "_micro_pipeline_tp", True)
+    host.change_attribute(load_inductor().config, "_micro_pipeline_tp", True)
     if tp_mesh.device_type != "cuda":
         logger.warning(
             "parallelism.enable_async_tensor_parallel changes nothing on %r: its operators are for "

@@ -17,29 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.determinism import set_determinism
-from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
+from torchtitan.distributed.determinism import set_determinism  # noqa: F401
+from torchtitan.distributed.dtensor import is_dtensor, load_dtensor, whole_tensor
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.process_group import init_distributed, init_fake_mode, set_pg_timeouts
+from torchtitan.distributed.process_group import (  # noqa: F401
+    init_distributed,
+    init_fake_mode,
+    set_pg_timeouts,
+)
 from torchtitan.distributed.tied_copies import second_copies
 from torchtitan.tools.linear import cpu_multiplies_bf16
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
-
-__all__ = [
-    "TrainContext",
-    "clip_grad_norm_",
-    "create_context_parallel_ctx",
-    "dist_max",
-    "dist_mean",
-    "dist_sum",
-    "get_train_context",
-    "init_distributed",
-    "init_fake_mode",
-    "maybe_enable_amp",
-    "set_determinism",
-    "set_pg_timeouts",
-]
 
 # ---- contexts a step runs in ----
 
@@ -54,10 +43,7 @@ def get_train_context(enable_loss_parallel: bool) -> TrainContext:
     """A context factory; with loss parallel, cross entropy works on vocabulary-sharded logits."""
     if not enable_loss_parallel:
         return contextlib.nullcontext
-    # Loads DTensor; config errors are told by processes that name this module and never need it.
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel
+    return load_dtensor(".parallel").loss_parallel
 
 
 def maybe_enable_amp(
@@ -98,10 +84,9 @@ def create_context_parallel_ctx(
 ) -> Generator[None, None, None]:
     """Torch's own context-parallel context: shards `cp_buffers` on `cp_seq_dims` while inside."""
     # Experimental: torch may rename them, which is to break only those who call this.
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-
-    _attention.set_rotate_method(cp_rotate_method)
-    return context_parallel(
+    experimental = load_dtensor(".experimental")
+    experimental._attention.set_rotate_method(cp_rotate_method)
+    return experimental.context_parallel(
         cp_mesh,
         buffers=cp_buffers,
         buffer_seq_dims=cp_seq_dims,

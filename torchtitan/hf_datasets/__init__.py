@@ -1,4 +1,3 @@
 """The reference's path of `torchtitan.data`."""
-# ruff: noqa: F401
 
-from torchtitan.data import DatasetConfig
+from torchtitan.data import *  # noqa: F403

@@ -9,7 +9,7 @@ B sequences, T tokens, V vocabulary entries.
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -76,14 +76,15 @@ def weighted_value_loss(
 
 # ---- the weights ----
 
-LOSS_AGGREGATIONS = (
+LossAggregation = Literal[
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
     "prompt-mean",
-)
+]
+LOSS_AGGREGATIONS = get_args(LossAggregation)
 
 
 def aggregation_weights(

@@ -7,10 +7,9 @@ means: a `BlockMask` (flex) or a `VarlenMetadata` (varlen).
 
 torch trains flex and varlen on accelerators only; on the CPU the same wrappers run
 `attention_cpu.py` when the mask came from documents, and a mask evaluated in slices otherwise.
-Torch's modules of flex and varlen load the compiler, and are imported where they are used.
+Torch's modules of flex and varlen load the compiler: see `tools.compiler`.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
@@ -23,25 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.batch.documents import document_ids_from_eos, document_starts
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, check_window
 from torchtitan.distributed.context_parallel import NeededKeys
+from torchtitan.models import attention_cpu  # registers operators
+from torchtitan.tools.compiler import compiled_on_first_call, load_flex_attention, load_varlen
 from torchtitan.tools.utils import get_device_type
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-__all__ = [
-    "AttentionMasksType",
-    "FlexAttentionWrapper",
-    "ScaledDotProductAttentionWrapper",
-    "VarlenAttentionWrapper",
-    "VarlenMetadata",
-    "create_attention_mask",
-    "create_varlen_metadata_for_document",
-    "get_causal_mask_mod",
-    "get_document_id_mask_mod",
-    "get_document_mask_mod",
-    "get_fixed_block_mask_mod",
-    "get_sliding_window_mask_mod",
-]
 
 # BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
 AttentionMasksType: TypeAlias = Union[  # noqa: UP007
@@ -126,13 +112,11 @@ def create_attention_mask(
 
     Evaluates mask_mod everywhere. For documents `DocumentMask.block_mask` is much faster.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
-
     if device is None:
         device = get_device_type()
     # On a CPU compiling takes the better part of a minute and saves seconds.
     on_cpu = torch.device(device).type == "cpu"
-    create = create_block_mask if on_cpu else _compiled_create_block_mask
+    create = load_flex_attention().create_block_mask if on_cpu else _compiled_create_block_mask
     return create(mask_mod, B, H, Q_LEN, KV_LEN, device, **kwargs)
 
 
@@ -145,40 +129,21 @@ def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> Var
 # ---- compiling on first use ----
 
 
-def _compiled_on_first_call(load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Call the function that `load` returns, which is asked for at the first call."""
-    load = functools.cache(load)
-    return lambda *args, **kwargs: load()(*args, **kwargs)
-
-
-@_compiled_on_first_call
-def _compiled_flex_attention() -> Callable[..., Any]:
-    import torch._inductor
-    from torch.nn.attention.flex_attention import flex_attention
-
-    options = {
+_compiled_flex_attention = compiled_on_first_call(
+    load_flex_attention,
+    "flex_attention",
+    options={
         # One opaque node per region, which selective checkpointing can save by name.
         "wrap_inductor_compiled_regions": True,
         "max_autotune": True,
         "coordinate_descent_tuning": True,
         "triton.cudagraphs": False,
-    }
-    known = torch._inductor.list_options()
-    return torch.compile(flex_attention, options={k: v for k, v in options.items() if k in known})
-
-
-@_compiled_on_first_call
-def _compiled_varlen_attention() -> Callable[..., Any]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return torch.compile(varlen_attn, mode="max-autotune-no-cudagraphs")
-
-
-@_compiled_on_first_call
-def _compiled_create_block_mask() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask)
+    },
+)
+_compiled_varlen_attention = compiled_on_first_call(
+    load_varlen, "varlen_attn", mode="max-autotune-no-cudagraphs"
+)
+_compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "create_block_mask")
 
 
 # ---- kernels ----
@@ -209,9 +174,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         """Return [B, H, T, Dv]. attn_mask: bool [B, 1, T, T], in place of `is_causal`."""
         (n_rows, _, seq_len, _), n_keys = q.shape, k.shape[2]
         if q.device.type == "cpu" and is_causal and attn_mask is None and seq_len == n_keys:
-            from torchtitan.models.attention_cpu import LONGEST_SPLIT, SHORTEST_SPLIT
-
-            if SHORTEST_SPLIT <= seq_len <= LONGEST_SPLIT:
+            if attention_cpu.SHORTEST_SPLIT <= seq_len <= attention_cpu.LONGEST_SPLIT:
                 ends = torch.arange(0, n_rows * seq_len + 1, seq_len, dtype=torch.int32)
                 rows = VarlenMetadata(ends, ends, seq_len, seq_len)
                 out = _varlen(*map(_pack, (q, k, v)), rows, scale)
@@ -259,8 +222,6 @@ class FlexAttentionWrapper(nn.Module):
         if q.device.type == "cpu":
             mask = None if block_mask is None else block_mask.mask_mod
             if score_mod is not None or not isinstance(mask, DocumentMask) or mask.lowered is None:
-                from torchtitan.models import attention_cpu  # registers operators
-
                 return attention_cpu.block_mask_attention(
                     q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
                 )
@@ -269,7 +230,7 @@ class FlexAttentionWrapper(nn.Module):
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
         if torch.compiler.is_compiling():  # part of a larger graph: nothing to compile apart
-            from torch.nn.attention.flex_attention import flex_attention as attend
+            attend = load_flex_attention().flex_attention
         else:
             attend = FlexAttentionWrapper._compiled_flex_attn
         return attend(
@@ -326,10 +287,8 @@ def _varlen(
     width = max(q.shape[-1], value_size)
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if q.device.type == "cpu":
-        from torchtitan.models.attention_cpu import document_attention  # registers operators
-
         lengths = (metadata.cu_seq_q, metadata.cu_seq_k)
-        out, lse = document_attention(q, k, v, *lengths, scale, window)
+        out, lse = attention_cpu.document_attention(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
     if return_lse:  # the kernel returns it, but drops the gradient that comes back
@@ -339,8 +298,7 @@ def _varlen(
             "'flex'"
         )
 
-    from torch.nn.attention.varlen import varlen_attn
-
+    varlen_attn = load_varlen().varlen_attn
     extra = {}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -468,9 +426,8 @@ def _kernel_options(
         fits, wanted = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
     else:  # a BlockMask knows its window
-        from torch.nn.attention.flex_attention import BlockMask  # takes most of a second
-
-        fits, wanted = isinstance(lowered, BlockMask) or attn_type == "cache", "a BlockMask"
+        is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
+        fits, wanted = is_block_mask or attn_type == "cache", "a BlockMask"
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(

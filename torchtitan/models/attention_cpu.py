@@ -294,19 +294,19 @@ class _DocumentAttention(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _forward_meta(q, k, v, cu_seq_q, cu_seq_k, scale, window):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_kernel_dtype(q.dtype))
-
-
-def _backward_meta(grad_out, grad_lse, q, k, v, out, lse, cu_seq_q, cu_seq_k, scale, window):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 _library.impl("document_attention", _forward, "CPU")
-_library.impl("document_attention", _forward_meta, "Meta")
+_library.impl(
+    "document_attention",
+    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_kernel_dtype(q.dtype))),
+    "Meta",
+)
 _library.impl("document_attention", _DocumentAttention.apply, "Autograd")
 _library.impl("document_attention_backward", _backward, "CPU")
-_library.impl("document_attention_backward", _backward_meta, "Meta")
+_library.impl(
+    "document_attention_backward",
+    lambda grad_out, grad_lse, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]),
+    "Meta",
+)
 
 
 # (q, k, v, cu_seq_q, cu_seq_k, scale, window) -> (output, log-sum-exp), with gradients through

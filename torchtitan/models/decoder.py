@@ -324,7 +324,7 @@ class Decoder(ModelProtocol):
             means 0..T-1. They are independent of the masks. If the mask is for tokens that are
             spread over context-parallel ranks, they may also be those of whole rows.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
-            projection, and its result is returned; `components.logprobs` has one. Under tensor
+            projection, and its result is returned; `loss.logprobs` has one. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
         On a later pipeline stage `tokens` are hidden states [B, T, M], and so is the result
         before the last stage. Under tensor parallelism these are whole, for any T; logits are a

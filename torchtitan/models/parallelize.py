@@ -19,11 +19,13 @@ from torch import nn
 
 import torchtitan.models.attention_cpu
 import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as the one above)
+from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import host
+from torchtitan.tools.compiler import load_varlen
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -45,10 +47,7 @@ def parallelize_decoder(
     compile_blocks = job_config.compile.applies_to("model")
     ac_config = job_config.activation_checkpoint
     if ac_config.mode != "none":
-        # Loads the compiler, which a run without checkpointing need not wait for.
-        from torchtitan.distributed.activation_checkpoint import apply_ac
-
-        apply_ac(
+        distributed.apply_ac(
             model,
             ac_config,
             model_compile_enabled=compile_blocks,
@@ -94,8 +93,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         # none, and dynamo cannot trace a policy that mentions it.
         saved.add(torch._higher_order_ops.inductor_compiled_code)
     if get_device_type() != "cpu":
-        from torch.nn.attention import varlen  # noqa: F401 (registers operators; loads inductor)
-
+        load_varlen()
         saved.add(ops.torch_attn._varlen_attn.default)
     return saved
 
@@ -142,13 +140,11 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
 def _apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, compile_blocks: bool
 ) -> None:
-    from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp  # loads DTensor
-
     training = job_config.training
     replicates = parallel_dims.dp_replicate_enabled
     if parallel_dims.uses_fsdp:
         expert_axes = ["dp_replicate", "efsdp"] if replicates else ["efsdp"]
-        apply_fsdp(
+        distributed.apply_fsdp(
             model,
             parallel_dims.get_fsdp_mesh(),
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
@@ -161,4 +157,5 @@ def _apply_data_parallel(
             register_buffers=job_config.parallelism.fsdp_register_buffers,
         )
     elif replicates and not parallel_dims.pp_enabled:  # a pipeline's schedule sums over replicas
-        apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compile_blocks)
+        mesh = parallel_dims.get_mesh("dp_replicate")
+        distributed.apply_ddp(model, mesh, enable_compile=compile_blocks)

@@ -1,4 +1,5 @@
 """Sizes of a model: parameters and floating-point operations per token."""
+# ruff: noqa: F401 (names of the reference)
 
 from typing import Any
 
@@ -7,13 +8,6 @@ from torch import nn
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.hf_adapter import KeyMapAdapter as MoEStateDictAdapter
 from torchtitan.tools.logging import logger
-
-__all__ = [
-    "MoEStateDictAdapter",
-    "get_dense_model_nparams_and_flops",
-    "get_moe_model_nparams_and_flops",
-    "trunc_normal_",
-]
 
 
 def get_dense_model_nparams_and_flops(

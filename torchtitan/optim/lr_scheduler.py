@@ -13,8 +13,6 @@ from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-__all__ = ["LRSchedulersContainer", "build_lr_schedulers", "set_lrs"]
-
 # How much of the peak is left: from 1 to 0, while the progress goes from 0 to 1.
 _DECAY_CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

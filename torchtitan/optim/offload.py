@@ -37,8 +37,14 @@ class Offloader:
         # Gradients that are elsewhere than their parameters, which torch does not allow.
         self._detached: dict[nn.Parameter, Tensor] = {}
         self._has_pinned = False
+
+        def put_back(optimizer: Optimizer) -> None:
+            """Loading leaves an optimizer's state where its parameters are."""
+            if self.places["optimizer"] != self.places["model"]:
+                _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
+
         for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(self._put_back_loaded)
+            optimizer.register_load_state_dict_post_hook(put_back)
 
     def check_target(self, device: torch.device | str) -> torch.device:
         """The device as the engine spells it; ValueError if it is neither its own nor the host."""
@@ -155,11 +161,6 @@ class Offloader:
         if "optimizer" in kinds:
             for optimizer in self.optimizers:
                 _replace_state(optimizer, relocate)
-
-    def _put_back_loaded(self, optimizer: Optimizer) -> None:
-        """Loading leaves an optimizer's state where its parameters are."""
-        if self.places["optimizer"] != self.places["model"]:
-            _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
 
 def release_pinned_memory() -> None:

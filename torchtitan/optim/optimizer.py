@@ -9,18 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchtitan import distributed
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.tools.logging import logger
-
-__all__ = [
-    "OptimizersContainer",
-    "build_optimizers",
-    "build_optimizers_with_moe_load_balancing",
-]
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -134,10 +129,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
         A forward without gradient leaves FSDP2 modules gathered, and their gathered parameters
         are not the ones the optimizers know.
         """
-        from torchtitan.distributed.fsdp import reshard_model  # late for the reason below
-
         for part in self.model_parts:
-            reshard_model(part)
+            distributed.reshard_model(part)
         yield from zip(self.model_parts, self._optimizers_by_part, strict=True)
 
 

@@ -1,14 +1,6 @@
 """The interfaces between the trainer and what it trains."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, StateDictAdapter
-
-__all__ = [
-    "BaseModelArgs",
-    "BaseStateDictAdapter",
-    "ModelConverter",
-    "ModelConvertersContainer",
-    "ModelProtocol",
-    "StateDictAdapter",
-]

@@ -10,7 +10,6 @@ from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.lazy_names import load_on_access
 
-__all__ = ["BaseModelArgs", "ModelProtocol"]
 __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models.attention"})
 
 

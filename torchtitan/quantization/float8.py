@@ -18,6 +18,7 @@ from torchtitan.quantization.utils import (
     module_filter_fn,
 )
 from torchtitan.tools import host
+from torchtitan.tools.compiler import load_inductor
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
@@ -58,10 +59,8 @@ class Float8LinearConverter(QuantizationConverter):
             recipe = config_cls.from_recipe_name(options.recipe_name)
             self.config = replace(recipe, emulate=options.emulate)
         if options.recipe_name == "rowwise":
-            import torch._inductor.config  # the compiler: loaded only by jobs that need it
-
             # Without the casts that eager mode makes, fused scaling kernels round differently.
-            host.change_attribute(torch._inductor.config, "emulate_precision_casts", True)
+            host.change_attribute(load_inductor().config, "emulate_precision_casts", True)
         self.precompute_scale = (
             self.config.enable_fsdp_float8_all_gather
             and options.precompute_float8_dynamic_scale_for_fsdp

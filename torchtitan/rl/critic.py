@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch
 from torchtitan.checkpoint.states import MODEL
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.engine import TrainingEngine
@@ -150,9 +149,6 @@ class Critic(Learner):
 
     def _scores_in(self, outputs: Tensor) -> Tensor:
         return outputs.squeeze(-1)
-
-    def _loss_of(self, loss_fn: ValueLoss, outputs: Tensor, batch: Batch) -> LossOutput:
-        return loss_fn(self._scores_in(outputs), batch)
 
     # ---- state ----
 

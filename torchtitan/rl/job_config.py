@@ -9,16 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
+from torchtitan.loss.aggregation import LossAggregation
 from torchtitan.tools.errors import ConfigError
-
-LossAggregation = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-]
 
 
 @dataclass

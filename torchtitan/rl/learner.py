@@ -45,9 +45,9 @@ class Learner(ABC):
     def _scores_in(self, outputs: Any) -> Tensor:
         """The scores [B, T] among a model's outputs."""
 
-    @abstractmethod
     def _loss_of(self, loss_fn: Any, outputs: Any, batch: Batch) -> LossOutput:
         """The loss of one microbatch, with metrics of the names `loss_fn.metric_names`."""
+        return loss_fn(self._scores_in(outputs), batch)
 
     # ---- one step ----
 

@@ -151,7 +151,10 @@ class Draws:
 
         def next_turn(n_before: int, going_on: Sequence[_Dialogue]) -> list[Completion]:
             contexts = [(*d.prompt.token_ids, *d.token_ids) for d in going_on]
-            of_turn = replace(sampling, seed=_seed_of_turn(sampling.seed, n_before))
+            seed = sampling.seed  # the first turn's
+            if seed is not None:
+                seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
+            of_turn = replace(sampling, seed=seed)
             rows = [d.row for d in going_on]
             return generator.generate(contexts, of_turn, first_row=rows) if rows else []
 
@@ -214,9 +217,23 @@ class Draws:
     def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
         """The episodes of all ranks, in rank order. Collective.
 
-        If this rank's share cannot be drawn, such as for a reward function, every rank raises.
+        If one rank's share cannot be drawn, such as for a reward function, every rank raises.
         """
-        return _gathered(share)
+        if _num_ranks() == 1:
+            return share()
+        own: list[Episode] = []
+        failure: Exception | None = None
+        try:
+            own = share()
+        except Exception as error:  # raised below, after the other ranks know
+            failure = error
+        shares = all_ranks((own, None if failure is None else repr(failure)))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(shares):
+            if text is not None:
+                raise RunError(f"rank {rank} could not draw or grade its episodes: {text}")
+        return [episode for of_rank, _ in shares for episode in of_rank]
 
     def close(self) -> None:
         """Finish what is being drawn, and the task's processes. Safe to call twice."""
@@ -264,16 +281,15 @@ class Rollouts:
         """Begin to draw all steps up to this one that were not begun before."""
         while self._next_step <= last_step:
             self._task_before[self._next_step] = self.task.state_dict()
-            tries = [self._next_try(number) for number in range(1 + self.config.redraws)]
+            tries = []
+            for number in range(1 + self.config.redraws):
+                place = f"{self._next_step} again {number}" if number else self._next_step
+                sampling = replace(self.sampling, seed=self._seed(place))
+                tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
             n_samples = self.config.num_samples_per_prompt
             request = self._request(tries, n_samples, self._penalty)
             self._ahead[self._next_step] = self._draws.begin(request)
             self._next_step += 1
-
-    def _next_try(self, number: int) -> Try:
-        seed = self._seed(f"{self._next_step} again {number}" if number else self._next_step)
-        prompts = self.task.sample(self.config.num_prompts_per_step)
-        return Try(prompts, replace(self.sampling, seed=seed))
 
     def take(self, step: int) -> list[Episode]:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
@@ -475,11 +491,6 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
-def _seed_of_turn(seed: int | None, number: int) -> int | None:
-    """For the turn after `number` others; the first one's is `seed` itself."""
-    return None if seed is None else random.Random(f"{seed} turn {number}").getrandbits(63)
-
-
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -487,25 +498,3 @@ def _num_ranks() -> int:
 def _num_together(generator: Generator) -> int:
     """How many consecutive ranks have to ask for the same completions."""
     return _num_ranks() if generator.is_collective else generator.ranks_per_copy
-
-
-def _gathered(draw: Callable[[], list[Episode]]) -> list[Episode]:
-    """What `draw` returns on all ranks, in rank order.
-
-    If it raises on one rank, such as in a reward function, every rank raises.
-    """
-    if _num_ranks() == 1:
-        return draw()
-    own: list[Episode] = []
-    failure: Exception | None = None
-    try:
-        own = draw()
-    except Exception as error:  # raised below, after the other ranks know
-        failure = error
-    shares = all_ranks((own, None if failure is None else repr(failure)))
-    if failure is not None:
-        raise failure
-    for rank, (_, text) in enumerate(shares):
-        if text is not None:
-            raise RunError(f"rank {rank} could not draw or grade its episodes: {text}")
-    return [episode for share, _ in shares for episode in share]

@@ -8,114 +8,22 @@ Rank 0 listens at `rl.serve.host` and `rl.serve.port`. SIGTERM or SIGINT ends it
 being carried out ends first, and what waits is answered with an error.
 """
 
-import contextlib
-import ipaddress
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
-
 from torchtitan import train
 from torchtitan.rl.checks import check_server_config
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.tools.errors import ConfigError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.lazy_names import load_on_access
 
-
-class Server:
-    """A policy of the config, served from `train` until `stop`.
-
-    Raises ConfigError for a config that cannot run, or an address that cannot be listened at.
-    """
-
-    def __init__(self, job_config: JobConfig):
-        # Heavy, and a mistake in the config is told without it.
-        from torchtitan.rl.client import LocalTrainingClient
-        from torchtitan.rl.serving.policy import CommandLoop, Policy
-        from torchtitan.step.runner import on_error
-
-        self._config = job_config
-        self._client = LocalTrainingClient(job_config)
-        with on_error(self._client.close):
-            self._commands = CommandLoop(Policy(self._client), job_config)
-        self.checkpointer = self._client.checkpointer
-
-    def train(self, on_start: Callable[[str], None] = lambda url: None) -> None:
-        """Serve until `stop`, on every rank. on_start: called with the URL, on rank 0."""
-        import torch.distributed as dist
-
-        if dist.is_initialized() and dist.get_rank() > 0:
-            with _on_signals(lambda: None):  # rank 0 says when it ends
-                self._commands.run()
-            return
-        from torchtitan.rl.serving.http import HttpServer
-        from torchtitan.rl.serving.service import Service
-
-        config = self._config.rl.serve
-        try:
-            service = Service(self._config, self._client, self._commands.put)
-            http = HttpServer(
-                config.host, config.port, config.max_request_mib * 2**20, service.answer
-            )
-        except OSError as error:
-            self._commands.stop()
-            self._commands.run()  # ends the other ranks
-            raise ConfigError(
-                f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
-                f"to listen at: {error}; choose another port, or 0 for any"
-            ) from error
-        if not ipaddress.ip_address(http.server_address[0]).is_loopback:
-            logger.warning(
-                "rl.serve.host = %r lets every machine that reaches it train and sample: there are "
-                "no passwords",
-                config.host,
-            )
-        with _on_signals(self.stop):
-            http.start()
-            logger.info("serving %s at %s", config.base_model, http.url)
-            on_start(http.url)
-            try:
-                self._commands.run()
-            finally:
-                service.close()
-                http.close()
-                logger.info("the server has ended")
-
-    def stop(self) -> None:
-        """End `train` after the call that is being carried out. From any thread, on rank 0."""
-        self._commands.stop()
-
-    def close(self) -> None:
-        """Free what the policy holds. Safe to call twice."""
-        self._client.close()
-
-
-@contextlib.contextmanager
-def _on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, the first SIGTERM or SIGINT makes the call; a second one ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def handle(number: int, _: Any) -> None:
-        logger.info("%s: the server ends", signal.Signals(number).name)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        call()
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+# Heavy, and a mistake in the config is told without it.
+__getattr__ = load_on_access(__name__, {"Server": "torchtitan.rl.serving.server"})
 
 
 def main() -> None:
     """Read the command line and serve."""
-    train.main(Server, config_cls=JobConfig, check_config=check_server_config)
+    train.main(
+        lambda config: __getattr__("Server")(config),
+        config_cls=JobConfig,
+        check_config=check_server_config,
+    )
 
 
 if __name__ == "__main__":

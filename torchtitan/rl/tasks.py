@@ -12,6 +12,7 @@ import string
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,15 +123,15 @@ class Task(ABC):
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
         """As `grade` for each pair. Raises ValueError where grading fails."""
-        return [self._grade_one(prompt, text) for prompt, text in pairs]
-
-    def _grade_one(self, prompt: Prompt, text: str) -> Grade:
-        try:
-            return self.grade(prompt, text)
-        except ValueError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise failed("grading", "reward function", error, prompt, text) from error
+        grades = []
+        for prompt, text in pairs:
+            try:
+                grades.append(self.grade(prompt, text))
+            except ValueError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise failed("grading", "reward function", error, prompt, text) from error
+        return grades
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
         """Grade episodes by all that was said in them; here by the text of their last turns.
@@ -324,7 +325,9 @@ class JsonlTask(Task):
     ) -> None:
         super().__init__(tokenizer)
         self.reward_fn, self.seed, self.verifiers = reward_fn, seed, verifiers
-        self._reward_names = _names_of_parameters(reward_fn)
+        self._reward_names: set[str] = set()
+        with suppress(ValueError):  # some functions written in C
+            self._reward_names = set(list(inspect.signature(reward_fn).parameters)[2:])
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self.chat, self.tools = chat, tools
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
@@ -522,13 +525,6 @@ class JsonlTask(Task):
                 f"answer {prompt.answer!r}; correct it"
             )
         return Grade(reward, {"exact": float(text == prompt.answer)})
-
-
-def _names_of_parameters(function: Callable[..., Any]) -> set[str]:
-    try:
-        return set(list(inspect.signature(function).parameters)[2:])
-    except ValueError:  # some functions written in C
-        return set()
 
 
 def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., Any]:

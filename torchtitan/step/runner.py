@@ -9,13 +9,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan import distributed
 from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 Head = Callable[..., Any]
-"""What a decoder computes from hidden states in place of logits; see `components.logprobs`."""
+"""What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Runner:
         Returns what on_output returned, losses detached; None on pipeline ranks without the last
         stage. If this fails, the model can be called again.
         """
-        with on_error(self._recover):
+        with on_error(lambda: self._of_fsdp("recover_model")):
             if self.schedule is None:
                 run = self._forward_backward if backward else self._forward
                 outputs = [
@@ -244,17 +244,15 @@ class Runner:
         later = self.more_follow or not microbatch.reduces_gradients
         # Without the key, what waits is the sum over HSDP's copies, in the trainer's own loop.
         is_cheap = self.more_follow and self.has_replicas
-        fsdp = _fsdp()
-        if fsdp is None or not (later and (self.defers_reduction or is_cheap)):
+        if not (later and (self.defers_reduction or is_cheap)):
             yield
             return
-        (model,) = self.model_parts
         how = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
-        fsdp.reduce_later(model, True, **how)
+        self._of_fsdp("reduce_later", True, **how)
         try:
             yield
         finally:
-            fsdp.reduce_later(model, False, **how)
+            self._of_fsdp("reduce_later", False, **how)
 
     # ---- around the model ----
 
@@ -273,38 +271,29 @@ class Runner:
         stack.callback(restore)
         return stack
 
+    def _of_fsdp(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """What our FSDP function of this name returns for each part.
+
+        [] if nothing can have been sharded: its module takes a second to import.
+        """
+        if "torch.distributed.fsdp" not in sys.modules:
+            return []
+        return [getattr(distributed, name)(part, *args, **kwargs) for part in self.model_parts]
+
     def reshard(self) -> None:
         """Free what FSDP has gathered, in a client's own forward, too."""
-        if fsdp := _fsdp():
-            for part in self.model_parts:
-                fsdp.reshard_model(part)
+        self._of_fsdp("reshard_model")
 
     def bytes_to_keep_gathered(self) -> int:
         """What this rank would hold besides, if forwards did not free what FSDP gathers."""
-        fsdp = _fsdp()
-        return sum(fsdp.bytes_to_keep_gathered(part) for part in self.model_parts) if fsdp else 0
+        return sum(self._of_fsdp("bytes_to_keep_gathered"))
 
     def keep_gathered(self) -> contextlib.ExitStack:
         """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
         stack = contextlib.ExitStack()
-        if fsdp := _fsdp():
-            for part in self.model_parts:
-                stack.enter_context(fsdp.keep_gathered(part))
+        for gathered in self._of_fsdp("keep_gathered"):
+            stack.enter_context(gathered)
         return stack
-
-    def _recover(self) -> None:
-        if fsdp := _fsdp():
-            for part in self.model_parts:
-                fsdp.recover_model(part)
-
-
-def _fsdp() -> ModuleType | None:
-    """Our module, unless nothing can have been sharded: it takes a second to import."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return None
-    from torchtitan.distributed import fsdp
-
-    return fsdp
 
 
 @contextlib.contextmanager

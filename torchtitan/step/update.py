@@ -107,12 +107,13 @@ class Update:
         self._skipped_in_a_row = 0
         self._num_early_steps = 0  # since the last step
         self._version = 0
-        optimizers.register_step_post_hook(self._count_version)
+
+        def count_version(*_args: object, **_kwargs: object) -> None:
+            self._version += 1
+
+        optimizers.register_step_post_hook(count_version)
 
     # ---- versions of the weights ----
-
-    def _count_version(self, *_args: object, **_kwargs: object) -> None:
-        self._version += 1
 
     @property
     def weights_version(self) -> int:

@@ -1,8 +1,4 @@
-"""Failures that end a run without being bugs of this program, and what their messages say."""
-
-import re
-import traceback
-from typing import Any
+"""Failures that end a run without being bugs of this program."""
 
 
 class ConfigError(ValueError):
@@ -19,68 +15,3 @@ class RunError(RuntimeError):
 
 class LostConnectionError(RunError):
     """A collective failed since another rank is gone, or does not answer."""
-
-
-def as_run_error(error: BaseException, config: Any) -> BaseException:
-    """Return `error`, or a RunError in its place that says what happened and what to do.
-
-    config: the run's JobConfig, whose values the message names.
-    An error that comes back and is no ValueError, OSError, FloatingPointError or RunError is a bug.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        told = _explain(cause, config)
-        if told is not None:
-            return told
-        # A pipeline stage wraps what goes wrong in it.
-        cause = cause.__cause__ if type(cause) is RuntimeError else None
-    return error
-
-
-def _explain(error: BaseException, config: Any) -> BaseException | None:
-    import torch  # slow, and `torchtitan.tools.report` needs only the classes above
-
-    text = str(error)
-    if isinstance(error, (RunError, ValueError)):
-        return error
-    if isinstance(error, SystemExit):
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return RunError(
-            f"sys.exit({'' if error.code is None else error.code}) was called during the run, at "
-            f"{where.filename}, line {where.lineno}; have that code raise an error, or return"
-        )
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in text:
-        wanted = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", text)
-        size = ""
-        if wanted:
-            size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were wanted"
-        return RunError(
-            f"out of memory{size}, with training.local_batch_size = "
-            f"{config.training.local_batch_size}, training.seq_len = {config.training.seq_len}, "
-            f"activation_checkpoint.mode = {config.activation_checkpoint.mode!r}; lower "
-            "local_batch_size (gradients accumulate to training.global_batch_size), recompute with "
-            "activation_checkpoint.mode = 'full', or shard over more ranks"
-        )
-    # The end of a pipe to a process that this one has started, and that is gone.
-    frames = traceback.extract_tb(error.__traceback__)
-    is_about_pipe = isinstance(error, (EOFError, OSError)) and any(
-        frame.filename.endswith("multiprocessing/connection.py") for frame in frames
-    )
-    if "DataLoader worker (pid" in text or is_about_pipe:
-        return RunError(
-            "a data worker was killed, most often for lack of host memory; lower "
-            f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
-            f"look into the kernel's log ({text.strip() or type(error).__name__})"
-        )
-    if isinstance(error, RuntimeError) and "gloo" in text and "Timed out" in text:
-        return RunError(
-            "another rank did not take part in a collective in time (comm.init_timeout_seconds up "
-            "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "
-            f"the other ranks' output. {text.splitlines()[0]}"
-        )
-    if isinstance(error, torch.distributed.DistError) or (
-        isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text)
-    ):
-        text = text.strip().partition("\n")[0]
-        return LostConnectionError(f"the connection to another rank is lost: {text}")
-    return None

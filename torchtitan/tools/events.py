@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import torchtitan
@@ -43,8 +44,6 @@ def recording(config: Any) -> Iterator[None]:
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
     if is_rank_zero:
-        import torch  # slow, and `torchtitan.tools.report` needs only the names of this module
-
         log.end_unfinished_line()
         values = config.to_dict()
         settings, defaults = flat_settings(values), flat_settings(type(config)().to_dict())
@@ -54,7 +53,7 @@ def recording(config: Any) -> Iterator[None]:
             config.job.description,
             versions={
                 "torchtitan": torchtitan.__version__,
-                "torch": torch.__version__,
+                "torch": metadata.version("torch"),
                 "python": platform.python_version(),
             },
             host=socket.gethostname(),

@@ -1,4 +1,3 @@
 """The reference's path of `torchtitan.quantization.mx`."""
-# ruff: noqa: F401
 
-from torchtitan.quantization.mx import MXGroupedMMConverter, MXLinearConverter
+from torchtitan.quantization.mx import *  # noqa: F403

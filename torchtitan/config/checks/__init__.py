@@ -10,16 +10,7 @@ from typing import Any
 from torchtitan.config.checks import files, layout, model, values
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.job_config import JobConfig
-from torchtitan.tools.errors import ConfigError
-
-__all__ = [
-    "ConfigError",
-    "check_against_spec",
-    "check_datasets",
-    "check_flavor",
-    "check_job_config",
-    "check_tokenizer_fits",
-]
+from torchtitan.tools.errors import ConfigError  # noqa: F401 (where others import it from)
 
 
 def check_job_config(

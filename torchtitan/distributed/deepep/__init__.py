@@ -6,8 +6,6 @@ NotImplementedError when it is used. Experts are dealt by `expert_parallel.Exper
 
 from typing import Any, NoReturn
 
-__all__ = ["DispatchState", "combine_tokens", "dispatch_tokens", "sync_combine"]
-
 
 def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
     """Raises NotImplementedError."""

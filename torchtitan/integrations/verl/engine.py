@@ -7,7 +7,6 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -367,7 +366,17 @@ class LanguageModelEngine(VerlEngine):
     def _forward(self, data: TensorDict, rows: list[Batch]) -> list[Any] | None:
         if not samples.setting(data, "calculate_sum_pi_squared", False):
             return super()._forward(data, rows)
-        return self.engine.forward_step(rows, output_fn=partial(_from_logits, self._head(data)))
+        head = self._head(data)
+
+        def from_logits(logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
+            """(what the head returns, the sum of squared probabilities [1, N]), of [1, N, V]."""
+            temperature = row.get(samples.TEMPERATURE)
+            divisor = head.temperature if temperature is None else temperature[..., None]
+            logits = logits.float() / divisor
+            outputs = token_logprobs(logits, row["labels"], entropy=head.entropy)
+            return outputs, logits.softmax(-1).square().sum(-1)
+
+        return self.engine.forward_step(rows, output_fn=from_logits)
 
     def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
         sum_pi_squared = None
@@ -383,15 +392,6 @@ class LanguageModelEngine(VerlEngine):
             for name, values in model_output.items()
             if values is not None
         }
-
-
-def _from_logits(head: TokenLogProbs, logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
-    """(what the head returns, the sum of squared probabilities [1, N]) of logits [1, N, V]."""
-    temperature = row.get(samples.TEMPERATURE)
-    divisor = head.temperature if temperature is None else temperature[..., None]
-    logits = logits.float() / divisor
-    outputs = token_logprobs(logits, row["labels"], entropy=head.entropy)
-    return outputs, logits.softmax(-1).square().sum(-1)
 
 
 class ValueModelEngine(VerlEngine):

@@ -1,4 +1,5 @@
 """DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
+# ruff: noqa: F401 (names of the reference)
 
 from typing import Any
 
@@ -9,15 +10,6 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
 from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
-
-__all__ = [
-    "DeepSeekV3Model",
-    "DeepSeekV3ModelArgs",
-    "DeepSeekV3StateDictAdapter",
-    "deepseekv3_args",
-    "get_train_spec",
-    "parallelize_deepseekv3",
-]
 
 
 def _debug_model(**others: Any) -> DeepSeekV3ModelArgs:

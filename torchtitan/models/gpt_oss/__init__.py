@@ -1,4 +1,5 @@
 """gpt-oss: flavors, and the train spec."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.model import GptOssModel
@@ -7,15 +8,6 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
 from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
-
-__all__ = [
-    "GptOssModel",
-    "GptOssModelArgs",
-    "GptOssStateDictAdapter",
-    "get_train_spec",
-    "gptoss_configs",
-    "parallelize_gptoss",
-]
 
 
 def _experts(num_experts: int) -> MoEArgs:

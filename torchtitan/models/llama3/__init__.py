@@ -1,4 +1,5 @@
 """Llama 3, 3.1 and 3.2: flavors, and the train spec."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
@@ -6,15 +7,6 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
-
-__all__ = [
-    "Llama3StateDictAdapter",
-    "Transformer",
-    "TransformerModelArgs",
-    "get_train_spec",
-    "llama3_args",
-    "parallelize_llama",
-]
 
 
 def _sizes(dim: int, n_layers: int, n_heads: int, multiplier: float, multiple_of: int) -> dict:

@@ -1,4 +1,5 @@
 """Mixture of experts."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.models.moe.args import MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import (
@@ -9,14 +10,3 @@ from torchtitan.models.moe.moe import (
     TokenReorderer,
     build_moe,
 )
-
-__all__ = [
-    "FeedForward",
-    "GroupedExperts",
-    "MoE",
-    "MoEArgs",
-    "MoEDecoderArgs",
-    "TokenChoiceTopKRouter",
-    "TokenReorderer",
-    "build_moe",
-]

@@ -1,9 +1,8 @@
 """Where each token goes when tokens are regrouped by expert."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.distributed.token_groups import (
     fill_indices_cpu,
     fill_indices_wrapper,
     generate_permute_indices,
 )
-
-__all__ = ["fill_indices_cpu", "fill_indices_wrapper", "generate_permute_indices"]

@@ -21,16 +21,6 @@ from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.tools.linear import linear
 from torchtitan.tools.logging import logger, warn_once
 
-__all__ = [
-    "FeedForward",
-    "GroupedExperts",
-    "MoE",
-    "MoEArgs",
-    "TokenChoiceTopKRouter",
-    "TokenReorderer",
-    "build_moe",
-]
-
 # ---- experts ----
 
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from torchtitan.models.moe.moe import MoE
 
-__all__ = ["DeepEPMoE"]
-
 
 class DeepEPMoE(MoE):
     """Raises NotImplementedError when built."""

@@ -1,4 +1,5 @@
 """Regrouping tokens by expert, each group padded to a size that the grouped kernels take."""
+# ruff: noqa: F401 (names of the reference)
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,6 @@ from torchtitan.distributed.token_groups import (
     set_token_group_alignment_size_m,
 )
 from torchtitan.distributed.token_groups import unpermute_tokens as _unpermute
-
-__all__ = [
-    "ValidTokenGroupAlignmentSize",
-    "indices_padding_wrapper",
-    "set_token_group_alignment_size_m",
-]
 
 
 def __getattr__(name: str) -> Any:

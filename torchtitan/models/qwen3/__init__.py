@@ -1,4 +1,5 @@
 """Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: flavors, and the train spec."""
+# ruff: noqa: F401 (names of the reference)
 
 from typing import Any
 
@@ -9,15 +10,6 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
-
-__all__ = [
-    "Qwen3Model",
-    "Qwen3ModelArgs",
-    "Qwen3StateDictAdapter",
-    "get_train_spec",
-    "parallelize_qwen3",
-    "qwen3_args",
-]
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **others: Any) -> Qwen3ModelArgs:

@@ -3,15 +3,17 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchtitan.rl.client_types import ForwardBackwardOutput
 from torchtitan.rl.serving import wire
 from torchtitan.rl.serving.futures import Futures, Pending
-from torchtitan.rl.serving.policy import Command
 from torchtitan.rl.serving.requests import Refused, take
+
+if TYPE_CHECKING:
+    from torchtitan.rl.serving.policy import Command
 
 _SECONDS_TO_HOLD = 20  # a request for a result that is not there yet
 _MOST_WAITING = 8192
@@ -37,7 +39,7 @@ class Result:
 class Results:
     """Requests that are carried out later. `put` hands on commands for the policy."""
 
-    def __init__(self, put: Callable[[Command], None]):
+    def __init__(self, put: "Callable[[Command], None]"):
         self._put = put
         self.futures = Futures(_MOST_WAITING)
 
@@ -54,7 +56,7 @@ class Results:
         return None if found is pending else accepted(found)
 
     def submit(
-        self, request_id: str, command: Command, write: Callable[[Any], Result], **extra: Any
+        self, request_id: str, command: "Command", write: Callable[[Any], Result], **extra: Any
     ) -> Answer:
         """Have a command carried out; `write` makes what is sent of its result."""
         pending = Pending(request_id, extra=extra)

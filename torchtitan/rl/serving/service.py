@@ -101,7 +101,7 @@ class Service:
                 (get, r"training_runs/([^/]+)", self._training_run),
                 (post, "forward_backward", self._forward_backward),
                 (post, "optim_step", self._optim_step),
-                (post, "save_weights", self._save_weights),
+                (post, "save_weights", lambda x: self._save(x, "weights", "save_weights")),
                 (post, "load_weights", self._load_weights),
                 (post, "save_weights_for_sampler", self._save_for_sampler),
                 (post, "create_sampling_session", self._create_sampling_session),
@@ -298,9 +298,6 @@ class Service:
 
     def _seq_id(self, values: dict[str, Any]) -> str:
         return f"{self._model(values)}:{take(values, 'seq_id', int)}"
-
-    def _save_weights(self, values: dict[str, Any]) -> Answer:
-        return self._save(values, "weights", "save_weights")
 
     def _save(self, values: dict[str, Any], kind: str, response: str) -> Answer:
         path = f"tinker://{self._model(values)}/{kind}/{take(values, 'path', str)}"

@@ -17,8 +17,6 @@ from torchtitan.models.rope import precompute_freqs_cis as precompute_table
 from torchtitan.tools.linear import Linear
 from torchtitan.tools.norm import RMSNorm
 
-__all__ = ["Attention", "DeepSeekV3Model", "precompute_freqs_cis"]
-
 # DeepSeek's own code has it in the norms of the two latents, independent of `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 

@@ -4,6 +4,7 @@ Letters as in `models.decoder`. Initialisation differs from its table: in a bloc
 the biases and sinks of attention and experts have the std that depends on depth; only the
 router's bias starts at 0.
 """
+# ruff: noqa: F401 (names of the reference)
 
 from typing import ClassVar
 
@@ -21,14 +22,6 @@ from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.rope import YaRNArgs, yarn_mscale
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.models.rope import precompute_rope_cache as precompute_plain_rope_cache
-
-__all__ = [
-    "Attention",
-    "GptOssModel",
-    "TransformerBlock",
-    "apply_rotary_emb",
-    "precompute_rope_cache",
-]
 
 
 def precompute_rope_cache(

@@ -1,16 +1,8 @@
 """The reference's path of the shared plan in `torchtitan.models.parallelize`."""
+# ruff: noqa: F401 (names of the reference)
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division
 from torchtitan.models.parallelize import apply_compile
-from torchtitan.models.parallelize import find_save_list as __getattr__  # noqa: F401
+from torchtitan.models.parallelize import find_save_list as __getattr__
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 from torchtitan.models.tp_plan import apply_tp
-
-__all__ = [
-    "apply_compile",
-    "apply_ddp",
-    "apply_fsdp",
-    "apply_tp",
-    "disable_fsdp_gradient_division",
-    "parallelize_llama",
-]

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from torchtitan.models.args import DecoderArgs, swiglu_hidden_dim
 from torchtitan.models.rope import RoPEScalingArgs
 
-__all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
-
 
 @dataclass
 class TransformerModelArgs(DecoderArgs):

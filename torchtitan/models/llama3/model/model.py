@@ -1,20 +1,11 @@
 """Llama 3 on the shared decoder."""
+# ruff: noqa: F401 (names of the reference)
 
 from torch import Tensor
 
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
-
-__all__ = [
-    "Attention",
-    "FeedForward",
-    "Transformer",
-    "TransformerBlock",
-    "apply_rotary_emb",
-    "precompute_freqs_cis",
-    "reshape_for_broadcast",
-]
 
 
 class Transformer(Decoder):

@@ -9,8 +9,6 @@ from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
 
-__all__ = ["RoPEScalingArgs", "TransformerModelArgs"]
-
 
 @dataclass
 class RoPEScalingArgs(rope.RoPEScalingArgs):

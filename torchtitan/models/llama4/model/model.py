@@ -2,6 +2,7 @@
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
+# ruff: noqa: F401 (names of the reference)
 
 from collections.abc import Callable
 from functools import partial
@@ -18,16 +19,6 @@ from torchtitan.models.llama3.model.model import Transformer as Llama3
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
-
-__all__ = [
-    "Attention",
-    "FeedForward",
-    "Transformer",
-    "TransformerBlock",
-    "apply_rotary_emb",
-    "precompute_freqs_cis",
-    "reshape_for_broadcast",
-]
 
 
 class Transformer(Llama3):

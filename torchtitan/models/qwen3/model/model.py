@@ -1,4 +1,5 @@
 """Qwen 3 on the shared decoder."""
+# ruff: noqa: F401 (names of the reference)
 
 from torch import Tensor
 
@@ -7,15 +8,6 @@ from torchtitan.models.moe import MoE, build_moe
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.models.rope import precompute_rope_cache
-
-__all__ = [
-    "Attention",
-    "FeedForward",
-    "Qwen3Model",
-    "TransformerBlock",
-    "apply_rotary_emb",
-    "precompute_rope_cache",
-]
 
 
 class Qwen3Model(Decoder):
