@@ -1,5 +1,6 @@
 """What every test file shares."""
 
+import gc
 import os
 
 import hypothesis
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(config, items):
         if item.path.is_relative_to(unit):
             if item.path.relative_to(unit).as_posix() not in LONGER:
                 item.add_marker("quick")
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: each collection would look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
