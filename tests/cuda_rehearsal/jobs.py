@@ -15,6 +15,17 @@ from tests.cuda_rehearsal.cases import CASES
 from tests.cuda_rehearsal.rehearsal import Rehearsal
 from torchtitan.distributed.seeded_init import seeded_init
 
+# A case's time goes with its layers: as many of the debug models as show each kind of layer.
+LAYERS = {"llama3": 2, "deepseek_v3": 3, "llama4": 4}
+
+
+def make_models_shallow() -> None:
+    """For the whole process."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    for name, n_layers in LAYERS.items():
+        get_train_spec(name).model_args["debugmodel"].n_layers = n_layers
+
 
 @contextlib.contextmanager
 def ranks(world_size: int, rank: int = 0) -> Iterator[None]:

@@ -18,12 +18,13 @@ load_device()
 
 from tests.cuda_rehearsal.cases import CASES
 from tests.cuda_rehearsal.faults import FAULTS
-from tests.cuda_rehearsal.jobs import rehearse
+from tests.cuda_rehearsal.jobs import make_models_shallow, rehearse
 from tests.cuda_rehearsal.rehearsal import patch_kernels
 from tests.cuda_rehearsal.scenarios import SCENARIOS
 
 patch_cuda()
 patch_kernels()
+make_models_shallow()
 
 
 def main() -> None:

@@ -79,13 +79,13 @@ def train_and_save(layouts, folder):
     return records
 
 
-def load_and_go_on(layouts, sources, folder):
+def load_and_go_on(sources_of, folder):
     """By (source, layout): the state that was loaded, and what the steps after it tell.
 
     The first load is into a new engine, those after it over the state of other steps.
     """
     records = {}
-    for layout in layouts:
+    for layout, sources in sources_of:
         engine = engine_of(layout, folder)
         for source in sources:
             engine.checkpointer.folder = f"{folder}/{source.name}/checkpoint"
@@ -106,14 +106,19 @@ def run(fn, world_size, *args):
     return first
 
 
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path):
-    one, many, folder = [ONE_PROCESS], LAYOUTS, str(tmp_path)
-    saved = run(train_and_save, 1, one, folder)
-    saved |= run(train_and_save, 2, many, folder)
-    loaded = run(load_and_go_on, 1, one, many, folder)
-    loaded |= run(load_and_go_on, 2, many, one + many, folder)
+# The others that each layout loads from: the two before it in a ring, or all.
+@pytest.mark.parametrize("n_sources", [2, pytest.param(len(LAYOUTS), marks=pytest.mark.slow)])
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(n_sources, tmp_path):
+    ring, folder = [*LAYOUTS, ONE_PROCESS], str(tmp_path)
+    sources_of = [
+        (layout, [ring[i - k] for k in range(1, n_sources + 1)]) for i, layout in enumerate(ring)
+    ]
+    saved = run(train_and_save, 1, [ONE_PROCESS], folder)
+    saved |= run(train_and_save, 2, LAYOUTS, folder)
+    loaded = run(load_and_go_on, 1, sources_of[-1:], folder)
+    loaded |= run(load_and_go_on, 2, sources_of[:-1], folder)
 
-    assert len(loaded) == (len(many) + 1) ** 2 - 1
+    assert len(loaded) == len(ring) * n_sources
     for (source, layout), (state, steps) in loaded.items():
         expected_state, expected_steps = saved[source]
         different = [

@@ -184,13 +184,15 @@ def test_state_is_saved_loaded_exported_and_put_away_on_two_ranks(tmp_path):
 # ---- weights in every layout ----
 
 EXPORTS = [
-    ("FSDP 2, TP 2", "llama3"),
     ("TP 2, PP 2, Interleaved1F1B", "llama3"),
-    ("HSDP 2x2", TIED),
     ("FSDP 2, PP 2", TIED),
     ("FSDP 4, EP 2", "qwen3 MoE"),
-    ("FSDP 2, PP 2, EP 2", "deepseek_v3"),
     ("FSDP 2, TP 2, EP 2, ETP 2", "llama4"),
+]
+MORE_EXPORTS = [
+    ("FSDP 2, TP 2", "llama3"),
+    ("HSDP 2x2", TIED),
+    ("FSDP 2, PP 2, EP 2", "deepseek_v3"),
     ("HSDP 2x2, EP 2", "gpt_oss"),
 ]
 
@@ -224,20 +226,20 @@ def paste(ranks):
     return whole
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """case -> (names, digest) of one process."""
-    cases = list(dict.fromkeys(case for _, case in EXPORTS))
-    folder = str(tmp_path_factory.mktemp("alone"))
-    (results,) = run_ranks(export, 1, [(ONE_PROCESS.name, case) for case in cases], folder)
-    return {case: result[:2] for case, result in zip(cases, results, strict=True)}
-
-
-def test_weights_are_the_same_in_every_layout_whole_and_in_pieces(tmp_path, alone):
+@pytest.mark.parametrize(
+    "exports",
+    [
+        pytest.param(EXPORTS, id="some"),
+        pytest.param(MORE_EXPORTS, id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_the_same_in_every_layout_whole_and_in_pieces(tmp_path, exports):
     """The same names in the same order, and the same digest; all experts, all stages."""
-    ranks = run_ranks(export, 4, EXPORTS, str(tmp_path), timeout_seconds=300)
-    for i, (layout, case) in enumerate(EXPORTS):
-        names, digest = alone[case]
+    of_one_process = [(ONE_PROCESS.name, case) for _, case in exports]
+    (alone,) = run_ranks(export, 1, of_one_process, str(tmp_path / "alone"))
+    ranks = run_ranks(export, 4, exports, str(tmp_path), timeout_seconds=300)
+    for i, (layout, case) in enumerate(exports):
+        names, digest, _ = alone[i]
         for rank in ranks:
             assert rank[i][0] == names, (layout, case)
             assert rank[i][1] == digest, (layout, case)

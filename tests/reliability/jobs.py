@@ -19,17 +19,10 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from torchtitan.testing.gloo import PRELOADED_MODULES
+
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
-_PRELOADED = [
-    "torch._dynamo",
-    "torchtitan.trainer",
-    "torchtitan.config.manager",
-    "torchtitan.checkpoint.manager",
-    "torchtitan.listeners.metrics",
-    "torchtitan.models.llama3",
-    "torchtitan.rl.controller",
-]
 
 # A job of a tenth of a second per step, repeated bit for bit when it is run again.
 TINY_JOB = [
@@ -134,7 +127,7 @@ def start(
             "MASTER_PORT": str(free_port()),
         }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     processes, logs = [], []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}

@@ -1,14 +1,13 @@
 """A run that is killed and started again continues as if nothing had happened, bit for bit."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.reliability import jobs
 
 STEPS = 20
 OVERRIDES = [
@@ -31,21 +30,15 @@ OVERRIDES = [
 TIMEOUT_SECONDS = 120
 
 
-def start(dump_folder: Path, extra: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torchtitan.train", *OVERRIDES, f"--job.dump_folder={dump_folder}"]
-        + extra,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+def start(dump_folder: Path, extra: list[str]) -> jobs.Job:
+    return jobs.start(
+        [*OVERRIDES, f"--job.dump_folder={dump_folder}", *extra], dump_folder / "output"
     )
 
 
 def run_to_the_end(dump_folder: Path, extra: list[str]) -> None:
-    process = start(dump_folder, extra)
-    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, errors
+    outcome = start(dump_folder, extra).wait(TIMEOUT_SECONDS)
+    assert outcome.exit_codes == [0], outcome.output
 
 
 def logged_steps(dump_folder: Path) -> list[dict]:
@@ -69,17 +62,17 @@ def is_whole(step_folder: Path) -> bool:
 
 
 def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
-    process = start(dump_folder, extra)
+    job = start(dump_folder, extra)
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and job.is_running():
         if is_whole(dump_folder / "checkpoint" / "step-10") and any(
             row["step"] >= step for row in logged_steps(dump_folder)
         ):
-            process.send_signal(signal.SIGKILL)
+            job.send(signal.SIGKILL)
             break
         time.sleep(0.01)
-    process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    outcome = job.wait(TIMEOUT_SECONDS)
+    assert outcome.exit_codes == [-signal.SIGKILL], "the run ended before it could be killed"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability import jobs
 from torchtitan import train
 
 
@@ -121,16 +122,6 @@ def test_simulated_ranks_are_checked_like_real_ones(monkeypatch, capsys):
     assert code == 2 and "NGPU" in errors and "''" in errors
 
 
-def run_process(args: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", *args],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 TINY_RUN = [
     "--training.seq_len=16",
     "--training.local_batch_size=1",
@@ -144,18 +135,20 @@ TINY_RUN = [
 def test_corrupt_jsonl_line_is_named_with_file_and_line(num_workers, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"\n{"text": "three"}\n')
-    result = run_process(
+    outcome = jobs.run(
         [
             *TINY_RUN,
             "--training.dataset=local",
             f"--training.dataset_path={path}",
             f"--training.dataloader.num_workers={num_workers}",
             f"--job.dump_folder={tmp_path}",
-        ]
+        ],
+        tmp_path / "logs",
+        timeout_seconds=60,
     )
-    assert result.returncode == 1
-    assert "data.jsonl, line 2" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert outcome.exit_codes == [1], outcome.output
+    assert "data.jsonl, line 2" in outcome.output
+    assert "Traceback" not in outcome.output
 
 
 def test_torchrun_is_told_what_a_rank_with_hidden_output_failed_of(monkeypatch, capsys, tmp_path):
@@ -182,23 +175,31 @@ def test_torchrun_is_told_what_a_rank_with_hidden_output_failed_of(monkeypatch, 
 
 
 def test_checkpoint_step_that_is_not_there_is_an_error_not_a_fresh_start(tmp_path):
-    result = run_process(
+    outcome = jobs.run(
         [
             *TINY_RUN,
             "--training.dataset=python_docs",
             "--checkpoint.enable",
             "--checkpoint.load_step=7",
             f"--job.dump_folder={tmp_path}",
-        ]
+        ],
+        tmp_path / "logs",
+        timeout_seconds=60,
     )
-    assert result.returncode == 2
-    assert "checkpoint.load_step" in result.stderr and "7" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert outcome.exit_codes == [2], outcome.output
+    (error,) = (line for line in outcome.output.splitlines() if "checkpoint.load_step" in line)
+    assert "7" in error
+    assert "Traceback" not in outcome.output
 
 
 def test_runs_as_one_process_without_torchruns_environment(tmp_path):
-    result = run_process(
-        [*TINY_RUN, "--training.dataset=python_docs", f"--job.dump_folder={tmp_path}"]
+    result = subprocess.run(  # a process of its own, as a user starts it
+        [sys.executable, "-m", "torchtitan.train", *TINY_RUN]
+        + ["--training.dataset=python_docs", f"--job.dump_folder={tmp_path}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 0, result.stderr
     assert "step:  2" in result.stdout

@@ -19,8 +19,8 @@ def c4_test():
 
 @pytest.fixture
 def registered(c4_test):
-    """The first 60 documents, by index and as a stream of 4 parts; they are read several times."""
-    small = c4_test.select(range(60))
+    """The first 32 documents, by index and as a stream of 4 parts; they are read several times."""
+    small = c4_test.select(range(32))
     names = {
         "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
         "small_stream": DatasetConfig(
@@ -75,14 +75,14 @@ def assert_resume_repeats(dataset, world_size, rank, num_before, num_after, num_
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream", "small_shuffled_stream"])
-@pytest.mark.parametrize("num_before", [7, 130])  # in the first pass, and after several
+@pytest.mark.parametrize("num_before", [7, 60])  # in the first pass, and after several
 def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, num_before):
     for rank in range(world_size):
-        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=40)
+        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=30)
 
 
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
-@pytest.mark.parametrize("num_before", [1, 151])
+@pytest.mark.parametrize("num_before", [1, 70])
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
     assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from scripts.generate._loading import find_checkpoint, load_model
 from scripts.generate.test_generate import encode_prompt, main
+from tests.reliability import jobs
 from torchtitan.checkpoint.folder import mark_unfinished
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
@@ -320,43 +321,27 @@ def checkpoints(tmp_path_factory) -> Path:
         "--checkpoint.enable",
         "--checkpoint.interval=1",
     ]
-    start("torchtitan.train", f"--job.config_file={CONFIG}", *overrides, check=True)
+    outcome = jobs.run(
+        [f"--job.config_file={CONFIG}", *overrides], folder / "logs", timeout_seconds=100
+    )
+    assert outcome.exit_codes == [0], outcome.output
     return folder / "checkpoint"
 
 
-def start(module: str, *arguments: str, check: bool = False, **environment: str):
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={"PATH": "", "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=check,
-    )
-
-
-def run_generate(checkpoint, *arguments: str, **environment: str):
-    return start(
-        "scripts.generate.test_generate",
-        f"--config={CONFIG}",
-        f"--checkpoint={checkpoint}",
-        *arguments,
-        **environment,
-    )
-
-
-def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(checkpoints, tmp_path):
+def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
+    checkpoints, tmp_path, monkeypatch, capsys
+):
     convert_to_hf(
         str(checkpoints / "step-2"), str(tmp_path), "llama3", "debugmodel", None, "float32"
     )
     options = "--prompt=Return a list --max_new_tokens=9 --batch_size=2 --seed=5 --out --ignore_eos"
-    arguments = options.replace(" --", "\n--").split("\n")
+    arguments = [f"--config={CONFIG}", *options.replace(" --", "\n--").split("\n")]
+    monkeypatch.chdir(ROOT)
     reports = []
     for folder in (checkpoints, tmp_path):
-        done = run_generate(folder, *arguments)
-        assert done.returncode == 0, done.stderr
-        reports.append(json.loads(done.stdout))
+        monkeypatch.setattr(sys, "argv", ["test_generate", f"--checkpoint={folder}", *arguments])
+        main()
+        reports.append(json.loads(capsys.readouterr().out))
     report, from_hf = reports
     assert report["responses"] == from_hf["responses"]
     assert [sorted(r) for r in report["responses"]] == [
@@ -377,14 +362,23 @@ def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(checkpoints, 
 
 def test_text_alone_is_on_stdout(checkpoints):
     # A flavor with another kernel, and a longer table than the model trained with.
-    done = run_generate(
-        checkpoints / "step-1",
+    arguments = [
+        f"--config={CONFIG}",
+        f"--checkpoint={checkpoints / 'step-1'}",
         "--prompt=Return",
         "--max_new_tokens=300",
         "--temperature=0",
         "--deterministic",
         "--training.seq_len=512",
         "--model.flavor=debugmodel_varlen_attn",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.generate.test_generate", *arguments],
+        cwd=ROOT,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Return")

@@ -91,7 +91,11 @@ def random_files(folder, config, n_files):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(LLAMA, marks=pytest.mark.slow), QWEN3_MOE],  # whose experts are stacked, too
+    ids=lambda config: config["model_type"],
+)
 def test_conversions_need_the_model_and_one_file(tmp_path, config):
     model_bytes, file_bytes = random_files(tmp_path / "hf", config, 6)
     result = subprocess.run(

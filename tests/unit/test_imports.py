@@ -1,5 +1,7 @@
 """What importing costs, and which way the imports point."""
 
+import functools
+import json
 import subprocess
 import sys
 
@@ -11,16 +13,41 @@ from torchtitan.models import _supported_models
 HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
 
 
-def modules_loaded_by(statement: str) -> set[str]:
-    """Names of the modules in memory after `statement` that `import torch` had not loaded."""
-    code = (
-        "import sys, torch; before = set(sys.modules)\n"
-        f"{statement}\n"
-        "print('\\n'.join(set(sys.modules) - before))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return set(result.stdout.split("\n"))
+STATEMENTS = [
+    "import torchtitan",
+    "import torchtitan.config",
+    "import torchtitan.train",
+    "from torchtitan.train import Trainer",
+]
+OF_FAMILIES = {
+    family: f"import torchtitan.models.{family} as f; f.get_train_spec()"
+    for family in sorted(_supported_models)
+}
+PROBE = """
+import json, os, sys
+import torch
+
+before = set(sys.modules)
+for statement in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(statement)
+        print(json.dumps([statement, sorted(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@functools.cache
+def loaded_modules() -> dict[str, set[str]]:
+    """Statement -> names of the modules that it loads after `import torch`.
+
+    Each in a fork of one process that has imported torch and nothing else.
+    """
+    command = [sys.executable, "-c", PROBE, *STATEMENTS, *OF_FAMILIES.values()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    return {line[0]: set(line[1]) for line in map(json.loads, result.stdout.splitlines())}
 
 
 def heavy_among(modules: set[str]) -> set[str]:
@@ -30,21 +57,13 @@ def heavy_among(modules: set[str]) -> set[str]:
 
 
 def test_import_torchtitan_loads_nothing_of_its_own():
-    ours = {name for name in modules_loaded_by("import torchtitan") if name.startswith("torchtit")}
+    ours = {name for name in loaded_modules()["import torchtitan"] if name.startswith("torchtit")}
     assert ours == {"torchtitan"}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torchtitan",
-        "import torchtitan.config",
-        "import torchtitan.train",
-        "from torchtitan.train import Trainer",
-    ],
-)
+@pytest.mark.parametrize("statement", STATEMENTS)
 def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):
-    assert not heavy_among(modules_loaded_by(statement))
+    assert not heavy_among(loaded_modules()[statement])
 
 
 def test_import_of_trainer_is_no_command_line():
@@ -58,16 +77,16 @@ def test_import_of_trainer_is_no_command_line():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("family", sorted(_supported_models))
+@pytest.mark.parametrize("family", OF_FAMILIES)
 def test_train_spec_of_a_family_loads_neither_compiler_nor_dtensor(family):
-    modules = modules_loaded_by(f"import torchtitan.models.{family} as f; f.get_train_spec()")
+    modules = loaded_modules()[OF_FAMILIES[family]]
     assert "torchtitan.models.decoder" in modules
     assert "torch.distributed.tensor" not in modules
     assert not heavy_among(modules)
 
 
 def test_config_errors_and_help_need_no_distributed_checkpointing():
-    modules = modules_loaded_by("import torchtitan.train")
+    modules = loaded_modules()["import torchtitan.train"]
     assert "torch.distributed.checkpoint" not in modules
 
 

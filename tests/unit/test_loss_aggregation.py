@@ -7,7 +7,6 @@ import torch
 
 from tests.unit.loss_splits import (
     LOSSES,
-    NUM_SPLITS,
     accumulated,
     aggregated_loss,
     all_ranks,
@@ -67,7 +66,8 @@ def test_prompts_may_be_told_apart_by_a_tensor():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
-    assert max(largest_differences(mode, dtype, NUM_SPLITS, loss)) < tolerance
+    # Ranks and benchmarks/aggregation.py try NUM_SPLITS, three times as many.
+    assert max(largest_differences(mode, dtype, 20, loss)) < tolerance
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)

@@ -15,6 +15,14 @@ import torch
 from torchtitan.tools.logging import logger
 
 
+def section(kind: type, text: str = "") -> Any:
+    """A field that is a nested table; `--help` prints `text` above its keys.
+
+    In its metadata: for a comment, the parser would read the source again at every start.
+    """
+    return field(default_factory=kind, metadata={"help": text})
+
+
 @dataclass
 class Job:
     config_file: str | None = None  # TOML file to read; flags on the command line win over it
@@ -163,7 +171,7 @@ class Training:
     loss_chunk: int = -1
     gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
-    dataloader: DataLoader = field(default_factory=DataLoader)  # How training data is loaded
+    dataloader: DataLoader = section(DataLoader, "How training data is loaded")
 
 
 @dataclass
@@ -323,8 +331,8 @@ class MXLinear:
 
 @dataclass
 class QuantizedLinear:
-    float8: Float8Linear = field(default_factory=Float8Linear)  # Float8 linears
-    mx: MXLinear = field(default_factory=MXLinear)  # MX linears
+    float8: Float8Linear = section(Float8Linear, "Float8 linears")
+    mx: MXLinear = section(MXLinear, "MX linears")
 
 
 @dataclass
@@ -342,16 +350,16 @@ class MXGroupedMM:
 
 @dataclass
 class QuantizedGroupedMM:
-    # Float8 grouped matrix multiplication
-    float8: Float8GroupedMM = field(default_factory=Float8GroupedMM)
-    mx: MXGroupedMM = field(default_factory=MXGroupedMM)  # MX grouped matrix multiplication
+    float8: Float8GroupedMM = section(Float8GroupedMM, "Float8 grouped matrix multiplication")
+    mx: MXGroupedMM = section(MXGroupedMM, "MX grouped matrix multiplication")
 
 
 @dataclass
 class Quantize:
-    linear: QuantizedLinear = field(default_factory=QuantizedLinear)  # Quantized linears
-    # Quantized grouped matrix multiplication, for mixtures of experts
-    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
+    linear: QuantizedLinear = section(QuantizedLinear, "Quantized linears")
+    grouped_mm: QuantizedGroupedMM = section(
+        QuantizedGroupedMM, "Quantized grouped matrix multiplication, for mixtures of experts"
+    )
 
 
 @dataclass
@@ -400,7 +408,7 @@ class Validation:
     seq_len: int = 2048  # Tokens per sequence
     freq: int = 10  # Validate every this many steps
     steps: int = -1  # Batches per validation on each rank; -1 takes all the data there is
-    dataloader: DataLoader = field(default_factory=DataLoader)  # How validation data is loaded
+    dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
     def __post_init__(self) -> None:
         assert self.steps > 0 or self.steps == -1, (
@@ -426,24 +434,24 @@ class Debug:
 class JobConfig:
     """What one job should do; built once, checked once, then only read."""
 
-    job: Job = field(default_factory=Job)
-    profiling: Profiling = field(default_factory=Profiling)
-    metrics: Metrics = field(default_factory=Metrics)
-    model: Model = field(default_factory=Model)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    training: Training = field(default_factory=Training)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    quantize: Quantize = field(default_factory=Quantize)
-    comm: Comm = field(default_factory=Comm)
-    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    experimental: Experimental = field(default_factory=Experimental)
-    validation: Validation = field(default_factory=Validation)
-    debug: Debug = field(default_factory=Debug)
+    job: Job = section(Job)
+    profiling: Profiling = section(Profiling)
+    metrics: Metrics = section(Metrics)
+    model: Model = section(Model)
+    optimizer: Optimizer = section(Optimizer)
+    lr_scheduler: LRScheduler = section(LRScheduler)
+    training: Training = section(Training)
+    parallelism: Parallelism = section(Parallelism)
+    checkpoint: Checkpoint = section(Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = section(ActivationCheckpoint)
+    compile: Compile = section(Compile)
+    quantize: Quantize = section(Quantize)
+    comm: Comm = section(Comm)
+    memory_estimation: MemoryEstimation = section(MemoryEstimation)
+    fault_tolerance: FaultTolerance = section(FaultTolerance)
+    experimental: Experimental = section(Experimental)
+    validation: Validation = section(Validation)
+    debug: Debug = section(Debug)
 
     @property
     def ranks_apart(self) -> int:

@@ -106,6 +106,14 @@ class seeded_init(TorchDispatchMode):
             return func(*args, **kwargs)
         return tensor
 
+    def fill_outside(self, tensor: Any, transform: _Transform) -> bool:
+        """`fill` with this mode off, which would otherwise look at each of its operations."""
+        super().__exit__(None, None, None)
+        try:
+            return self.fill(tensor, transform)
+        finally:
+            super().__enter__()
+
     def fill(self, tensor: Any, transform: _Transform) -> bool:
         """Fill this rank's part of a parameter; False if `tensor` is no parameter of the model."""
         name = self._name_by_id.get(id(tensor)) or self._name_by_memory.get(_memory_of(tensor))
@@ -134,7 +142,7 @@ def trunc_normal_(
     the inverse error function would be lost. Call under `torch.no_grad()`.
     """
     if _active is not None and not tensor.is_meta:
-        if _active.fill(tensor, _truncated_normal(mean, std, a, b)):
+        if _active.fill_outside(tensor, _truncated_normal(mean, std, a, b)):
             return tensor
     drawn = torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
     tensor.copy_(nn.init.trunc_normal_(drawn, mean, std, a, b))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
+from torchtitan.config.job_config import section
 from torchtitan.loss.aggregation import LossAggregation
 from torchtitan.tools.errors import ConfigError
 
@@ -215,18 +216,15 @@ class RL:
     seed: int = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
     log_samples: int = 16
-    task: RLTask = field(default_factory=RLTask)  # Prompts and rewards
-    advantage: RLAdvantage = field(default_factory=RLAdvantage)  # From rewards to advantages
-    critic: RLCritic = field(default_factory=RLCritic)  # What gae learns values with
-    loss: RLLoss = field(default_factory=RLLoss)  # The policy loss and how it is summed
-    batch: RLBatch = field(default_factory=RLBatch)  # How samples are laid into rows
-    generator: RLGenerator = field(default_factory=RLGenerator)  # What draws completions
-    # How completions are drawn for training
-    sampling: RLSampling = field(default_factory=RLSampling)
-    # How weights reach the generator
-    weight_sync: RLWeightSync = field(default_factory=RLWeightSync)
-    # The HTTP server torchtitan.rl.serve
-    serve: RLServe = field(default_factory=RLServe)
+    task: RLTask = section(RLTask, "Prompts and rewards")
+    advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
+    critic: RLCritic = section(RLCritic, "What gae learns values with")
+    loss: RLLoss = section(RLLoss, "The policy loss and how it is summed")
+    batch: RLBatch = section(RLBatch, "How samples are laid into rows")
+    generator: RLGenerator = section(RLGenerator, "What draws completions")
+    sampling: RLSampling = section(RLSampling, "How completions are drawn for training")
+    weight_sync: RLWeightSync = section(RLWeightSync, "How weights reach the generator")
+    serve: RLServe = section(RLServe, "The HTTP server torchtitan.rl.serve")
 
 
 @dataclass
@@ -236,7 +234,7 @@ class JobConfig(BaseJobConfig):
     Also what `--job.custom_config_module torchtitan.rl.job_config` merges in.
     """
 
-    rl: RL = field(default_factory=RL)
+    rl: RL = section(RL)
 
     @property
     def has_critic(self) -> bool:

@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and get every
 rank's result back.
 
-The ranks are processes of a fork server that has torch and the engine's modules loaded, so that a
+The ranks are processes of a fork server that has torch and this package loaded, so that a
 rank starts in milliseconds instead of paying for their import again. The first call starts the
 server: a few seconds, which count against its timeout.
 """
@@ -26,17 +26,18 @@ from typing import Any
 
 from torchtitan.tools.host import signal_at_parents_death
 
-_PRELOADED_MODULES = [
+# A process has one fork server: whatever starts it decides what all its ranks find loaded.
+PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
-    "torchtitan.engine",
-    "torchtitan.build",
     "torchtitan.config.manager",
-    "torchtitan.checkpoint.manager",
-    "torchtitan.models.parallelize",
+    "torchtitan.listeners.metrics",
+    "torchtitan.models.llama3",
+    "torchtitan.rl.controller",
+    "torchtitan.trainer",
 ]
 _SECONDS_FOR_OTHER_FAILURES = 1.0
 _STACK_FILE = "{folder}/rank_{rank}.stack"
@@ -89,7 +90,7 @@ def run_ranks(
     can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not on_accelerators
     context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
     if can_fork:
-        context.set_forkserver_preload(_PRELOADED_MODULES)
+        context.set_forkserver_preload(PRELOADED_MODULES)
     if not on_accelerators:
         # These ranks are CPU ranks on a machine with accelerators too.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}

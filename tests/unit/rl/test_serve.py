@@ -2,14 +2,14 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from tests.reliability import jobs
 from tests.unit.rl.serving import Http, forward_backward_message, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
@@ -358,26 +358,24 @@ def test_other_base_models_are_refused_on_request(tmp_path):
 
 
 def test_sigterm_ends_the_server_cleanly(tmp_path):
-    command = [sys.executable, "-m", "torchtitan.rl.serve", "--model.name=rl_toy"]
-    command += [f"--job.dump_folder={tmp_path}", "--rl.serve.port=0", "--training.seq_len=16"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    in_time = threading.Timer(90, process.kill)
-    in_time.start()
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if "serving policy at http://127.0.0.1:" in line:
-            break
-    else:
-        pytest.fail("".join(said))
-    client = Http(line.split(" at ")[-1].strip()).start()
-    sampler = client.sampler()
-    waiting = [client.sample(sampler, [1, 2], i, wait=False) for i in range(4)]
-    process.send_signal(signal.SIGTERM)
-    rest = process.stdout.read()
-    in_time.cancel()
-    assert process.wait(60) == 0, "".join(said) + rest
-    assert waiting and "the server has ended" in rest and "Traceback" not in rest
+    flags = ["--model.name=rl_toy", "--training.seq_len=16", "--rl.serve.port=0"]
+    flags.append(f"--job.dump_folder={tmp_path}")
+    job = jobs.start(flags, tmp_path / "logs", module="torchtitan.rl.serve")
+    try:
+        deadline = time.monotonic() + 90
+        while not (at := re.search(r"serving policy at (http://127\.0\.0\.1:\d+)\n", job.output())):
+            assert job.is_running() and time.monotonic() < deadline, job.output()
+            time.sleep(0.02)
+        client = Http(at[1]).start()
+        sampler = client.sampler()
+        waiting = [client.sample(sampler, [1, 2], i, wait=False) for i in range(4)]
+        job.send(signal.SIGTERM)
+        outcome = job.wait(60)
+    finally:
+        job.kill()
+    assert outcome.exit_codes == [0], outcome.output
+    assert waiting and "the server has ended" in outcome.output
+    assert "Traceback" not in outcome.output
 
 
 def _serve_on_two_ranks(folder):

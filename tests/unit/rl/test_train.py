@@ -1,20 +1,15 @@
 import json
-import os
-import subprocess
-import sys
+
+from tests.reliability import jobs
 
 
-def run(*flags):
-    return subprocess.run(
-        [sys.executable, "-m", "torchtitan.rl.train", *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+def run(folder, *flags):
+    return jobs.run(flags, folder / "logs", timeout_seconds=120, module="torchtitan.rl.train")
 
 
 def test_preset_runs_from_the_command_line(tmp_path):
-    result = run(
+    outcome = run(
+        tmp_path,
         "--job.config_file=torchtitan/rl/train_configs/copy_cpu.toml",
         f"--job.dump_folder={tmp_path}",
         "--training.steps=2",
@@ -22,14 +17,17 @@ def test_preset_runs_from_the_command_line(tmp_path):
         "--rl.eval_samples=4",
         "--metrics.no-enable_tensorboard",
     )
-    assert result.returncode == 0, result.stderr
-    assert "step:  2/2" in result.stdout and "training completed" in result.stdout
+    assert outcome.exit_codes == [0], outcome.output
+    assert "step:  2/2" in outcome.output and "training completed" in outcome.output
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
 
 
-def test_config_mistake_is_one_line_and_exit_code_2():
-    result = run("--model.name=rl_toy", "--rl.num_samples_per_prompt=1")
-    assert result.returncode == 2
-    assert result.stderr.startswith("config error: rl.advantage.name")
-    assert result.stderr.count("\n") == 1
+def test_config_mistake_is_one_line_and_exit_code_2(tmp_path):
+    outcome = run(tmp_path, "--model.name=rl_toy", "--rl.num_samples_per_prompt=1")
+    assert outcome.exit_codes == [2]
+    lines = outcome.output.splitlines()
+    assert [line.partition(":")[0] for line in lines if " - INFO - " not in line] == [
+        "config error"
+    ]
+    assert lines[-1].startswith("config error: rl.advantage.name")
