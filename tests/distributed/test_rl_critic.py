@@ -1,4 +1,4 @@
-"""PPO with a critic on 2 gloo ranks takes the steps of one process, and goes on after a kill."""
+"""PPO with a critic on several gloo ranks takes the steps of one process, and goes on after a kill."""
 
 import pytest
 
@@ -17,12 +17,39 @@ def one_process(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
-    overrides = [*RUN, "--training.steps=6", *LAYOUTS[layout]]
-    runs = run_ranks(run_on_this_rank, 2, tmp_path, overrides)
-    assert numbers(runs[0]) == numbers(runs[1]), "every rank reports the numbers of all"
-    assert runs[0]["digest"] == runs[1]["digest"]
+PACKED = ["--rl.batch.packing", "--model.attn_type=varlen"]
+PACKED += ["--model.attn_mask_type=position_block_causal"]
+CASES = {name: (2, flags) for name, flags in LAYOUTS.items()}
+CASES["FSDP, packed rows"] = (2, [*LAYOUTS["FSDP"], *PACKED])
+CASES["HSDP"] = (4, [*LAYOUTS["FSDP"], *LAYOUTS["DDP"]])
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "HSDP")) for name in CASES]
+)
+def test_first_steps_are_those_of_one_process(case, one_process, tmp_path):
+    n_ranks, flags = CASES[case]
+    runs = run_ranks(run_on_this_rank, n_ranks, tmp_path, [*RUN, "--training.steps=6", *flags])
+    assert_steps_are_those_of_one_process(runs, one_process)
+
+
+def test_first_steps_of_experts_on_two_ranks_are_those_of_one_process(tmp_path):
+    flags = [
+        *RUN,
+        "--model.name=qwen3",
+        "--model.flavor=debugmodel_moe_small",
+        "--training.steps=4",
+    ]
+    (one_process,) = run_ranks(run_on_this_rank, 1, tmp_path / "one", flags)
+    flags += [*LAYOUTS["FSDP"], "--parallelism.expert_parallel_degree=2"]
+    runs = run_ranks(run_on_this_rank, 2, tmp_path / "two", flags)
+    assert_steps_are_those_of_one_process(runs, one_process)
+
+
+def assert_steps_are_those_of_one_process(runs, one_process):
+    for run in runs[1:]:
+        assert numbers(runs[0]) == numbers(run), "every rank reports the numbers of all"
+        assert runs[0]["digest"] == run["digest"]
     for step, expected in zip(runs[0]["steps"], one_process["steps"], strict=True):
         assert step["rl/reward"] == expected["rl/reward"], "the same completions were drawn"
         assert step["loss"] == pytest.approx(expected["loss"], abs=2e-5)

@@ -6,7 +6,8 @@ the day on which a run goes on.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,10 @@ from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what else a template reads."""
+
+SEAM = "\ufdd0"
+"""What stands before it in a text is encoded by itself, as is what follows. No text has it: Unicode leaves
+it to programs for their own use."""
 
 # Stands for what a model wrote; no template changes it.
 _WRITTEN = "what the model wrote"
@@ -25,10 +30,17 @@ class ChatTemplate:
 
     source: the template. name: of it, for errors. variables: that it reads, such as bos_token and
         enable_thinking, besides messages, tools, documents and add_generation_prompt.
+    control_tokens: texts that only the template may write as tokens, and no reply.
     Raises ValueError for a source that is not a template.
     """
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        variables: Mapping[str, Any] | None = None,
+        control_tokens: Iterable[str] = (),
+    ):
         from jinja2 import TemplateError, ext, sandbox  # slow, and only chats need them
 
         class Generation(ext.Extension):
@@ -48,6 +60,8 @@ class ChatTemplate:
             return json.dumps(value, **{"ensure_ascii": False} | options)
 
         self.name, self._variables = name, dict(variables or {})
+        tokens = "|".join(re.escape(token) for token in control_tokens)
+        self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
         )
@@ -91,7 +105,10 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
-        return cls(source, name, known | dict(variables or {}))
+        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+        # Those that are not special, such as <tool_call>, may as well be words of another text.
+        control_tokens = [t.content for t in added if t.special or t.content in source]
+        return cls(source, name, known | dict(variables or {}), control_tokens)
 
     def render(
         self,
@@ -125,15 +142,25 @@ class ChatTemplate:
     ) -> str:
         """The text between an answer to `messages` and the next one, with replies to the first.
 
+        A `SEAM` cuts each control token in the replies, which came from elsewhere: encoded part by part
+        the text has no control token but the template's.
         stop: what the model wrote at the end of its answer, and is not written again.
         """
         written = _WRITTEN
         while written in json.dumps(replies, default=str):  # such as in a tool's result
             written += "!"
         answer = {"role": "assistant", "content": written}
-        text = self.render([*messages, answer, *replies], tools=tools)
+        text = self.render([*messages, answer, *self._cut_tokens(list(replies))], tools=tools)
         after = text[text.rindex(written) + len(written) :]
         return after.removeprefix(stop)
+
+    def _cut_tokens(self, value: Any) -> Any:
+        """The value with a seam behind the first character of each control token in it."""
+        if isinstance(value, str):
+            return self._first_of_token.sub(rf"\1{SEAM}", value.replace(SEAM, ""))
+        if isinstance(value, Mapping):
+            return {key: self._cut_tokens(entry) for key, entry in value.items()}
+        return [self._cut_tokens(entry) for entry in value] if isinstance(value, list) else value
 
     def check_turns(
         self,

@@ -443,7 +443,7 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
 
 def _server(job_config: JobConfig) -> Iterator[str]:
     generator, async_steps = job_config.rl.generator, job_config.rl.async_steps
-    for key in ("url", "reload_url"):
+    for key in ("url", "reload_url") if generator.reload_url else ("url",):
         if not getattr(generator, key).startswith(("http://", "https://")):
             yield (
                 f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "

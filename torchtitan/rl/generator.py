@@ -388,7 +388,8 @@ def build_copy(policy: PolicyModel) -> Generator:
 
         return VLLMGenerator(
             config.model.hf_assets_path,
-            dtype=policy.generator_dtype,
+            # vLLM's own choice may be bf16 where config.json says float32.
+            dtype=policy.generator_dtype or policy.compute_dtype,
             seed=rl.seed,
             memory_share=rl.generator.memory_share,
             tensor_parallel_degree=rl.generator.tensor_parallel_degree,

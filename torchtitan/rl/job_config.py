@@ -155,7 +155,8 @@ class RLGenerator:
     url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
     model: str = ""  # For openai: the model's name there
     # For openai: gets {"path": a folder of Hugging Face files, "version": n} in a POST after each update,
-    # and answers when the server has loaded them
+    # and answers when the server has loaded them; empty asks vLLM's own server, which has to be
+    # started with VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
     max_requests: int = 64  # For openai: requests of one rank at the same time
     timeout_seconds: float = 600.0  # For openai: of one request

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.rl.generator import Generator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools.errors import RunError
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
+_HOW_VLLM_RELOADS = "; without rl.generator.reload_url it has to be vLLM's, with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LARGEST_FILE = 4 * 2**30  # bytes of tensors
 
 
@@ -38,7 +38,8 @@ class OpenAIGenerator(Generator):
 
     url: of the server; requests go to url/v1/completions. model: its name there.
     reload_url: gets {"path": a folder, "version": n} in a POST once all weights stand in the folder, and
-        has to answer when the server has them. Rank 0 alone writes and sends.
+        has to answer when the server has them. Rank 0 alone writes and sends. "" asks the server at
+        `url` as a vLLM that was started with VLLM_SERVER_DEV_MODE=1.
     folder: where versions are written; the one before is removed after each update.
     hf_assets_path: config.json and tokenizer are copied from there.
     dtype: of the weights in the files; None for the trainer's.
@@ -63,11 +64,7 @@ class OpenAIGenerator(Generator):
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
     ):
-        self._url, self._model, self._reload_url = (
-            f"{url.rstrip('/')}/v1/completions",
-            model,
-            reload_url,
-        )
+        self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
         self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
         self.weight_dtype = dtype
         self._seed, self._n_calls = seed, 0
@@ -114,11 +111,12 @@ class OpenAIGenerator(Generator):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
-        answer = _post(self._url, request, self._timeout_seconds)
+        url = f"{self._url}/v1/completions"
+        answer = _post(url, request, self._timeout_seconds)
         token_ids, logprobs = _tokens_and_logprobs(answer)
         if not token_ids or len(token_ids) != len(logprobs):
             raise RunError(
-                f"{self._url} has to answer with the id and the log-prob of every new token, got "
+                f"{url} has to answer with the id and the log-prob of every new token, got "
                 f"{len(token_ids)} ids and {len(logprobs)} log-probs; it must know "
                 '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
             )
@@ -136,25 +134,33 @@ class OpenAIGenerator(Generator):
         Raises WeightMismatchError if they cannot be written, or the server does not take them.
         """
         self.policy_version = -1
-        pairs, failure = iter(weights), None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            path = os.path.join(self._folder, f"version-{weights.version}")
-            try:
-                _write(pairs, path, self._hf_assets_path)
-                message = {"path": path, "version": weights.version}
-                _post(self._reload_url, message, self._timeout_seconds)
-                for name in os.listdir(self._folder):
-                    if name.startswith("version-") and name != os.path.basename(path):
-                        shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
-            except (OSError, RunError, SafetensorError) as error:
-                failure = error
-        for _ in pairs:  # gathering them is collective
-            pass
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        path = os.path.join(self._folder, f"version-{weights.version}")
+
+        def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
+            _write(pairs, path, self._hf_assets_path)
+            self._reload(path, weights.version)
+            for name in os.listdir(self._folder):
+                if name.startswith("version-") and name != os.path.basename(path):
+                    shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+
+        failure = hand_over(weights, send if is_first else lambda pairs: None)
         if failure is not None:
             raise WeightMismatchError(
                 f"the server has not got version {weights.version} of the weights: {failure}"
+                + ("" if self._reload_url else _HOW_VLLM_RELOADS)
             ) from failure
         self.policy_version = weights.version
+
+    def _reload(self, path: str, version: int) -> None:
+        posts: dict[str, dict[str, Any]] = {self._reload_url: {"path": path, "version": version}}
+        if not self._reload_url:  # vLLM's, of which the first knows nothing of the cache
+            rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            posts = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
+        for url, message in posts.items():
+            answer = _post(url, message, self._timeout_seconds)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_calls": self._n_calls}

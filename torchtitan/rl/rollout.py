@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchtitan.data.chat_template import SEAM
 from torchtitan.distributed.ranks import all_ranks, on_all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
@@ -198,9 +199,9 @@ class Draws:
         for dialogue, text in zip(asked, texts, strict=True):
             if text is None:
                 continue
-            token_ids = self.task.tokenizer.encode(
-                text, add_bos=False, add_eos=False, add_special_tokens=False
-            )
+            options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
+            parts = [self.task.tokenizer.encode(part, **options) for part in text.split(SEAM)]
+            token_ids, text = [i for part in parts for i in part], text.replace(SEAM, "")
             if not token_ids:
                 raise ValueError(
                     f"a reply must have a token, got {text!r} for the expected answer "

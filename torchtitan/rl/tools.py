@@ -59,10 +59,11 @@ def _parsed(text: str) -> ToolCall:
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """The JSON schema of a function: its `schema` attribute, or from annotations and docstring.
 
-    name: module:function, for errors. Raises ValueError for a parameter of no known type.
+    name: module:function, for errors. Raises ValueError for a parameter of no known type, and for an
+    attribute that is no schema.
     """
     if hasattr(function, "schema"):
-        return function.schema
+        return _checked(function.schema, name)
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
@@ -88,6 +89,25 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
             "parameters": {"type": "object", "properties": properties, "required": required},
         },
     }
+
+
+def _checked(schema: Any, name: str) -> dict[str, Any]:
+    """A function's attribute `schema`; a chat template may read any of what is asked for here."""
+    described = schema.get("function") if isinstance(schema, dict) else None
+    own_name = described.get("name") if isinstance(described, dict) else None
+    parameters = described.get("parameters", {}) if isinstance(described, dict) else None
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        own_name = None
+    if not isinstance(own_name, str) or not own_name or not isinstance(parameters, dict):
+        raise ValueError(
+            f"rl.task.tools: the attribute `schema` of {name} must be a JSON object like "
+            '{"type": "function", "function": {"name": "f", "description": "...", "parameters": '
+            '{"type": "object", "properties": {...}}}}, '
+            f"got {schema!r}; correct it, or take it out for one from annotations and docstring"
+        )
+    return schema
 
 
 class Toolbox:

@@ -5,6 +5,7 @@ One that hangs or dies is a verdict and a sentence, not the end of the run.
 
 import importlib
 import multiprocessing
+import os
 import signal
 import time
 from collections import deque
@@ -46,7 +47,8 @@ class VerifierPool:
     """Calls functions in `n_processes` others.
 
     functions: module:function of one, or of several; found anew in each process.
-    timeout_seconds: of one call; its process is then killed, and another one started.
+    timeout_seconds: of one call; its process is then killed with all that it started, but for what has
+        made a session of its own, and another one is started.
     convert: what a function returned becomes this there, which has to travel back.
     what: the functions' name in sentences. keys: of the config that name them and the limit.
     """
@@ -163,6 +165,9 @@ class VerifierPool:
 
     @staticmethod
     def _kill(worker: _Worker) -> None:
+        # Its group has its number, once it has begun. Processes that a call has left stay in it.
+        with suppress(OSError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
@@ -178,6 +183,9 @@ def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any])
     """Answer calls until the other side is gone."""
     # A generating rank ignores it, which is inherited, and at exit waits for us to obey it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    # To the pool it is a daemon, which ends with it. A function may still use multiprocessing.
+    multiprocessing.current_process().daemon = False
     functions = []
     try:
         for name in names:

@@ -2,15 +2,18 @@
 
 import os
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.rl.generator import Generator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
+from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
 
@@ -84,6 +87,7 @@ class VLLMGenerator(Generator):
             enable_prefix_caching=True,
             **options,
         )
+        _leave_process_group_to_us(self._llm)
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -136,12 +140,19 @@ class VLLMGenerator(Generator):
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         self.policy_version = -1  # a mixture until all have come
-        self._llm.apply_model(lambda model: model.load_weights(iter(weights)))
-        if weights.digest is None:
+
+        def load(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            # Not the model's own `load_weights`, whose parameters vLLM has laid out in another way.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            if next(pairs, None) is not None:
+                raise RunError("it did not read them to the end")
+
+        failure = hand_over(weights, load)
+        if failure is not None:
             raise WeightMismatchError(
-                f"vLLM did not read version {weights.version} of the weights to the end; check "
-                "that config.json in model.hf_assets_path is of the model that is trained"
-            )
+                f"vLLM did not take version {weights.version} of the weights ({failure!r}); check that config.json in "
+                "model.hf_assets_path is of the model that is trained"
+            ) from failure
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
                 "vLLM kept its prefix cache, which holds keys and values of earlier weights, as a "
@@ -154,3 +165,25 @@ class VLLMGenerator(Generator):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._n_calls = state_dict["n_calls"]
+
+
+def _leave_process_group_to_us(llm: Any) -> None:
+    """Keep vLLM from destroying the default process group, which is the trainer's or its host's.
+
+    It would do so when an engine is collected, and fail if the group is gone by then.
+    """
+    engine_core = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    finalizer = getattr(engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    host.at_last_move_out(_destroy_groups_of_vllm)
+
+
+def _destroy_groups_of_vllm() -> None:
+    """Before the default group is destroyed: vLLM would go on with them in a later one."""
+    groups = sys.modules.get("vllm.distributed.parallel_state")
+    if groups is not None and dist.is_initialized():
+        groups.destroy_model_parallel()
+        if groups._WORLD is not None:
+            groups._WORLD.destroy()
+            groups._WORLD = None

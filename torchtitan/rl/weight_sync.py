@@ -5,8 +5,9 @@ our models are sent under our names, since some buffers have no Hugging Face nam
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import torch
@@ -126,6 +127,36 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
                 f"{weights.version} that were sent have {str(weights.digest)[:16]}; something "
                 "overwrote them on the way"
             )
+
+
+def hand_over(
+    weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
+) -> Exception | None:
+    """Let `take` read weights, and read the rest after it: gathering them is collective.
+
+    Returns what `take` raised, so that the other ranks need not wait for this one. What the weights
+    themselves raise, they raise on every rank, and here.
+    """
+    pairs, broken = iter(weights), False
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        nonlocal broken
+        try:
+            yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
+        except Exception:
+            broken = True
+            raise
+
+    failure = None
+    try:
+        take(watched())
+    except Exception as error:  # whatever a file system, a server or an engine may raise
+        if broken:
+            raise
+        failure = error
+    for _ in pairs:
+        pass
+    return failure
 
 
 # ---- to a generator in the same job ----

@@ -1,6 +1,7 @@
 """Generators on one process: the trainer's own modules, and a copy of them."""
 
 import dataclasses
+import itertools
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -271,19 +272,22 @@ class FakeVLLM(types.ModuleType):
     def __init__(self):
         super().__init__("vllm")
         self.loaded, self.can_empty_cache = [], True
+        self.n_read, self.fault = None, None  # of an update
         self.SamplingParams = types.SimpleNamespace
 
     def LLM(self, **options):
         self.options = options
         return types.SimpleNamespace(
             generate=self.generate,
-            apply_model=self.apply_model,
+            collective_rpc=self.collective_rpc,
             reset_prefix_cache=lambda: self.can_empty_cache,
         )
 
-    def apply_model(self, function):
-        model = types.SimpleNamespace(load_weights=lambda weights: self.loaded.extend(weights))
-        return [function(model)]
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        self.loaded.extend(itertools.islice(kwargs["weights_iterator"], self.n_read))
+        if self.fault is not None:
+            raise self.fault
 
     def generate(self, prompts, params, use_tqdm):
         self.requests = list(zip(prompts, params, strict=True))
@@ -348,6 +352,15 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
         ConfigError, match="must divide the ranks that generate, got 2 with 1 ranks"
     ):
         build_generator(config, engine)
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("no such shape")])
+def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
+    generator, fake.n_read, fake.fault = VLLMGenerator("assets"), 3, fault
+    problem = "no such shape" if fault else "did not read them to the end"
+    with pytest.raises(WeightMismatchError, match=f"vLLM did not take version .*{problem}"):
+        WeightSync(engine, generator).update()
 
 
 def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):

@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.unit.rl.test_dialogues import GUESS, STOPS
@@ -22,7 +23,7 @@ from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator
 from torchtitan.rl.openai_generator import OpenAIGenerator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.weight_sync import WeightMismatchError
+from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
 from torchtitan.tools.errors import RunError
 
 
@@ -45,7 +46,7 @@ class StandIn(http.server.ThreadingHTTPServer):
             engine.checkpointer.require_adapter(),
         )
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
-        self.change = lambda choice: choice
+        self.change, self.can_forget = lambda choice: choice, True
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def complete(self, request):
@@ -60,6 +61,12 @@ class StandIn(http.server.ThreadingHTTPServer):
         logprobs = {"tokens": ["?"] * len(done.token_ids), "token_logprobs": done.token_logprobs}
         choice = {"token_ids": done.token_ids, "logprobs": logprobs, "text": "?"}
         return {"choices": [self.change(choice)]}
+
+    def collective_rpc(self, message):
+        """vLLM's."""
+        assert message["method"] == "reload_weights"
+        self.reload({"path": message["kwargs"]["weights_path"], "version": 1})
+        return {"results": [None]}
 
     def reload(self, message):
         self.reloads.append(message)
@@ -80,7 +87,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if self.server.fails:
                 status, answer = self.server.fails.pop(0)
             else:
-                own = {"/v1/completions": self.server.complete, "/reload": self.server.reload}
+                own = {
+                    "/v1/completions": self.server.complete,
+                    "/reload": self.server.reload,
+                    "/collective_rpc": self.server.collective_rpc,
+                    "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
+                }
                 status, answer = 200, own[self.path](body)
         data = json.dumps(answer).encode() if answer is not None else b""
         self.send_response(status)
@@ -129,10 +141,9 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
     assert len(of_steps) == 2 * 2 * 4 or extra
 
 
-def generator_of(server, folder, **options):
-    generator = OpenAIGenerator(
-        server.url, "toy", f"{server.url}/reload", str(folder), "nowhere", **options
-    )
+def generator_of(server, folder, reload_path="/reload"):
+    reload_url = reload_path and f"{server.url}{reload_path}"
+    generator = OpenAIGenerator(server.url, "toy", reload_url, str(folder), "nowhere")
     generator.policy_version = 1
     return generator
 
@@ -218,6 +229,40 @@ def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path)
         generator_of(server, tmp_path / "file").update_weights(weights)
 
 
+def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tmp_path):
+    generator = generator_of(server, tmp_path / "weights", reload_path="")
+    engine = TrainingEngine(toy_config(tmp_path))
+    WeightSync(engine, generator).update()
+    assert generator.policy_version == engine.weights_version and len(server.reloads) == 1
+    server.can_forget = False
+    with pytest.raises(WeightMismatchError, match="reset_prefix_cache refused with .*success.: fa"):
+        generator.update_weights(engine.iter_hf_weights())
+    server.fails = [(404, {"detail": "Not Found"})]
+    with pytest.raises(WeightMismatchError, match="404.*with VLLM_SERVER_DEV_MODE=1 in its env"):
+        generator.update_weights(engine.iter_hf_weights())
+    assert generator.policy_version == -1
+
+
+def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp_path, monkeypatch):
+    """So no rank waits in a gather, or in an exchange of failures, for one that has left it."""
+
+    class Broken(Weights):
+        def __iter__(self):
+            yield "a", torch.zeros(1)
+            raise ZeroDivisionError("in the stream, on every rank")
+
+    generator = generator_of(server, tmp_path / "weights")
+    with pytest.raises(ZeroDivisionError):
+        generator.update_weights(Broken(version=2, digest=None))
+    read = []
+    pairs = ((read.append(name), (name, torch.zeros(1)))[1] for name in "abc")
+    monkeypatch.setattr(openai_generator, "save_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(openai_generator, "_LARGEST_FILE", 4)
+    with pytest.raises(WeightMismatchError, match="division by zero"):
+        generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
+    assert read == ["a", "b", "c"]
+
+
 GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
 
 
@@ -237,6 +282,7 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
 def test_settings_are_checked(values, message):
     good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
     check_rl_config(config_with(**good))
+    check_rl_config(config_with(**good | {"rl__generator__reload_url": ""}))  # of vLLM
     with pytest.raises(ConfigError, match=message):
         check_rl_config(
             config_with(**good | {f"rl__generator__{key}": v for key, v in values.items()})

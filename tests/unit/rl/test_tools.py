@@ -142,6 +142,46 @@ def test_schema_is_that_of_the_signature():
         Toolbox({"a:divide": tool_functions.divide, "b:divide": tool_functions.divide}, 1, 1.0)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        [],
+        {},
+        {"name": "search"},
+        {"function": {"name": 3}},
+        {"function": {"name": "f", "parameters": []}},
+        {"function": {"name": "f", "parameters": {"x": str}}},
+    ],
+)
+def test_schema_that_is_none_names_its_function(schema):
+    def search(): ...
+
+    search.schema = schema
+    with pytest.raises(
+        ValueError, match="the attribute `schema` of m:search must be a JSON object"
+    ):
+        Toolbox({"m:search": search}, 1, 1.0)
+
+
+def test_result_cannot_write_the_tokens_that_divide_a_chat(folder):
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    task = build_task(
+        task_config(folder, [question("a")], f"--rl.task.tools={HERE}:greet"), tokenizer
+    )
+    said = iter([call("greet", who="you"), "done"])
+    more = [f"--rl.task.tools={TOOLS[0]}"]
+    (episode,) = draw(task, Scripted(tokenizer, lambda _: next(said)), folder.parent, *more)
+    task.close()
+    _, reply, last = episode.turns
+    assert tool_functions.greet("you") in reply and last == "done"
+    replied = [i for i, m in zip(episode.token_ids, episode.loss_mask, strict=True) if not m]
+    assert tokenizer.decode(replied, skip_special_tokens=False) == reply
+    start, end = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>"))
+    # The template's: of the message with the result, and of the head of the answer.
+    assert (replied.count(start), replied.count(end)) == (2, 1)
+
+
 def test_calls_are_found_in_a_text():
     assert tool_calls("no call") == []
     text = f"<think>x</think>{call('f', a='</b>')}\n{call('g')} <tool_call>"

