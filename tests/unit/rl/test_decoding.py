@@ -26,10 +26,10 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
-    drawn, lengths = continue_prompts(
+    drawn, versions = continue_prompts(
         LocalDecoder.of_model(model), prompts, rows, uniform, sampling, max_rows
     )
-    columns = [row[:n].unbind(-1) for row, n in zip(drawn, lengths, strict=True)]
+    columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
     return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]
 
 
@@ -141,10 +141,10 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once()
     }.items():
         shapes = []
         decoder = RecordingDecoder(runner, shapes=shapes)
-        found = continue_prompts(
+        _, versions = continue_prompts(
             decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
         )
-        assert (found[1], shapes) == (lengths, expected)
+        assert ([len(row) for row in versions], shapes) == (lengths, expected)
 
 
 def test_truncated_logprobs_are_renormalised_and_the_kept_mass_is_told():
