@@ -1,17 +1,26 @@
 """CPU-seconds of drawing completions as RL does, with and without the cache of keys and values.
 
     python benchmarks/rl_generation.py [--prompt-tokens 16] [--new-tokens 16] [--dim 128]
+    python benchmarks/rl_generation.py --lengths [--new-tokens 256] [--sigma 1.0] [--rows 16 64]
 
 256 completions by a Llama of two layers with random weights, fp32, one thread: of as many prompts,
 of 16 prompts with 16 completions each, and of prompts that differ in length. Each is drawn five
 times after one to warm up, and the fastest counts.
+
+With --lengths, completions end at log-normal lengths, of a median of a sixteenth of the longest, and
+--rows of them are in the cache at once: in portions, each of which begins when the last row of the one
+before has ended, or each as soon as there is room. The two take turns; the fastest of each counts.
+A row of a forward is spent if it is there, and useful if its token is in a completion.
 """
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,23 +53,85 @@ def draw_uncached(model: Transformer, prompts: list[list[int]], n_new: int) -> N
         tokens = torch.cat((tokens, probs.multinomial(1)), dim=1)
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
-    best = float("inf")
+def cpu_seconds(*ways: Callable[[], object]) -> list[float]:
+    """Of each way, which take turns."""
+    best = [float("inf")] * len(ways)
     for repeat in range(REPEATS + 1):
-        started = time.process_time()
-        run()
-        if repeat > 0:
-            best = min(best, time.process_time() - started)
+        for i, run in enumerate(ways):
+            started = time.process_time()
+            run()
+            if repeat > 0:
+                best[i] = min(best[i], time.process_time() - started)
     return best
+
+
+@dataclass(frozen=True)
+class CountingDecoder(LocalDecoder):
+    """spent: the rows of all forwards of one token."""
+
+    spent: list[int] = field(default_factory=list)
+
+    def run(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        self.spent.append(len(tokens) if tokens.shape[1] == 1 else 0)
+        return super().run(tokens, **kwargs)
+
+
+def compare_lengths(args: argparse.Namespace) -> None:
+    n_new, stop, rng = args.new_tokens, VOCAB - 1, random.Random(0)
+    model = toy_model(args.dim, args.prompt_tokens + n_new)
+    decoder = CountingDecoder(LocalDecoder.of_model(model).runner)
+    sampling = SamplingConfig(max_tokens=n_new, stop_token_ids=(stop,))
+    lengths = [
+        min(n_new, 1 + round(n_new / 16 * rng.lognormvariate(0, args.sigma))) for _ in range(N_ROWS)
+    ]
+    # The numbers decide where the last token of the vocabulary, which ends a row, is drawn.
+    uniform = 0.8 * torch.rand(N_ROWS, n_new, dtype=torch.float64)
+    uniform[range(N_ROWS), [length - 1 for length in lengths]] = 1 - 2**-53
+    prompts = torch.randint(VOCAB, (N_ROWS // args.samples, args.prompt_tokens)).tolist()
+    prompt_of_row = [row // args.samples for row in range(N_ROWS)]
+
+    def draw(portion: int, max_rows: int) -> list[int]:
+        found = []
+        for first in range(0, N_ROWS, portion):
+            rows = slice(first, first + portion)
+            of_rows = prompt_of_row[rows]
+            found += continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)[
+                1
+            ]
+        return [len(versions) for versions in found]
+
+    n_useful = sum(lengths) - N_ROWS  # the first token of each comes with its prompt
+    print(f"{N_ROWS} completions, mean {sum(lengths) / N_ROWS:.0f}, longest {max(lengths)} tokens")
+    for n_rows in args.rows:
+        ways = {
+            "in portions": lambda n=n_rows: draw(n, 0),
+            "as soon as there is room": lambda n=n_rows: draw(N_ROWS, n),
+        }
+        for (name, run), seconds in zip(ways.items(), cpu_seconds(*ways.values()), strict=True):
+            decoder.spent.clear()
+            assert run() == lengths
+            print(
+                f"{n_rows:4} rows {name:25} {len(decoder.spent):5} forwards, "
+                f"{sum(decoder.spent) / n_useful:5.2f} rows spent per useful one, {seconds:6.3f} CPU-s, "
+                f"{sum(lengths) / seconds:8,.0f} new tokens/s",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--lengths", action="store_true")
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     args = parser.parse_args()
+    args.new_tokens = args.new_tokens or (256 if args.lengths else 16)
     torch.set_num_threads(1)
+    if args.lengths:
+        return compare_lengths(args)
     n_prompt, n_new = args.prompt_tokens, args.new_tokens
     model = toy_model(args.dim, n_prompt + n_new)
     decoder, sampling = LocalDecoder.of_model(model), SamplingConfig(max_tokens=n_new)
@@ -81,7 +152,7 @@ def main() -> None:
     }
     print(f"{N_ROWS} completions, {n_prompt}+{n_new} tokens, dim {args.dim}, 1 thread")
     for name, run in ways.items():
-        seconds = cpu_seconds(run)
+        (seconds,) = cpu_seconds(run)
         speed = N_ROWS * n_new / seconds
         print(f"{name:40} {seconds:6.3f} CPU-s {speed:8,.0f} new tokens/s")
 

@@ -145,12 +145,13 @@ _TAKE_MEMORY = "copy to host in checkpoint/staging.py _take_memory"
 # A rollout asks for each token whether rows go on; a step returns numbers.
 _RL_STEPS = {
     "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
-    "copy of pageable in generation/kv_cache.py keep_rows": 2,
     "copy of pageable in generation/kv_cache.py pick": 2,
-    "copy of pageable in rl/decoding.py _continue_rows": 10,
+    "copy of pageable in generation/kv_cache.py put_rows": 2,
+    "copy of pageable in rl/decoding.py _continue_rows": 4,
     "copy of pageable in rl/decoding.py continue_prompts": 2,
-    "copy to host in rl/decoding.py _continue_rows": 2,
+    "copy of pageable in rl/decoding.py draw_at": 2,
     "copy to host in rl/decoding.py continue_prompts": 2,
+    "copy to host in rl/decoding.py draw_at": 2,
     "copy to host in rl/learner.py _forward_backward": 2,
     "event.synchronize, late in tools/host_copy.py read": 4,
 }

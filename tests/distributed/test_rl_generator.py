@@ -68,7 +68,9 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     stopped = None
     if stops:
         sampling = SamplingConfig(temperature=0.8, max_tokens=12, seed=3, stop_token_ids=stops)
-        stopped = generator.generate(PROMPTS, sampling)
+        # The ranks' rows begin and end at different steps, two at a time.
+        few = LocalGenerator(engine, max_rows=2)
+        stopped = generator.generate(PROMPTS, sampling) + few.generate(PROMPTS, sampling, 3)
     copy = CopyGenerator.of_engine(engine)
     WeightSync(engine, copy).update()
     of_copy = copy.generate(PROMPTS, SAMPLING)

@@ -74,6 +74,18 @@ class CachedAttention(nn.Module):
         scores = scores.masked_fill(~block_mask, -torch.inf)
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
+    def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
+        """Overwrite rows of the cache with rows of another; all of them, if it has none yet."""
+        assert other.keys is not None and other.values is not None
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (
+                x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3])
+                for x in (other.keys, other.values)
+            )
+        for stored, given in ((self.keys, other.keys), (self.values, other.values)):
+            stored[places, :, : other.end] = given[rows, :, : other.end]
+        self.end = max(self.end, other.end)
+
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows of the cache, in this order; a row may be repeated."""
         if self.keys is None or self.values is None:
@@ -92,12 +104,16 @@ class CachedForward:
     """
 
     def __init__(
-        self, parts: Sequence[Decoder], max_length: int, run: Callable[..., Tensor | None]
+        self,
+        parts: Sequence[Decoder],
+        layers: Sequence[nn.Module],
+        max_length: int,
+        run: Callable[..., Tensor | None],
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        self.kernels = [CachedAttention(max_length) for part in parts for _ in part.layers]
-        self._run = run
+        self.kernels = [CachedAttention(max_length) for _ in layers]
+        self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         row = DocumentMask.of_whole_rows(1, max_length, self._device)
         self._masks = parts[0].layer_masks(row)
@@ -137,11 +153,29 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
-        for kernel in self.kernels:
+        for layer, kernel in zip(self._layers, self.kernels, strict=True):
             kernel.slots, kernel.end = slots, end
+            if layer.inner_attention is not kernel:  # that of a cache aside
+                layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with self._only_last(counts) if last_only and width > 1 else nullcontext():
             return self._run(tokens, attention_masks=masks, positions=slots)
+
+    def aside(self, max_length: int) -> "CachedForward":
+        """The forward of a second cache for the same model, which knows nothing of this one's rows."""
+        return CachedForward(self._parts, self._layers, max_length, self._run)
+
+    def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
+        """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
+
+        Only what these hold is copied. A cache without rows gets them all from its first call.
+        """
+        at, index = torch.tensor([places, rows], device=self._device)
+        self.lengths = self.lengths or [0] * len(places)
+        for place, row in zip(places, rows, strict=True):
+            self.lengths[place] = other.lengths[row]
+        for kernel, given in zip(self.kernels, other.kernels, strict=True):
+            kernel.put_rows(at, given, index)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be repeated."""
@@ -210,12 +244,9 @@ def kv_cache(
             f"holds {n_positions} positions; lower max_new_tokens, shorten the prompt, or raise "
             "training.seq_len, which sets the table's length"
         )
-    cached_forward = CachedForward(parts, max_length, parts[0] if run is None else run)
     kernels = [layer.inner_attention for layer in layers]
-    for layer, kernel in zip(layers, cached_forward.kernels, strict=True):
-        layer.inner_attention = kernel
     try:
-        yield cached_forward
+        yield CachedForward(parts, layers, max_length, parts[0] if run is None else run)
     finally:
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.inner_attention = kernel

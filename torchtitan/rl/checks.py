@@ -72,8 +72,9 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
         yield f"rl.serve.port must be 0 to 65535, got {serve.port}; the default is 8000"
     if not serve.base_model:
         yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
-    if job_config.rl.generator.rescore:
-        yield "rl.generator.rescore is for training by the config's own loop; turn it off"
+    for key in ("rescore", "in_flight"):
+        if getattr(job_config.rl.generator, key):
+            yield f"rl.generator.{key} is for training by the config's own loop; turn it off"
     if job_config.rl.async_steps:
         yield (
             f"rl.async_steps is for training by the config's own loop, got "
@@ -413,6 +414,12 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     if generator.backend == "openai":
         yield from _server(job_config)
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
+    if generator.in_flight and (generator.backend != "local" or not async_steps):
+        yield (
+            f"rl.generator.in_flight gives new weights to a generator of our own while it draws, beside "
+            f"training, got rl.generator.backend = {generator.backend!r} and rl.async_steps = "
+            f"{async_steps}; set them to 'local' and at least 1, or turn in_flight off"
+        )
     max_turns = job_config.rl.task.max_turns
     agrees = redraws > 0 or max_turns > 1
     if generator.tensor_parallel_degree > 1 and agrees and async_steps and not generator.ranks:

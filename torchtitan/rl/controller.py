@@ -95,7 +95,10 @@ class Controller:
                     generator = build_generator(job_config, engine)
                 except ImportError as error:
                     raise ConfigError(str(error)) from error
-                self.generator = generator = BufferedGenerator(generator) if ahead else generator
+                if ahead:
+                    in_flight = self.config.generator.in_flight
+                    generator = BufferedGenerator(generator, in_flight=in_flight)
+                self.generator = generator
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None

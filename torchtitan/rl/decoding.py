@@ -1,12 +1,12 @@
 """Continuing many prompts at once with a model on this process, or with a rank's part of one.
 
-P prompts, N rows to be continued (one for each completion wanted), B of them still in the cache,
+P prompts, N rows to be continued (one for each completion wanted), B of them in the cache at a time,
 L new tokens at most, V vocabulary.
 """
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 
 N_FIELDS = len(Drawn._fields)
+# Rows that wait enter the cache once one place in so many is free.
+PLACES_PER_ENTRY = 8
 
 
 @dataclass(frozen=True)
@@ -130,44 +132,48 @@ def continue_prompts(
     uniform: Tensor,
     sampling: SamplingConfig,
     max_rows: int,
-) -> tuple[Tensor, list[int]]:
-    """Return what was drawn, fp64 [N, L, N_FIELDS], and how many tokens of it each row has.
+    next_version: Callable[[], int] = lambda: 0,
+) -> tuple[Tensor, list[list[int]]]:
+    """Return what was drawn, fp64 [N, L, N_FIELDS], and the version that drew each token of a row.
+
+    A row has as many tokens as versions.
 
     Collective over the decoder's group; each rank gets the rows of all.
 
-    prompt_of_row: for each of N rows, the index of the prompt that it continues.
+    prompt_of_row: for each of N rows, the index of the prompt that it continues; rows of one prompt
+        stand together.
     uniform: fp64 [N, L] from [0, 1), one number for each token that may be drawn.
-    max_rows: how many rows a rank continues at once; 0 for all.
+    max_rows: how many rows a rank continues at once; 0 for all. The others wait, and get the places
+        of rows that have ended.
+    next_version: called before each forward, returns the version of the weights that it is made
+        with. It may change them, if no ranks generate together: keys and values that are there
+        stay, as in PipelineRL (Piché et al. 2025, arXiv:2509.19128).
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
     per_rank = -(-n_rows // n_ranks)
-    # All ranks have to make the same number of forwards: one with fewer rows repeats the first.
+    # All ranks have to make the same number of forwards: one without rows continues the first.
     own = range(rank * per_rank, (rank + 1) * per_rank)
-    rows, is_real = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
-    results = []
-    size = max_rows or per_rank
+    rows, is_wanted = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
     with decoder.ready():
-        for first in range(0, per_rank, size):
-            chunk = rows[first : first + size]
-            results.append(
-                _continue_rows(
-                    decoder,
-                    prompts,
-                    [prompt_of_row[row] for row in chunk],
-                    uniform[chunk].to(decoder.runner.device),
-                    is_real[first : first + size],
-                    sampling,
-                )
-            )
-        share = torch.cat(results)
+        share, versions = _continue_rows(
+            decoder,
+            prompts,
+            [prompt_of_row[row] for row in rows],
+            uniform[rows].to(decoder.runner.device),
+            is_wanted,
+            sampling,
+            min(max_rows or per_rank, per_rank),
+            next_version,
+        )
         shares = [share]
         if group is not None:
             shares = [torch.empty_like(share) for _ in range(n_ranks)]
             dist.all_gather(shares, share, group=group)
         packed = torch.cat(shares).cpu()[:n_rows]
-    drawn = packed[:, 1:].unflatten(1, (-1, N_FIELDS))
-    return drawn, packed[:, 0].long().tolist()
+    if group is not None:
+        versions = [[next_version()] * n for n in packed[:, 0].long().tolist()]
+    return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions
 
 
 def _continue_rows(
@@ -175,71 +181,108 @@ def _continue_rows(
     prompts: Sequence[Sequence[int]],
     prompt_of_row: list[int],
     uniform: Tensor,
-    is_open: list[bool],
+    is_wanted: list[bool],
     sampling: SamplingConfig,
-) -> Tensor:
-    """[N, 1 + L * N_FIELDS]: each row's number of new tokens, and what was drawn.
+    n_places: int,
+    next_version: Callable[[], int],
+) -> tuple[Tensor, list[list[int]]]:
+    """([N, 1 + L * N_FIELDS]: each row's number of new tokens, and what was drawn; its versions).
 
-    is_open: rows that are wanted; the others are continued as long as any rank has one open.
+    The cache has `n_places`, which rows get in their order. Each turn of the loop is one forward,
+    of prompts or of a token of each row in the cache. So the ranks of the group, which make equally
+    many, may be at different points.
+    is_wanted: False for rows that only keep this rank company with the others of the group.
     """
     device = uniform.device
     n_rows, n_new = uniform.shape
-    schedule = decoder.runner.schedule
+    schedule, parts = decoder.runner.schedule, decoder.runner.model_parts
     drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
-    n_drawn = [n_new] * n_rows
+    versions: list[list[int]] = [[] for _ in range(n_rows)]  # of the tokens that were drawn
     so_far: list[list[int]] = [[] for _ in range(n_rows)]  # where completions may stop
-    in_cache = list(range(n_rows))  # the row that each row of the cache belongs to
+    # By place: the row there, whether it goes on, and its latest token
+    row_at, is_open = list(range(n_places)), [False] * n_places
+    tokens = torch.zeros(n_places, dtype=torch.int64, device=device)
 
-    # Each prompt is read once, however many rows continue it.
-    read = sorted(set(prompt_of_row))
-    lengths = [len(prompts[index]) for index in read]
-    padded = [[*prompts[index], *[0] * (max(lengths) - len(prompts[index]))] for index in read]
-    parts = decoder.runner.model_parts
-    with kv_cache(parts, max(lengths) + n_new - 1, decoder.run) as forward:
-        logits = forward(torch.tensor(padded, device=device), lengths, last_only=True)
-        place = [read.index(index) for index in prompt_of_row]
-        if place != list(range(len(read))):
-            forward.keep_rows(place)
-            logits = None if logits is None else logits[place]
-        for step in range(n_new):
-            latest = torch.empty(len(in_cache), N_FIELDS, dtype=torch.float64, device=device)
-            if logits is not None:
-                found = draw(
-                    logits[:, -1],
-                    uniform[in_cache, step],
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                )
-                latest = torch.stack([values.double() for values in found], dim=-1)
-            if schedule is not None:
-                latest = schedule.broadcast_from_last_stage(latest)
-            drawn[in_cache, step] = latest
-            if step == n_new - 1:
-                break
-            tokens = latest[:, 0].long()
-            if sampling.may_stop:
-                for i, token in enumerate(tokens.tolist()):
-                    so_far[in_cache[i]].append(token)
-                    if is_open[i] and sampling.stops_at(so_far[in_cache[i]]):
-                        is_open[i] = False
-                        n_drawn[in_cache[i]] = step + 1
-                # All ranks of the group go on while any has a row open.
-                n_open = sum(is_open)
-                if decoder.group is not None:
-                    of_ranks = torch.tensor(n_open, device=device)
-                    dist.all_reduce(of_ranks, group=decoder.group)
-                    n_open = int(of_ranks)
-                if n_open == 0:
-                    break
-                # Finished rows cost as much as others, but dropping them copies the cache: do it
-                # when half are finished, and keep one, as other ranks may wait for this one.
-                if sum(is_open) <= len(is_open) // 2 and len(is_open) > 1:
-                    kept = [i for i, wanted in enumerate(is_open) if wanted] or [0]
-                    forward.keep_rows(kept)
-                    tokens = tokens[kept]
-                    in_cache = [in_cache[i] for i in kept]
-                    is_open = [is_open[i] for i in kept]
-            logits = forward(tokens[:, None], last_only=True)
-    counts = torch.tensor(n_drawn, dtype=drawn.dtype, device=device)
-    return torch.cat((counts[:, None], drawn.flatten(1)), dim=1)
+    def draw_at(places: list[int], logits: Tensor | None, sources: list[int], version: int) -> None:
+        """Draw a token for the rows at these places, from the rows `sources` of logits."""
+        rows = [row_at[place] for place in places]
+        steps = [len(versions[row]) for row in rows]
+        indices = torch.tensor([places, sources, rows, steps], device=device)
+        at_place, at_source, at_row, at_step = indices
+        latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
+        if logits is not None:
+            found = draw(
+                logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
+                uniform[at_row, at_step],
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            )
+            latest = torch.stack([values.double() for values in found], dim=-1)
+        if schedule is not None:
+            latest = schedule.broadcast_from_last_stage(latest)
+        drawn[at_row, at_step] = latest
+        tokens[at_place] = latest[:, 0].long()
+        ids = latest[:, 0].long().tolist() if sampling.may_stop else [-1] * len(rows)
+        for place, row, token in zip(places, rows, ids, strict=True):
+            versions[row].append(version)
+            so_far[row].append(token)
+            has_ended = len(versions[row]) == n_new
+            has_ended |= sampling.may_stop and sampling.stops_at(so_far[row])
+            is_open[place] = is_wanted[row] and not has_ended
+
+    longest = max(len(prompts[index]) for index in prompt_of_row)
+    n_read = n_begun = 0  # rows whose prompts were read, and that got a place
+    n_left = n_rows
+    with kv_cache(parts, longest + n_new - 1, decoder.run) as forward:
+        while n_left:
+            free = [place for place, goes_on in enumerate(is_open) if not goes_on]
+            n_waiting, has_run = n_rows - n_begun, False
+            # A forward for the prompts of one row at a time would hold up all the others.
+            if n_waiting and len(free) >= min(n_waiting, max(1, n_places // PLACES_PER_ENTRY)):
+                if n_begun == n_read:
+                    # Each prompt is read once, however many rows continue it, and kept until all
+                    # of them have a place.
+                    read = sorted(set(prompt_of_row[n_read : n_read + len(free)]))
+                    while n_read < n_rows and prompt_of_row[n_read] in read:
+                        n_read += 1
+                    lengths = [len(prompts[index]) for index in read]
+                    padded = [[*prompts[i], *[0] * (max(lengths) - len(prompts[i]))] for i in read]
+                    version_of_prompts, just_read = next_version(), forward.aside(max(lengths))
+                    new_tokens = torch.tensor(padded, device=device)
+                    at_prompts = just_read(new_tokens, lengths, last_only=True)
+                    has_run = True
+                begun = range(n_begun, min(n_read, n_begun + len(free)))
+                places = free[: len(begun)]
+                sources = [read.index(prompt_of_row[row]) for row in begun]
+                for place, row in zip(places, begun, strict=True):
+                    row_at[place] = row
+                forward.put_rows(places, just_read, sources)
+                draw_at(places, at_prompts, sources, version_of_prompts)
+                n_begun = begun.stop
+                if n_begun == n_read:
+                    just_read = at_prompts = None  # frees their memory
+            elif not n_waiting and len(is_open) > 1 and sum(is_open) <= len(is_open) // 2:
+                # Rows that have ended cost as much as others, but dropping them copies the cache:
+                # do it when half have, and keep one, as other ranks may wait for this one.
+                kept = [place for place, goes_on in enumerate(is_open) if goes_on] or [0]
+                forward.keep_rows(kept)
+                tokens = tokens[kept]
+                row_at = [row_at[place] for place in kept]
+                is_open = [is_open[place] for place in kept]
+            if not has_run:
+                for place, length in enumerate(forward.lengths):
+                    if length == forward.max_length:  # of a row that has ended
+                        forward.lengths[place] = 0
+                version = next_version()
+                logits = forward(tokens[:, None], last_only=True)
+                places = [place for place, goes_on in enumerate(is_open) if goes_on]
+                if places:
+                    draw_at(places, logits, places, version)
+            n_left = sum(is_open) + n_rows - n_begun
+            if decoder.group is not None:
+                of_ranks = torch.tensor(n_left, device=device)
+                dist.all_reduce(of_ranks, group=decoder.group)
+                n_left = int(of_ranks)
+    counts = torch.tensor([len(row) for row in versions], dtype=drawn.dtype, device=device)
+    return torch.cat((counts[:, None], drawn.flatten(1)), dim=1), versions

@@ -3,7 +3,7 @@
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -125,6 +125,8 @@ class _DecoderGenerator(Generator):
         if max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
+        # Called before each forward; it may update the weights.
+        self.before_forward: Callable[[], None] = lambda: None
         self._rng = torch.Generator().manual_seed(seed)
 
     def _draw(
@@ -148,7 +150,6 @@ class _DecoderGenerator(Generator):
                     "table's length"
                 )
 
-        version = self.policy_version
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
         # The same numbers on every rank, one for each token that a completion may get: neither the
         # layout of ranks nor the end of other rows changes them.
@@ -158,12 +159,18 @@ class _DecoderGenerator(Generator):
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
             return []
-        drawn, lengths = continue_prompts(
-            self.decoder, prompts, prompt_of_row, uniform[rows], sampling, self.max_rows
+        drawn, versions_of_rows = continue_prompts(
+            self.decoder,
+            prompts,
+            prompt_of_row,
+            uniform[rows],
+            sampling,
+            self.max_rows,
+            self._next_version,
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
-                f"the policy of version {version} gives log-probs that are not finite; look at the "
+                f"the policy of version {self.policy_version} gives log-probs that are not finite; look at the "
                 "last optimizer steps, or at how its weights were copied"
             )
         fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
@@ -172,11 +179,17 @@ class _DecoderGenerator(Generator):
                 token_ids=tuple(tokens[:n]),
                 token_logprobs=tuple(logprobs[:n]),
                 finish_reason="stop" if sampling.stops_at(tokens[:n]) else "length",
-                policy_version=version,
+                policy_version=min(versions),
                 token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
+                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
             )
-            for tokens, logprobs, masses, n in zip(*fields, lengths, strict=True)
+            for tokens, logprobs, masses, versions in zip(*fields, versions_of_rows, strict=True)
+            for n in [len(versions)]
         ]
+
+    def _next_version(self) -> int:
+        self.before_forward()
+        return self.policy_version
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -293,24 +306,33 @@ class BufferedGenerator(Generator):
 
     generator: has weights of its own. Besides its own copy there are as many as versions that were
     pinned and not yet taken over: at most `rl.async_steps`, and one.
+    in_flight: take over the newest update before each token instead, whatever was pinned. For
+        generators with a `before_forward`.
     """
 
-    def __init__(self, generator: Generator):
-        self._generator = generator
+    def __init__(self, generator: Generator, *, in_flight: bool = False):
+        self._generator, self._in_flight = generator, in_flight
+        if in_flight:
+            assert isinstance(generator, CopyGenerator)
+            generator.before_forward = self._take_over
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
         self.ranks_per_copy = generator.ranks_per_copy
         self._staged: StagedWeights | None = None
         self._checks_digest = True
 
     def pinned(self) -> Generator:
-        return copy.copy(self)
+        return self if self._in_flight else copy.copy(self)
+
+    def _take_over(self) -> None:
+        staged = self._staged  # read once: another thread may put a newer one there
+        assert staged is not None
+        if self._generator.policy_version != staged.version:
+            self._generator.update_weights(staged, check_digest=self._checks_digest)
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        if self._generator.policy_version != self.policy_version:
-            assert self._staged is not None
-            self._generator.update_weights(self._staged, check_digest=self._checks_digest)
+        self._take_over()
         first_rows = rows[::num_samples]
         return self._generator.generate(prompts, sampling, num_samples, first_row=first_rows)
 

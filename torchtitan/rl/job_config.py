@@ -143,6 +143,9 @@ class RLGenerator:
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
     max_batch_size: int = 256
+    # Take over new weights between two tokens of unfinished completions, instead of between two draws; for
+    # local generators with rl.async_steps. What is drawn then depends on how long everything takes
+    in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
     # in host memory, each as large as a rank's part of the weights
     max_snapshots: int = 4

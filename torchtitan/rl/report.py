@@ -82,12 +82,14 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
     """How many updates the policy has had since the episodes were drawn: `lag` is the largest.
 
-    version: the policy's, now. `episodes_by_lag/n` counts the episodes that are n updates old.
+    version: the policy's, now. `episodes_by_lag/n` counts the episodes that are n updates old, each
+    by its oldest token.
     """
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
         "rl/lag": max(counts),
         "rl/lag_mean": sum(lag * count for lag, count in counts.items()) / counts.total(),
+        "rl/versions_per_episode": fmean(episode.num_versions for episode in episodes),
         **{f"rl/episodes_by_lag/{lag}": count for lag, count in sorted(counts.items())},
     }
 

@@ -310,7 +310,8 @@ class GeneratorRank:
         task = task_of_job(job_config, spec, model_args, task)
         policy = PolicyModel(job_config, spec, model_args, dims, device)
         try:
-            self.generator = BufferedGenerator(build_copy(policy))
+            generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
+            self.generator = BufferedGenerator(generator, in_flight=in_flight)
         except ImportError as error:
             raise ConfigError(str(error)) from error
         # What it begins is drawn on the thread below.

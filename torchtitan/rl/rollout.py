@@ -405,11 +405,13 @@ class _Dialogue:
         scores, parts, last = grade.scores, list(self._in_turn()), self.completions[-1]
         if several_turns:
             scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
-        logprobs, mask = [], []
+        logprobs, mask, versions = [], [], []
         for part in parts:
             is_sampled = isinstance(part, Completion)
             logprobs += part.token_logprobs if is_sampled else [0.0] * len(part.token_ids)
             mask += [int(is_sampled)] * len(part.token_ids)
+            version = part.policy_version if is_sampled else -1
+            versions += (is_sampled and part.token_versions) or [version] * len(part.token_ids)
         said = [text for turn in turns for text in (turn.text, turn.reply) if text is not None]
         return Episode(
             group_id=self.place,
@@ -419,12 +421,13 @@ class _Dialogue:
             text=turns[-1].text,
             token_ids=self.token_ids,
             token_log_probs=tuple(logprobs),
-            policy_version=last.policy_version,
+            policy_version=min(part.policy_version for part in self.completions),
             finish_reason="length" if self.is_out_of_room else last.finish_reason,
             reward=grade.reward,
             scores=scores,
             loss_mask=tuple(mask) if self.replies else None,
             turns=tuple(said) if several_turns else (),
+            token_versions=tuple(versions) if len(set(versions) - {-1}) > 1 else None,
         )
 
 

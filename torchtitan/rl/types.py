@@ -94,8 +94,9 @@ class Completion:
     token_logprobs: under the distribution that each was drawn from: with temperature and, if top_p
         or top_k left tokens out, renormalised over the others.
     finish_reason: "stop" after a stop token, "length" after max_tokens.
-    policy_version: the weights that drew them.
+    policy_version: the oldest weights that drew one of them.
     token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
+    token_versions: the weights that drew each; None if those of `policy_version` drew all.
     """
 
     token_ids: tuple[int, ...]
@@ -103,6 +104,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     token_kept_mass: tuple[float, ...] | None = None
+    token_versions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Episode:
     token_ids: all after the prompt. token_log_probs: 0 for tokens that were not sampled.
     loss_mask: 1 for tokens that were sampled, 0 for those of replies; None if all were sampled.
     turns: of a dialogue, what policy and environment wrote in turn, the policy first and last.
+    policy_version: the oldest weights that drew one of the tokens.
+    token_versions: the weights that drew each, -1 for tokens of replies; None if it was one version.
     group_id: equal for the completions of one prompt.
     scores: what else the task measured, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
@@ -133,6 +137,12 @@ class Episode:
     ref_logprobs: tuple[float, ...] | None = None
     loss_mask: tuple[int, ...] | None = None
     turns: tuple[str, ...] = ()
+    token_versions: tuple[int, ...] | None = None
+
+    @property
+    def num_versions(self) -> int:
+        """How many versions of the weights drew its tokens."""
+        return len(set(self.token_versions or (self.policy_version,)) - {-1})
 
     @property
     def turn_lengths(self) -> list[int]:
@@ -166,7 +176,7 @@ class TrainingSample:
         what its value should have been; None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
-    group_id: equal for samples of one prompt. policy_version: the weights that sampled it.
+    group_id: equal for samples of one prompt. policy_version: the oldest weights that drew a token of it.
     """
 
     token_ids: Tensor

@@ -1,5 +1,7 @@
 """Continuing many prompts at once: what is drawn, its log-probs, and where it ends."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
@@ -24,10 +26,10 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
-    drawn, lengths = continue_prompts(
+    drawn, versions = continue_prompts(
         LocalDecoder.of_model(model), prompts, rows, uniform, sampling, max_rows
     )
-    columns = [row[:n].unbind(-1) for row, n in zip(drawn, lengths, strict=True)]
+    columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
     return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]
 
 
@@ -96,6 +98,55 @@ def test_rows_end_with_the_first_stop_token_and_the_others_go_on(max_rows):
     assert len(ends) > 4  # some end early enough for their rows to be dropped
 
 
+@pytest.mark.parametrize("family", ["qwen3 with experts", "llama4", "gpt_oss"])
+@pytest.mark.parametrize("max_rows", [1, 3, 9])
+def test_rows_that_wait_draw_the_same_with_chunks_windows_and_experts(family, max_rows):
+    model_cls, args = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    options = {"n_samples": 3, "max_tokens": 15, "stop_token_ids": (3, 11, 17, 29, 40)}
+    together = completions(model, PROMPTS, **options)
+    waiting = completions(model, PROMPTS, max_rows=max_rows, **options)
+    for (new, logprobs, _), (expected, expected_logprobs, _) in zip(waiting, together, strict=True):
+        assert new == expected
+        torch.testing.assert_close(logprobs, expected_logprobs, atol=5e-6, rtol=0)
+    assert len({len(new) for new, _, _ in together}) > 4
+
+
+@dataclass(frozen=True)
+class RecordingDecoder(LocalDecoder):
+    """shapes: of the tokens of each forward."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def run(self, tokens, **kwargs):
+        self.shapes.append(tuple(tokens.shape))
+        return super().run(tokens, **kwargs)
+
+
+def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once():
+    lengths = [12, 1, 2, 9, 1, 2, 2, 2, 6, 6, 6, 6, 6, 6, 6, 6]  # of two prompts' completions
+    uniform = torch.full((16, 12), 0.1, dtype=torch.float64)
+    uniform[range(16), [length - 1 for length in lengths]] = 1 - 2**-53  # draws the last token
+    sampling = SamplingConfig(max_tokens=12, stop_token_ids=(V - 1,))
+    runner = LocalDecoder.of_model(tiny_model()).runner
+    for max_rows, expected in {
+        # All at once: rows are dropped when half of them have ended.
+        0: [(2, 7)] + [(16, 1)] * 5 + [(2, 1)] * 3 + [(1, 1)] * 3,
+        # Rows 4 to 7 get places of rows that have ended; then the other prompt is read. While any
+        # waits, none is dropped.
+        4: [(1, 7)] + [(4, 1)] * 3 + [(1, 7)] + [(4, 1)] * 13 + [(2, 1)] * 2,
+    }.items():
+        shapes = []
+        decoder = RecordingDecoder(runner, shapes=shapes)
+        _, versions = continue_prompts(
+            decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
+        )
+        assert ([len(row) for row in versions], shapes) == (lengths, expected)
+
+
 def test_truncated_logprobs_are_renormalised_and_the_kept_mass_is_told():
     model = tiny_model()
     options = {"temperature": 1.3, "top_k": 5, "top_p": 0.8}
@@ -153,6 +204,25 @@ def test_rows_of_different_lengths_may_be_dropped_and_repeated():
     for i, (row, start) in enumerate([(2, 3), (0, 5), (0, 5)]):
         torch.testing.assert_close(found[i], expected[row, start : start + 3], atol=5e-6, rtol=0)
         torch.testing.assert_close(last[i, 0], expected[row, start + 3], atol=5e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_overwritten_with_those_of_another():
+    model = tiny_model()
+    tokens = torch.randint(0, V, (4, 12), generator=torch.Generator().manual_seed(3))
+    expected = model(tokens).log_softmax(-1)
+    with kv_cache(model, max_length=12) as forward:
+        first, second = forward.aside(4), forward.aside(9)
+        first(tokens[:2, :4], [4, 2])
+        forward.put_rows([1, 0, 2], first, [0, 1, 1])
+        forward(tokens[[1, 0, 1], [2, 4, 2]][:, None])
+        second(tokens[2:, :9], [9, 3])
+        forward.put_rows([2, 0], second, [0, 1])
+        assert forward.lengths == [3, 5, 9]
+        forward.keep_rows([2, 1, 0])  # before any forward has seen the new rows
+        found = forward(tokens[[2, 0, 3], [9, 5, 3]][:, None]).log_softmax(-1)
+    for i, (row, place) in enumerate([(2, 9), (0, 5), (3, 3)]):
+        torch.testing.assert_close(found[i, 0], expected[row, place], atol=5e-6, rtol=0)
 
 
 # ---- drawing ----

@@ -1,0 +1,130 @@
+"""New weights between two tokens of a completion: what is drawn, with which log-probs and versions."""
+
+import json
+
+import pytest
+import torch
+
+from tests.unit.rl.test_weight_sync import tiny, weights_of
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.rl.checks import check_rl_config, check_server_config
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
+from torchtitan.rl.report import staleness
+from torchtitan.rl.rollout import make_episodes
+from torchtitan.rl.tasks import build_task
+from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+SAMPLING = SamplingConfig(
+    temperature=0.8, max_tokens=10, seed=3, stop_token_ids=tuple(range(0, 2048, 6))
+)
+
+
+def drawn_with_updates(family: str, at_forwards: dict[int, int], *, in_flight=True, max_rows=0):
+    """Completions of a generator of version 0 that is sent others: forward -> version."""
+    generator = CopyGenerator(tiny(family, 100), max_rows=max_rows)
+    buffered = BufferedGenerator(generator, in_flight=in_flight)
+    buffered.update_weights(weights_of(tiny(family, 0), version=0))
+    n_forwards, take_over = 0, generator.before_forward
+
+    def before_forward() -> None:  # what the other thread does meanwhile
+        nonlocal n_forwards
+        version = at_forwards.get(n_forwards)
+        if version is not None:
+            buffered.update_weights(weights_of(tiny(family, version), version=version))
+        n_forwards += 1
+        take_over()
+
+    generator.before_forward = before_forward
+    return buffered.pinned().generate(PROMPTS, SAMPLING, 3)
+
+
+@torch.no_grad()
+def logprobs_with_versions(family: str, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """Read a completion in one piece for each version, in a cache that keeps what is there."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids]])
+    versions = completion.token_versions or [completion.policy_version] * len(completion.token_ids)
+    model, pieces, start = tiny(family, 100), [], 0
+    # The logits that draw a token come from the token before it.
+    of_inputs = [versions[0]] * (len(prompt) - 1) + list(versions)
+    with kv_cache(model, tokens.shape[1]) as forward:
+        while start < len(of_inputs):
+            end = start
+            while end < len(of_inputs) and of_inputs[end] == of_inputs[start]:
+                end += 1
+            CopyGenerator(model).update_weights(weights_of(tiny(family, of_inputs[start])))
+            pieces.append(forward(tokens[:, start:end])[0])
+            start = end
+    logprobs = (torch.cat(pieces)[len(prompt) - 1 :] / SAMPLING.temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("family", "max_rows"), [("llama3", 0), ("deepseek_v3", 4)])
+def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(family, max_rows):
+    found = drawn_with_updates(family, {3: 1, 6: 2, 8: 4}, max_rows=max_rows)
+    changes = set()
+    for i, completion in enumerate(found):
+        expected = logprobs_with_versions(family, PROMPTS[i // 3], completion)
+        # fp32, sums in another order
+        torch.testing.assert_close(
+            torch.tensor(completion.token_logprobs), expected, atol=1e-5, rtol=0
+        )
+        versions = completion.token_versions or (completion.policy_version,)
+        assert list(versions) == sorted(versions) and versions[0] == completion.policy_version
+        changes.add(len(set(versions)))
+    assert len(changes) > 2
+    if not max_rows:  # the first forward reads the prompts, and draws the first token
+        longest = max(found, key=lambda completion: len(completion.token_ids))
+        n = len(longest.token_ids)
+        assert longest.token_versions == (0, 0, 0, 1, 1, 1, 2, 2, 4, 4)[:n]
+
+
+def test_rows_draw_with_one_version_unless_asked_otherwise():
+    found = drawn_with_updates("llama3", {3: 1, 6: 2}, in_flight=False)
+    assert found == drawn_with_updates("llama3", {}) == drawn_with_updates("llama3", {1000: 1})
+    assert {(c.policy_version, c.token_versions) for c in found} == {(0, None)}
+
+
+def test_episodes_are_as_old_as_their_oldest_token(tmp_path):
+    task = build_task(toy_config(tmp_path).rl, None)
+    completions = [
+        Completion((1, 2, 3), (-1.0, -2.0, -3.0), "stop", 3, token_versions=(3, 3, 5)),
+        Completion((1, 2), (-1.0, -2.0), "stop", 4),
+    ]
+    mixed, plain = make_episodes(task, [task.prompt(0)], completions)
+    assert (mixed.policy_version, mixed.token_versions, mixed.num_versions) == (3, (3, 3, 5), 2)
+    assert (plain.policy_version, plain.token_versions, plain.num_versions) == (4, None, 1)
+    assert type(mixed).from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
+    numbers = staleness([mixed, plain], version=5)
+    assert numbers["rl/lag"] == 2 and numbers["rl/versions_per_episode"] == 1.5
+    sample = TrainingSample.of_sequence([1], mixed.token_ids, mixed.token_log_probs, 1.0)
+    assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0]  # each under the weights that drew it
+
+
+def test_generator_that_cannot_take_weights_while_it_draws_is_refused(tmp_path):
+    flags = ["--rl.generator.in_flight"]
+    with pytest.raises(ConfigError, match="while it draws.* 'local' and rl.async_steps = 0; set"):
+        check_rl_config(toy_config(tmp_path, *flags))
+    flags.append("--rl.async_steps=1")
+    with pytest.raises(ConfigError, match="while it draws.* = 'vllm' and rl.async_steps = 1; set"):
+        check_rl_config(toy_config(tmp_path, *flags, "--rl.generator.backend=vllm"))
+    check_rl_config(toy_config(tmp_path, *flags))
+    with pytest.raises(ConfigError, match="rl.generator.in_flight is for training by the config's"):
+        check_server_config(toy_config(tmp_path, "--rl.generator.in_flight"))
+
+
+def test_thread_beside_the_trainer_takes_over_weights_while_it_draws(tmp_path):
+    flags = ["--rl.generator.in_flight", "--rl.async_steps=2", "--training.steps=6"]
+    controller = Controller(toy_config(tmp_path, *flags))
+    controller.train()
+    controller.close()
+    lines = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == set(range(1, 7))
+    for line in lines:
+        versions = line["token_versions"] or [line["policy_version"]]
+        # Never older than it may be, and never newer than the weights that it trained.
+        assert line["step"] - 3 <= line["policy_version"] == min(versions)
+        assert max(versions) <= line["step"] - 1
