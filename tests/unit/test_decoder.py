@@ -408,12 +408,14 @@ def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
 
     operators = SimpleNamespace(
         all_gather_into_tensor=lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
-        reduce_scatter_tensor=lambda x, op, size, group: start(
-            "reduce", x.unflatten(0, (2, -1)).sum(0)
-        ),
         wait_tensor=wait_tensor,
     )
     monkeypatch.setattr(context_parallel, "_OPS", operators)
+    monkeypatch.setattr(
+        context_parallel,
+        "start_reduce_scatter",
+        lambda x, size, group: start("reduce", x.unflatten(0, (2, -1)).sum(0)),
+    )
     group = SimpleNamespace(group_name="")
     axis = SimpleNamespace(
         device_type="cpu", get_group=lambda: group, get_local_rank=lambda: 1, size=lambda: 2

@@ -1,4 +1,4 @@
-"""Rows that every rank sends to every other one, with gradients."""
+"""Rows that every rank sends to every other one, with gradients, and sums of such rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,18 @@ _OPS = torch.ops._c10d_functional
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """x [sum of sent, ...], in the order of ranks -> [sum of received, ...]."""
     return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
+
+
+def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """x [size * n, ...], a summand for each rank -> this rank's sum [n, ...].
+
+    Wait for the result with `wait_tensor`.
+    """
+    if x.device.type != "cpu":
+        return _OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+    # Gloo's own takes twice the CPU time.
+    one_each = [len(x) // size] * size
+    return all_to_all(x, one_each, one_each, group).unflatten(0, (size, -1)).sum(0)
 
 
 class AllToAll(torch.autograd.Function):

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.distributed.all_to_all import AllToAll
+from torchtitan.distributed.all_to_all import AllToAll, start_reduce_scatter
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -337,8 +337,7 @@ class _GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        own = _OPS.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.size, ctx.group)
-        return own, None, None, None
+        return start_reduce_scatter(grad, ctx.size, ctx.group), None, None, None
 
 
 class _WaitForGradient(torch.autograd.Function):

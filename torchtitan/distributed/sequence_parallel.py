@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.distributed.all_to_all import start_reduce_scatter
+
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
 
@@ -115,9 +117,9 @@ def reduce_scatter(
     padded = _pad(partial_sum, dim, size)
     if overlap:
         by_rank = torch.cat(padded.chunk(size, dim))
-    else:
-        by_rank = padded.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
-    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
+        return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
+    by_rank = padded.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
+    return _OPS.wait_tensor(start_reduce_scatter(by_rank, size, group))
 
 
 def own_rows(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.determinism import set_determinism  # noqa: F401
-from torchtitan.distributed.dtensor import is_dtensor, load_dtensor, whole_tensor
+from torchtitan.distributed.dtensor import is_dtensor, load_dtensor, local_tensor, whole_tensor
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.process_group import (  # noqa: F401
     init_distributed,
@@ -153,46 +153,81 @@ def clip_grad_norm_(
     Returns a plain scalar tensor. Raises RuntimeError if the norm is not finite and
     `error_if_nonfinite`.
     """
-    # A foreach kernel takes the tensors of one mesh.
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-        if parameter.grad is None:
-            continue
-        is_sharded = is_dtensor(parameter.grad)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    counted_elsewhere = set() if pp_mesh is None else second_copies()
+    # DTensor's own norm would reduce each matrix by itself that is split along its rows. Key: the
+    # axes whose ranks hold different parts.
+    parts: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
+    for parameter in with_grad:
+        grad = _without_partial_sums(parameter.grad)
         # Experts are on another mesh, and nothing would say which ranks hold a plain tensor.
-        assert not ep_enabled or (is_sharded and is_dtensor(parameter)), (
+        assert not ep_enabled or (is_dtensor(grad) and is_dtensor(parameter)), (
             f"with expert parallelism every parameter is a DTensor, "
             f"got {type(parameter)} of shape {tuple(parameter.shape)}"
         )
-        mesh = parameter.grad.device_mesh if is_sharded else None
-        by_mesh.setdefault(mesh, []).append(parameter)
+        if id(parameter) not in counted_elsewhere:
+            parts.setdefault(_axes_of_shards(grad), []).append(local_tensor(grad))
 
     norms = []
-    counted_elsewhere = set() if pp_mesh is None else second_copies()
-    for group in by_mesh.values():
-        grads = [_row_norms(p.grad, norm_type) for p in group if id(p) not in counted_elsewhere]
-        if grads:
-            norms.append(whole_tensor(nn.utils.get_total_norm(grads, norm_type, foreach=foreach)))
+    for axes, grads in parts.items():
+        rows = [_row_norms(grad, norm_type) for grad in grads if grad.numel()]
+        norm = nn.utils.get_total_norm(rows or [grads[0].new_zeros(())], norm_type, foreach=foreach)
+        for mesh, axis in axes:
+            norm = _norm_over(norm, norm_type, (mesh, axis))
+        norms.append(norm)
     if not norms:  # a rank with nothing to count still takes part in the reductions
         norms = [torch.zeros((), device=get_device_info()[0])]
     total_norm = norms[0]
     if len(norms) > 1:
         total_norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if pp_mesh is not None and math.isinf(norm_type):
-        total_norm = funcol.wait_tensor(funcol.all_reduce(total_norm, "max", pp_mesh))
-    elif pp_mesh is not None:
-        powers = funcol.wait_tensor(funcol.all_reduce(total_norm**norm_type, "sum", pp_mesh))
-        total_norm = powers ** (1.0 / norm_type)
+    if pp_mesh is not None:
+        total_norm = _norm_over(total_norm, norm_type, pp_mesh)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"the norm of the gradients is {total_norm.item()}, so they can't be clipped"
         )
+    # A foreach kernel takes the tensors of one mesh.
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in with_grad:
+        mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total_norm, foreach)
     return total_norm
 
 
 _clip_grad_norm_with_ep = functools.partial(clip_grad_norm_, ep_enabled=True)
+
+
+def _axes_of_shards(grad: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+    """The axes of meshes along which ranks hold different parts of `grad`."""
+    if not is_dtensor(grad):
+        return ()
+    mesh = grad.device_mesh
+    return tuple(
+        (mesh, axis)
+        for axis, placement in enumerate(grad.placements)
+        if mesh.size(axis) > 1 and not placement.is_replicate()
+    )
+
+
+def _without_partial_sums(grad: Tensor) -> Tensor:
+    """The same DTensor with every number whole on the ranks that hold it."""
+    if not is_dtensor(grad) or not any(placement.is_partial() for placement in grad.placements):
+        return grad
+    whole = load_dtensor().Replicate()
+    return grad.redistribute(placements=[whole if p.is_partial() else p for p in grad.placements])
+
+
+def _norm_over(
+    norm: Tensor, norm_type: float, ranks: DeviceMesh | tuple[DeviceMesh, int]
+) -> Tensor:
+    """The norm of what all of these ranks have the norms of."""
+    if math.isinf(norm_type):
+        return funcol.wait_tensor(funcol.all_reduce(norm, "max", ranks))
+    powers = funcol.wait_tensor(funcol.all_reduce(norm**norm_type, "sum", ranks))
+    return powers ** (1.0 / norm_type)
 
 
 def _row_norms(grad: Tensor, norm_type: float) -> Tensor:

@@ -43,6 +43,7 @@ _library.define(
 _WINDOW_QUERIES = 64
 # torch's kernel looks at whole blocks of 512 keys, causal or not. Documents of these lengths are given
 # to it in pieces of so many queries, each with the keys up to its last: about half of the square.
+# So are shorter ones that have fewer queries than keys, since the kernel aligns causality at the first.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
@@ -79,7 +80,8 @@ def _calls(
             continue
         n_keys = end_key - first_key
         is_windowed = window is not None and n_keys > window
-        if is_windowed or (end - start == n_keys and SHORTEST_SPLIT <= n_keys <= LONGEST_SPLIT):
+        is_split = n_keys <= LONGEST_SPLIT and (end - start < n_keys or n_keys >= SHORTEST_SPLIT)
+        if is_windowed or is_split:
             reach = window if is_windowed else n_keys
             size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
             for last in range(end, start, -size):  # the last piece sees all keys, without a window
@@ -125,13 +127,15 @@ def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
 def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many rows to give to the kernel at once, and the ends of the documents in each.
 
-    Documents of one length are a row each, as those of a batch without packing are. Others are
-    all in one row.
+    Where the lengths repeat after a number of documents, so many of them are a row. Otherwise all
+    are in one row.
     """
-    n_rows = len(cu_seq_q) - 1
-    length = int(cu_seq_q[-1]) // n_rows if n_rows else 0
-    if length > 1 and all((x.diff() == length).all() for x in (cu_seq_q, cu_seq_k)):
-        return n_rows, cu_seq_q[:2], cu_seq_k[:2]
+    lengths = torch.stack((cu_seq_q.diff(), cu_seq_k.diff()))
+    n_documents = lengths.shape[1]
+    for n in range(1, n_documents // 2 + 1):
+        repeats = n_documents % n == 0 and torch.equal(lengths[:, n:], lengths[:, :-n])
+        if repeats and cu_seq_q[n] > 0 and cu_seq_k[n] > 0:
+            return n_documents // n, cu_seq_q[: n + 1], cu_seq_k[: n + 1]
     return 1, cu_seq_q, cu_seq_k
 
 
