@@ -13,6 +13,7 @@ prepare_python dev
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ "${NPROC:-1}" != 1 ]; then
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # more would wait for each other's cores
-  set -- -n "$NPROC" --dist loadfile "$@"
+  # Files in their order, unit tests last: by default those with few tests, which may be long, end the run.
+  set -- -n "$NPROC" --dist loadfile --no-loadscope-reorder "$@"
 fi
 exec "$PYTHON" -m pytest "$@"
