@@ -523,3 +523,30 @@ def test_importing_the_protocols_loads_no_kernel():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys"),
+    [([128, 128] * 2, [128, 512] * 2), ([256, 256], [384, 384]), ([3, 100, 7], [5, 400, 7])],
+)
+def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_keys):
+    """As context parallelism makes them: the last query of a document sees its last key."""
+    from torchtitan.models.attention_cpu import document_attention
+
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (n_queries, n_keys))
+    q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
+    document_q, place_q, document_k, place_k = (
+        part
+        for cu in (cu_q, cu_k)
+        for document in [torch.bucketize(torch.arange(int(cu[-1])), cu[1:], right=True)]
+        for part in (document, torch.arange(int(cu[-1])) - cu[1:][document])
+    )
+    seen = (document_q[:, None] == document_k) & (place_q[:, None] >= place_k)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * 8**-0.5
+    expected = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    out, _ = document_attention(q, k, v, cu_q, cu_k, 8**-0.5, None)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    grads, expected_grads = (torch.autograd.grad(o, (q, k, v), weights) for o in (out, expected))
+    # Sums of 512 products in another order.
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-5)
