@@ -150,8 +150,8 @@ class VLLMGenerator(Generator):
         failure = hand_over(weights, load)
         if failure is not None:
             raise WeightMismatchError(
-                f"vLLM did not take version {weights.version} of the weights ({failure!r}); check that config.json in "
-                "model.hf_assets_path is of the model that is trained"
+                f"vLLM did not take version {weights.version} of the weights ({failure!r}); check "
+                "that config.json in model.hf_assets_path is of the model that is trained"
             ) from failure
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
