@@ -200,9 +200,9 @@ def measured_rates() -> Machine:
 
         def exchange() -> None:
             a @ b
-            dist.all_gather_single(whole, shard)
+            dist.all_gather_into_tensor(whole, shard)
             a @ b
-            dist.reduce_scatter_single(shard, whole)
+            dist.reduce_scatter_tensor(shard, whole)
 
         return max(typical(exchange) - 2 * typical(lambda: a @ b), 1e-9) / 2
 
