@@ -274,16 +274,7 @@ class Trainer(TrainingEngine):
         local_avg_loss = rows_loss * global_valid_tokens / max(local_valid_tokens, 1)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
-        # Throughput goes by the lengths of documents since the last log, if they are separate;
-        # otherwise attention spans whole rows, and the number stays as it is.
-        if self.packing.separates_documents and self._attending_tokens:
-            attended_length = self._attended_pairs / self._attending_tokens
-            share = attended_length / self.job_config.training.seq_len
-            attention = self.num_flops_per_token - self.flops_without_attention
-            self.metrics_processor.num_flops_per_token = (
-                self.flops_without_attention + share * attention
-            )
-        self._attended_pairs = self._attending_tokens = 0
+        self._count_flops()
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
@@ -296,6 +287,20 @@ class Trainer(TrainingEngine):
                 "lr": lr,
             },
         )
+
+    def _count_flops(self) -> None:
+        """Measure throughput by the lengths of documents since the last log, if they are separate.
+
+        Otherwise attention spans whole rows, and the number stays as it is.
+        """
+        if self.packing.separates_documents and self._attending_tokens:
+            attended_length = self._attended_pairs / self._attending_tokens
+            share = attended_length / self.job_config.training.seq_len
+            attention = self.num_flops_per_token - self.flops_without_attention
+            self.metrics_processor.num_flops_per_token = (
+                self.flops_without_attention + share * attention
+            )
+        self._attended_pairs = self._attending_tokens = 0
 
     # ---- the loop ----
 

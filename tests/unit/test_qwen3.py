@@ -51,6 +51,7 @@ def tiny_args(**changes):
 
 def test_dense_flavors_are_the_known_ones():
     dense = [flavor for flavor, args in qwen3_args.items() if not args.moe_enabled]
+    dense = [flavor for flavor in dense if not flavor.startswith("tiny")]  # other tests add these
     assert dense == [*KNOWN_SIZES, *QWEN2_BILLIONS]
 
 

@@ -12,7 +12,7 @@ from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 
 # One sum in another order, fp32.
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module")
