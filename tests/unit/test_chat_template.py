@@ -70,6 +70,10 @@ def test_control_tokens_in_a_reply_are_cut_and_those_of_the_template_are_not(tmp
     assert text == f"<|im_end|><tool>['{cut}', '']<|im_end|>".replace(SEAM, "\\ufdd0")
     text = chat.continuation(QUESTION, [{"role": "tool", "content": content}])
     assert text == f"<|im_end|><tool>{cut}<|im_end|>"
+    text = chat.continuation(QUESTION, [{"role": "tool", "content": {"<tool>": ("<tool>",)}}])
+    assert text == f"<|im_end|><tool>{{'<{SEAM}tool>': ['<{SEAM}tool>']}}<|im_end|>".replace(
+        SEAM, "\\ufdd0"
+    )
 
 
 def test_reply_is_whole_whatever_stands_in_it():

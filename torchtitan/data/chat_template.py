@@ -107,7 +107,12 @@ class ChatTemplate:
             raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
         # Those that are not special, such as <tool_call>, may as well be words of another text.
-        control_tokens = [t.content for t in added if t.special or t.content in source]
+        # Nor does a run of blanks control anything.
+        control_tokens = [
+            token.content
+            for token in added
+            if token.special or (token.content in source and not token.content.isspace())
+        ]
         return cls(source, name, known | dict(variables or {}), control_tokens)
 
     def render(
@@ -159,8 +164,9 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._first_of_token.sub(rf"\1{SEAM}", value.replace(SEAM, ""))
         if isinstance(value, Mapping):
-            return {key: self._cut_tokens(entry) for key, entry in value.items()}
-        return [self._cut_tokens(entry) for entry in value] if isinstance(value, list) else value
+            return {self._cut_tokens(key): self._cut_tokens(v) for key, v in value.items()}
+        is_list = isinstance(value, list | tuple)
+        return [self._cut_tokens(entry) for entry in value] if is_list else value
 
     def check_turns(
         self,

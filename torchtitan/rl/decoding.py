@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.engine import TrainingEngine
-from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
@@ -156,16 +156,15 @@ def continue_prompts(
     own = range(rank * per_rank, (rank + 1) * per_rank)
     rows, is_wanted = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
     with decoder.ready():
-        share, versions = _continue_rows(
-            decoder,
-            prompts,
-            [prompt_of_row[row] for row in rows],
-            uniform[rows].to(decoder.runner.device),
-            is_wanted,
-            sampling,
-            min(max_rows or per_rank, per_rank),
-            next_version,
+        own_uniform = uniform[rows].to(decoder.runner.device)
+        n_places = min(max_rows or per_rank, per_rank)
+        own_rows = _Rows(decoder, own_uniform, is_wanted, sampling, n_places)
+        _continue_rows(own_rows, prompts, [prompt_of_row[row] for row in rows], next_version)
+        versions, drawn = own_rows.versions, own_rows.drawn
+        counts = torch.tensor(
+            [len(row) for row in versions], dtype=drawn.dtype, device=drawn.device
         )
+        share = torch.cat((counts[:, None], drawn.flatten(1)), dim=1)
         shares = [share]
         if group is not None:
             shares = [torch.empty_like(share) for _ in range(n_ranks)]
@@ -176,44 +175,62 @@ def continue_prompts(
     return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions
 
 
-def _continue_rows(
-    decoder: LocalDecoder,
-    prompts: Sequence[Sequence[int]],
-    prompt_of_row: list[int],
-    uniform: Tensor,
-    is_wanted: list[bool],
-    sampling: SamplingConfig,
-    n_places: int,
-    next_version: Callable[[], int],
-) -> tuple[Tensor, list[list[int]]]:
-    """([N, 1 + L * N_FIELDS]: each row's number of new tokens, and what was drawn; its versions).
+class _Rows:
+    """The rows that a rank continues, in their order: some wait, some have a place in the cache.
 
-    The cache has `n_places`, which rows get in their order. Each turn of the loop is one forward,
-    of prompts or of a token of each row in the cache. So the ranks of the group, which make equally
-    many, may be at different points.
+    By place: `row_at` is the row there, `is_open` whether it goes on, `tokens` its latest token.
+    By row: `drawn` [N, L, N_FIELDS], and `versions` of the weights that drew each of its tokens.
     is_wanted: False for rows that only keep this rank company with the others of the group.
     """
-    device = uniform.device
-    n_rows, n_new = uniform.shape
-    schedule, parts = decoder.runner.schedule, decoder.runner.model_parts
-    drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
-    versions: list[list[int]] = [[] for _ in range(n_rows)]  # of the tokens that were drawn
-    so_far: list[list[int]] = [[] for _ in range(n_rows)]  # where completions may stop
-    # By place: the row there, whether it goes on, and its latest token
-    row_at, is_open = list(range(n_places)), [False] * n_places
-    tokens = torch.zeros(n_places, dtype=torch.int64, device=device)
 
-    def draw_at(places: list[int], logits: Tensor | None, sources: list[int], version: int) -> None:
+    def __init__(
+        self,
+        decoder: LocalDecoder,
+        uniform: Tensor,
+        is_wanted: list[bool],
+        sampling: SamplingConfig,
+        n_places: int,
+    ):
+        self.decoder, self.uniform, self.is_wanted = decoder, uniform, is_wanted
+        self.sampling, (n_rows, n_new), device = sampling, uniform.shape, uniform.device
+        self.drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
+        self.versions: list[list[int]] = [[] for _ in range(n_rows)]
+        self._so_far: list[list[int]] = [[] for _ in range(n_rows)]  # where completions may stop
+        self.row_at, self.is_open = list(range(n_places)), [False] * n_places
+        self.tokens = torch.zeros(n_places, dtype=torch.int64, device=device)
+        self.n_begun, self.n_waiting = 0, n_rows
+        # A forward for the prompts of one row at a time would hold up all the others.
+        self._places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
+
+    def places(self, is_open: bool) -> list[int]:
+        return [place for place, goes_on in enumerate(self.is_open) if goes_on is is_open]
+
+    def may_enter(self) -> bool:
+        n_free = len(self.is_open) - sum(self.is_open)
+        return self.n_waiting > 0 and n_free >= min(self.n_waiting, self._places_per_entry)
+
+    def enter(self, end: int) -> list[int]:
+        """Give free places to rows that wait, up to row `end`, and return these places."""
+        places = self.places(is_open=False)[: end - self.n_begun]
+        for place in places:
+            self.row_at[place] = self.n_begun
+            self.n_begun, self.n_waiting = self.n_begun + 1, self.n_waiting - 1
+        return places
+
+    def draw_at(
+        self, places: list[int], logits: Tensor | None, sources: list[int], version: int
+    ) -> None:
         """Draw a token for the rows at these places, from the rows `sources` of logits."""
-        rows = [row_at[place] for place in places]
-        steps = [len(versions[row]) for row in rows]
+        rows = [self.row_at[place] for place in places]
+        steps = [len(self.versions[row]) for row in rows]
+        device, sampling, schedule = self.tokens.device, self.sampling, self.decoder.runner.schedule
         indices = torch.tensor([places, sources, rows, steps], device=device)
         at_place, at_source, at_row, at_step = indices
         latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
         if logits is not None:
             found = draw(
                 logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
-                uniform[at_row, at_step],
+                self.uniform[at_row, at_step],
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
@@ -221,68 +238,91 @@ def _continue_rows(
             latest = torch.stack([values.double() for values in found], dim=-1)
         if schedule is not None:
             latest = schedule.broadcast_from_last_stage(latest)
-        drawn[at_row, at_step] = latest
-        tokens[at_place] = latest[:, 0].long()
+        self.drawn[at_row, at_step] = latest
+        self.tokens[at_place] = latest[:, 0].long()
         ids = latest[:, 0].long().tolist() if sampling.may_stop else [-1] * len(rows)
         for place, row, token in zip(places, rows, ids, strict=True):
-            versions[row].append(version)
-            so_far[row].append(token)
-            has_ended = len(versions[row]) == n_new
-            has_ended |= sampling.may_stop and sampling.stops_at(so_far[row])
-            is_open[place] = is_wanted[row] and not has_ended
+            self.versions[row].append(version)
+            self._so_far[row].append(token)
+            has_ended = len(self.versions[row]) == self.uniform.shape[1]
+            has_ended |= sampling.may_stop and sampling.stops_at(self._so_far[row])
+            self.is_open[place] = self.is_wanted[row] and not has_ended
 
+    def drop_ended(self, forward: CachedForward) -> None:
+        """Rows that have ended cost as much as others, but dropping them copies the cache.
+
+        So they are once half have ended and none waits; one stays, as other ranks may wait for
+        this one.
+        """
+        n_open = sum(self.is_open)
+        if self.n_waiting or len(self.is_open) == 1 or n_open > len(self.is_open) // 2:
+            return
+        kept = self.places(is_open=True) or [0]
+        forward.keep_rows(kept)
+        self.tokens = self.tokens[kept]
+        self.row_at = [self.row_at[place] for place in kept]
+        self.is_open = [self.is_open[place] for place in kept]
+
+    def n_left(self) -> int:
+        """Rows of all ranks of the group that wait or go on. Collective over it."""
+        n_left, group = sum(self.is_open) + self.n_waiting, self.decoder.group
+        if group is None:
+            return n_left
+        of_ranks = torch.tensor(n_left, device=self.tokens.device)
+        dist.all_reduce(of_ranks, group=group)
+        return int(of_ranks)
+
+
+def _continue_rows(
+    rows: _Rows,
+    prompts: Sequence[Sequence[int]],
+    prompt_of_row: list[int],
+    next_version: Callable[[], int],
+) -> None:
+    """Draw all rows to their ends.
+
+    Each turn of the loop is one forward, of prompts or of a token of each row in the cache. So the
+    ranks of the group, which make equally many, may be at different points.
+    """
+    decoder, device = rows.decoder, rows.tokens.device
     longest = max(len(prompts[index]) for index in prompt_of_row)
-    n_read = n_begun = 0  # rows whose prompts were read, and that got a place
-    n_left = n_rows
-    with kv_cache(parts, longest + n_new - 1, decoder.run) as forward:
-        while n_left:
-            free = [place for place, goes_on in enumerate(is_open) if not goes_on]
-            n_waiting, has_run = n_rows - n_begun, False
-            # A forward for the prompts of one row at a time would hold up all the others.
-            if n_waiting and len(free) >= min(n_waiting, max(1, n_places // PLACES_PER_ENTRY)):
-                if n_begun == n_read:
+    max_length = longest + rows.uniform.shape[1] - 1
+    n_read = 0  # rows whose prompts were read
+    with kv_cache(decoder.runner.model_parts, max_length, decoder.run) as forward:
+        while rows.n_left():
+            has_run = False
+            if rows.may_enter():
+                if rows.n_begun == n_read:
                     # Each prompt is read once, however many rows continue it, and kept until all
                     # of them have a place.
-                    read = sorted(set(prompt_of_row[n_read : n_read + len(free)]))
-                    while n_read < n_rows and prompt_of_row[n_read] in read:
+                    n_free = len(rows.places(is_open=False))
+                    read = sorted(set(prompt_of_row[n_read : n_read + n_free]))
+                    while n_read < len(prompt_of_row) and prompt_of_row[n_read] in read:
                         n_read += 1
                     lengths = [len(prompts[index]) for index in read]
                     padded = [[*prompts[i], *[0] * (max(lengths) - len(prompts[i]))] for i in read]
-                    version_of_prompts, just_read = next_version(), forward.aside(max(lengths))
+                    # A row for each prompt is where it belongs at once, without a second cache.
+                    is_direct = not forward.lengths and read == prompt_of_row[:n_read]
+                    just_read = forward if is_direct else forward.aside(max(lengths))
+                    version = next_version()
                     new_tokens = torch.tensor(padded, device=device)
                     at_prompts = just_read(new_tokens, lengths, last_only=True)
                     has_run = True
-                begun = range(n_begun, min(n_read, n_begun + len(free)))
-                places = free[: len(begun)]
-                sources = [read.index(prompt_of_row[row]) for row in begun]
-                for place, row in zip(places, begun, strict=True):
-                    row_at[place] = row
-                forward.put_rows(places, just_read, sources)
-                draw_at(places, at_prompts, sources, version_of_prompts)
-                n_begun = begun.stop
-                if n_begun == n_read:
+                first = rows.n_begun
+                places = rows.enter(n_read)
+                sources = [read.index(prompt_of_row[first + i]) for i in range(len(places))]
+                if just_read is not forward:
+                    forward.put_rows(places, just_read, sources)
+                rows.draw_at(places, at_prompts, sources, version)
+                if rows.n_begun == n_read:
                     just_read = at_prompts = None  # frees their memory
-            elif not n_waiting and len(is_open) > 1 and sum(is_open) <= len(is_open) // 2:
-                # Rows that have ended cost as much as others, but dropping them copies the cache:
-                # do it when half have, and keep one, as other ranks may wait for this one.
-                kept = [place for place, goes_on in enumerate(is_open) if goes_on] or [0]
-                forward.keep_rows(kept)
-                tokens = tokens[kept]
-                row_at = [row_at[place] for place in kept]
-                is_open = [is_open[place] for place in kept]
+            else:
+                rows.drop_ended(forward)
             if not has_run:
                 for place, length in enumerate(forward.lengths):
                     if length == forward.max_length:  # of a row that has ended
                         forward.lengths[place] = 0
-                version = next_version()
-                logits = forward(tokens[:, None], last_only=True)
-                places = [place for place, goes_on in enumerate(is_open) if goes_on]
-                if places:
-                    draw_at(places, logits, places, version)
-            n_left = sum(is_open) + n_rows - n_begun
-            if decoder.group is not None:
-                of_ranks = torch.tensor(n_left, device=device)
-                dist.all_reduce(of_ranks, group=decoder.group)
-                n_left = int(of_ranks)
-    counts = torch.tensor([len(row) for row in versions], dtype=drawn.dtype, device=device)
-    return torch.cat((counts[:, None], drawn.flatten(1)), dim=1), versions
+                version_of_step = next_version()
+                logits = forward(rows.tokens[:, None], last_only=True)
+                if places := rows.places(is_open=True):
+                    rows.draw_at(places, logits, places, version_of_step)
