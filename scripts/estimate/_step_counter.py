@@ -34,7 +34,9 @@ _MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
     "set_",
     "wait_tensor",
 }
+# They read no more than they write.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
+_OVERWRITE_THE_FIRST = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -152,8 +154,9 @@ class StepCounter(TorchDispatchMode):
         elif name.startswith("document_attention"):  # the CPU's, which looks at no other keys
             is_backward = name.endswith("backward")
             q, cu_seq_q, cu_seq_k = (args[i] for i in ((2, 7, 8) if is_backward else (0, 3, 4)))
-            queries, keys = cu_seq_q.diff(), cu_seq_k.diff()
-            pairs = int((queries * keys - queries * (queries - 1) // 2).sum())
+            queries, keys = cu_seq_q.diff().long(), cu_seq_k.diff().long()
+            window = args[-1] or int(keys.max())
+            pairs = int((_seen(keys, window) - _seen(keys - queries, window)).sum())
             products = 5 if is_backward else 2  # it computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif packet in flop_registry:
@@ -164,12 +167,8 @@ class StepCounter(TorchDispatchMode):
             else:
                 self.counts.flops["matrix products"] += flops
         elif func.namespace == "aten" and not func.is_view and name not in _MOVES_NOTHING:
-            written = sum(map(_bytes_of, tree_iter(result)))
-            # What looks up rows reads no more than it writes.
-            read = written
-            if name not in _LOOKUPS:
-                read = sum(map(_bytes_of, tree_iter((args, kwargs))))
-            self.counts.moved += read + written
+            read, written = _moved(func, args, kwargs, result)
+            self.counts.moved += (written if name in _LOOKUPS else read) + written
 
 
 def _as_group(value: Any) -> ProcessGroup | None:
@@ -184,6 +183,28 @@ def _as_group(value: Any) -> ProcessGroup | None:
         except (RuntimeError, TypeError):  # such as a ReduceOp
             return None
     return None
+
+
+def _seen(n: Tensor, window: int) -> Tensor:
+    """How many keys the first `n` tokens of documents see in all."""
+    near = n.clamp(max=window)
+    return near * (near + 1) // 2 + (n - near) * window
+
+
+def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+    """Bytes that an operator reads and writes."""
+    read = written = 0
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        size = sum(map(_bytes_of, tree_iter(value)))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += size
+        is_overwritten = i == 0 and func._overloadpacket.__name__ in _OVERWRITE_THE_FIRST
+        if not (is_overwritten or argument.is_out):
+            read += size
+    if all(returned.alias_info is None for returned in func._schema.returns):
+        written += sum(map(_bytes_of, tree_iter(result)))
+    return read, written
 
 
 def _bytes_of(value: Any) -> int:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import torchtitan.models.attention_cpu  # noqa: F401 (registers its operators)
 from scripts.estimate._step_counter import StepCounter
 from scripts.estimate.plan import Layout, Planned, layouts, least_states, plan_of, table_of
 from scripts.estimate.scale import Bound, Machine, bound_of, depths_of, without_memory
@@ -132,7 +133,7 @@ def test_a_cpu_computes_and_sends_by_turns():
 
 def test_operators_but_views_move_what_they_read_and_write():
     counter = StepCounter({}, gpus_per_node=8)
-    x, table = torch.ones(64, 32), torch.ones(1000, 32)
+    x, y, table = torch.ones(64, 32), torch.ones(64, 32), torch.ones(1000, 32)
     rows = torch.zeros(64, dtype=torch.int64)
 
     def moved(operate):
@@ -147,3 +148,25 @@ def test_operators_but_views_move_what_they_read_and_write():
     assert moved(lambda: x[:1].expand(64, 32).add(x)) == 1 / 64 + 2
     assert moved(lambda: x @ x.t()) == 0  # counted by its FLOPs
     assert moved(lambda: table[rows]) == 2
+    assert moved(lambda: x.copy_(y)) == 2
+    assert moved(lambda: x.zero_()) == moved(lambda: torch.zeros_like(x)) == 1
+    assert moved(lambda: torch._foreach_mul_([x, y], 2)) == 4
+    assert moved(lambda: torch.add(x, x, out=y)) == 3
+
+
+def test_attention_of_the_cpu_counts_the_keys_that_queries_see():
+    counter = StepCounter({}, gpus_per_node=8)
+    q, ends_q, ends_k = (
+        torch.ones(6, 2, 8),
+        *torch.tensor([[0, 4, 6], [0, 4, 9]], dtype=torch.int32),
+    )
+    k = torch.ones(9, 2, 8)
+
+    def pairs(window):
+        with counter:
+            torch.ops.torchtitan.document_attention(q, k, k, ends_q, ends_k, 1.0, window)
+        return counter.take().flops["attention"] / (2 * 2 * 2 * 8)
+
+    # Four queries of four keys, and two of five, which see four and five of them.
+    assert pairs(None) == 1 + 2 + 3 + 4 + 4 + 5
+    assert pairs(2) == 1 + 2 + 2 + 2 + 2 + 2
