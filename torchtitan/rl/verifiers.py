@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
+
+from torchtitan.tools.host import signal_at_parents_death
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 """Arguments of a function: by place, and by name."""
@@ -66,7 +69,9 @@ class VerifierPool:
         self._functions = [functions] if isinstance(functions, str) else list(functions)
         self._n_processes, self._timeout_seconds = n_processes, timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
-        self._workers: list[_Worker] = []
+        self._workers: list[_Worker] = []  # always this list, which is cleared at exit
+        # As of multiprocessing's own pools: not in a fork, and before processes get a SIGTERM.
+        Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(
         self, calls: Sequence[Call], numbers: Sequence[int] | None = None
@@ -82,7 +87,11 @@ class VerifierPool:
                     assert worker.call is not None
                     verdicts[worker.call], worker.call = verdict, None
                     n_open -= 1
-            self._workers = [w for w in self._workers if w.process.is_alive()]
+            # One that dies in a call is kept until `_verdict` has found it.
+            for worker in [w for w in self._workers if w.call is None]:
+                if not worker.process.is_alive():
+                    self._workers.remove(worker)
+                    _kill(worker)
             busy = [w for w in self._workers if w.call is not None]
             if busy:
                 until = min(worker.deadline for worker in busy)
@@ -127,14 +136,14 @@ class VerifierPool:
                 while worker.process.is_alive() and time.monotonic() < ends_by:
                     time.sleep(0.01)
                 code = worker.process.exitcode
-                self._kill(worker)
+                _kill(worker)
                 how = "it closed its pipe" if code is None else f"exit code {code}"
                 if code is not None and code < 0:
                     how = f"signal {-code}"
                 return Verdict(failure=f"{self._what}'s process ended ({how})")
         if time.monotonic() < worker.deadline:
             return None
-        self._kill(worker)
+        _kill(worker)
         return Verdict(
             failure=f"{self._what} took longer than {self._timeout_seconds:g} s ({self._keys[1]})"
         )
@@ -157,26 +166,29 @@ class VerifierPool:
             except EOFError:
                 ready = "it ended at once"
         if ready is not None:
-            self._kill(worker)
+            _kill(worker)
             raise ValueError(
                 f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
                 f"{ready}; its module is imported again there"
             )
 
-    @staticmethod
-    def _kill(worker: _Worker) -> None:
-        # Its group has its number, once it has begun. Processes that a call has left stay in it.
-        with suppress(OSError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.kill()
-        worker.process.join()
-        worker.pipe.close()
-
     def close(self) -> None:
-        """End all processes. Safe to call twice."""
-        for worker in self._workers:
-            self._kill(worker)
-        self._workers = []
+        """End all processes, as does the end of this one. Safe to call twice."""
+        _kill_all(self._workers)
+
+
+def _kill_all(workers: list[_Worker]) -> None:
+    while workers:
+        _kill(workers.pop())
+
+
+def _kill(worker: _Worker) -> None:
+    # Its group has its number, once it has begun. Processes that a call has left stay in it.
+    with suppress(OSError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.kill()
+    worker.process.join()
+    worker.pipe.close()
 
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
@@ -184,6 +196,8 @@ def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any])
     # A generating rank ignores it, which is inherited, and at exit waits for us to obey it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
+    # A pool that is killed closes nothing, and a call that hangs never looks at the pipe.
+    signal_at_parents_death(signal.SIGKILL, whole_group=True)
     # To the pool it is a daemon, which ends with it. A function may still use multiprocessing.
     multiprocessing.current_process().daemon = False
     functions = []

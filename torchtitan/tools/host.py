@@ -84,8 +84,10 @@ def change_environment(name: str, value: str) -> None:
     change(value, write, lambda: os.environ.get(name))
 
 
-def signal_at_parents_death(number: int) -> None:
+def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
     """Get this signal within a second after the parent process is gone.
+
+    whole_group: all processes of this one's group get it.
 
     Linux could send it (PR_SET_PDEATHSIG), but does so once for each thread of the parent, and a
     second signal ends a run that is being saved.
@@ -95,7 +97,7 @@ def signal_at_parents_death(number: int) -> None:
     def wait() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        os.kill(os.getpid(), number)
+        os.kill(0 if whole_group else os.getpid(), number)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 

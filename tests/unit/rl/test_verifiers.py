@@ -95,13 +95,37 @@ def test_process_that_dies_while_it_answers_or_closes_its_pipe_is_a_failure(monk
     pool.close()
 
 
+def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
+    names = [
+        f"tests.unit.rl.tool_functions:{name}" for name in ("die_and_leave_the_pipe_open", "die")
+    ]
+    pool = VerifierPool(names, 1, 2.0, convert=str)
+    in_time = pool._verdict
+
+    def early(worker):
+        verdict = in_time(worker)
+        if verdict is None:
+            worker.process.join(1.0)  # it ends after it was looked at
+        return verdict
+
+    pool._verdict = early
+    orphaning, dying = pool.call_all([((), {})] * 2, [0, 1])
+    assert "took longer than 2 s" in orphaning.failure  # a child still holds the pipe
+    assert dying.failure == "the reward function's process ended (exit code 3)"
+    pool.close()
+
+
 def test_what_a_call_has_started_ends_with_its_time(tmp_path):
     pool = VerifierPool("tests.unit.rl.tool_functions:leave_behind", 1, 2.0, convert=str)
     (verdict,) = pool.call_all([((str(tmp_path / "number"),), {})])
     assert "took longer than 2 s" in verdict.failure
     pool.close()
-    ends_by = time.monotonic() + 60
-    while is_running((tmp_path / "number").read_text()):
+    wait_for_end((tmp_path / "number").read_text())
+
+
+def wait_for_end(number: str) -> None:
+    ends_by = time.monotonic() + 30
+    while is_running(number):
         assert time.monotonic() < ends_by
         time.sleep(0.1)
 
@@ -111,6 +135,38 @@ def is_running(number: str) -> bool:
         return ") Z " not in Path(f"/proc/{number}/stat").read_text()  # a zombie has ended
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_process_that_dies_between_calls_ends_with_what_it_left(tmp_path):
+    pool = VerifierPool("tests.unit.rl.tool_functions:leave_and_return", 1, 60.0, convert=str)
+    pool.call_all([((str(tmp_path / "first"),), {})])
+    pool._workers[0].process.kill()
+    pool._workers[0].process.join()
+    pool.call_all([((str(tmp_path / "second"),), {})])
+    wait_for_end((tmp_path / "first").read_text())
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "end"), [("leave_behind", "kill"), ("leave_and_return", "exit")]
+)
+def test_processes_end_with_one_that_does_not_close_its_pool(function, end, tmp_path):
+    path = tmp_path / "number"
+    code = f"""
+from torchtitan.rl.verifiers import VerifierPool
+if __name__ == "__main__":
+    pool = VerifierPool("tests.unit.rl.tool_functions:{function}", 1, 300.0, convert=str)
+    pool.call_all([(({str(path)!r},), {{}})])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    if end == "kill":
+        ends_by = time.monotonic() + 30
+        while not (path.exists() and path.read_text()):
+            assert trainer.poll() is None and time.monotonic() < ends_by
+            time.sleep(0.05)
+        trainer.kill()
+    trainer.wait(30)
+    wait_for_end(path.read_text())
 
 
 def test_function_may_start_processes_of_its_own():

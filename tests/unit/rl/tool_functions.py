@@ -31,6 +31,20 @@ def hide() -> str:
     time.sleep(60)
 
 
+def die_and_leave_the_pipe_open() -> str:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+    os._exit(3)
+
+
+def leave_and_return(path: str) -> str:
+    """Start a process that multiprocessing waits for, and write its number to a file."""
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    with open(path, "w") as file:
+        file.write(str(process.pid))
+    return "done"
+
+
 def die_while_answering() -> str:
     threading.Timer(0.5, lambda: os._exit(3)).start()
     return "y" * 10_000_000
