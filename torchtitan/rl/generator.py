@@ -2,6 +2,7 @@
 
 import copy
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -314,7 +315,8 @@ class BufferedGenerator(Generator):
         self._generator, self._in_flight = generator, in_flight
         if in_flight:
             assert isinstance(generator, CopyGenerator)
-            generator.before_forward = self._take_over
+            this = weakref.proxy(self)  # a cycle would keep the model until a collection
+            generator.before_forward = lambda: this._take_over()
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
         self.ranks_per_copy = generator.ranks_per_copy
         self._staged: StagedWeights | None = None
@@ -326,8 +328,14 @@ class BufferedGenerator(Generator):
     def _take_over(self) -> None:
         staged = self._staged  # read once: another thread may put a newer one there
         assert staged is not None
+        if staged.failure is not None:  # there is nothing left to read
+            raise staged.failure
         if self._generator.policy_version != staged.version:
-            self._generator.update_weights(staged, check_digest=self._checks_digest)
+            try:
+                self._generator.update_weights(staged, check_digest=self._checks_digest)
+            except Exception as error:
+                staged.failure = error
+                raise
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]

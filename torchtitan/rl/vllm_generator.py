@@ -146,18 +146,20 @@ class VLLMGenerator(Generator):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if next(pairs, None) is not None:
                 raise RunError("it did not read them to the end")
+            # Here and not after `hand_over`, so that a rank that cannot tells the others.
+            if self._llm.reset_prefix_cache() is False:
+                raise RunError(
+                    "it kept its prefix cache, which holds keys and values of earlier weights, as a "
+                    "request was still running; end all of them before an update"
+                )
 
         failure = hand_over(weights, load)
         if failure is not None:
             raise WeightMismatchError(
-                f"vLLM did not take version {weights.version} of the weights ({failure!r}); check "
-                "that config.json in model.hf_assets_path is of the model that is trained"
+                f"vLLM did not take version {weights.version} of the weights ({failure!r}); if "
+                "names or shapes differ, check that config.json in model.hf_assets_path is of the "
+                "model that is trained"
             ) from failure
-        if self._llm.reset_prefix_cache() is False:
-            raise RunError(
-                "vLLM kept its prefix cache, which holds keys and values of earlier weights, as a "
-                "request was still running; end all of them before an update"
-            )
         self.policy_version = weights.version
 
     def state_dict(self) -> dict[str, Any]:

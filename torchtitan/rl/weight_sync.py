@@ -60,6 +60,7 @@ class StagedWeights:
     """A copy of weights that waits to be taken over; its memory is given free as it is read.
 
     It can be read once. version, digest: as of `PolicyWeights`; the digest is known after that.
+    failure: what reading them has raised.
     """
 
     @torch.no_grad()
@@ -67,6 +68,7 @@ class StagedWeights:
         self._pairs = deque((name, tensor.detach().clone()) for name, tensor in weights)
         self.version, self._digest = weights.version, weights.digest
         self.digest: str | None = None
+        self.failure: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         while self._pairs:

@@ -1,6 +1,8 @@
 """New weights between two tokens of a completion: what is drawn, with which log-probs and versions."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torchtitan.rl.report import staleness
 from torchtitan.rl.rollout import make_episodes
 from torchtitan.rl.tasks import build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+from torchtitan.rl.weight_sync import WeightMismatchError
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SAMPLING = SamplingConfig(
@@ -86,6 +89,32 @@ def test_rows_draw_with_one_version_unless_asked_otherwise():
     found = drawn_with_updates("llama3", {3: 1, 6: 2}, in_flight=False)
     assert found == drawn_with_updates("llama3", {}) == drawn_with_updates("llama3", {1000: 1})
     assert {(c.policy_version, c.token_versions) for c in found} == {(0, None)}
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_draws_after_an_update_that_failed_tell_its_failure_until_the_next_one(in_flight):
+    buffered = BufferedGenerator(CopyGenerator(tiny("llama3", 100)), in_flight=in_flight)
+    buffered.update_weights(weights_of(tiny("llama3", 0), version=0))
+    buffered._staged._pairs[0][1].add_(1)  # the first tensor
+    for _ in range(2):
+        with pytest.raises(WeightMismatchError, match="something overwrote them"):
+            buffered.pinned().generate(PROMPTS, SAMPLING)
+    buffered.update_weights(weights_of(tiny("llama3", 1), version=1))
+    assert buffered.pinned().generate(PROMPTS, SAMPLING)[0].policy_version == 1
+
+
+def test_model_is_freed_with_its_generator():
+    generator = CopyGenerator(tiny("llama3", 100))
+    buffered = BufferedGenerator(generator, in_flight=True)
+    buffered.update_weights(weights_of(tiny("llama3", 0), version=0))
+    buffered.generate(PROMPTS, SAMPLING)
+    model = weakref.ref(generator.model)
+    gc.disable()
+    try:
+        del generator, buffered
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_episodes_are_as_old_as_their_oldest_token(tmp_path):
