@@ -193,30 +193,33 @@ def measured_rates() -> Machine:
     def attend() -> None:
         attention(q, k, v).backward(gradient)
 
-    def collective(n_bytes: int) -> float:
-        """Seconds of a gather and a reduction, after work that ends at other times elsewhere."""
+    def collective(run: Any, n_bytes: int) -> float:
+        """Seconds of one, after work that ends at other times elsewhere."""
         shard = torch.zeros(n_bytes // 4)
         whole = torch.zeros(n_bytes // 4 * dist.get_world_size())
+        return max(typical(lambda: (a @ b, run(shard, whole))) - typical(lambda: a @ b), 1e-9)
 
-        def exchange() -> None:
-            a @ b
-            dist.all_gather_into_tensor(whole, shard)
-            a @ b
-            dist.reduce_scatter_tensor(shard, whole)
+    def rate(run: Any) -> tuple[float, float]:
+        latency = collective(run, 4)
+        return latency, 2**20 / max(collective(run, 2**20) - latency, 1e-9)
 
-        return max(typical(exchange) - 2 * typical(lambda: a @ b), 1e-9) / 2
-
-    latency = collective(4)
+    runs = {
+        "all-gather": lambda shard, whole: dist.all_gather_into_tensor(whole, shard),
+        "reduce-scatter": lambda shard, whole: dist.reduce_scatter_tensor(shard, whole),
+        "all-to-all": lambda shard, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "all-reduce": lambda shard, whole: dist.all_reduce(shard),
+    }
+    of_kind = {kind: rate(run) for kind, run in runs.items()}
     return Machine(
         flops=2 * 2048 * 256 * 768 / typical(lambda: a @ b),
         memory=3 * x.nbytes / typical(lambda: torch.mul(x, y, out=z)),
         # Two products forward and five backward, of half a square of scores.
         attention=7 * 4 * 16 * 512 * 512 * 16 / typical(attend, 10),
-        nvlink=2**20 / max(collective(2**20) - latency, 1e-9),
+        nvlink=of_kind["all-gather"][1],
         network=math.inf,
         gpus_per_node=8,
         overlaps=False,
-        latency=latency,
+        of_kind=of_kind,
     )
 
 

@@ -57,8 +57,9 @@ class Machine:
     """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
 
     memory: bytes/s read and written. attention: FLOP/s of its kernels; 0 for those of matrix
-    products. overlaps: what it sends takes no time of its processor, unlike a CPU's. latency:
-    seconds that a collective takes however small it is; a bound leaves it out.
+    products. overlaps: what it sends takes no time of its processor, unlike a CPU's.
+    of_kind: (seconds that a collective takes however small it is, bytes/s in place of nvlink) of
+    kinds of collectives where they are known; a bound leaves the former out.
     """
 
     flops: float
@@ -68,7 +69,7 @@ class Machine:
     memory: float = math.inf
     attention: float = 0.0
     overlaps: bool = True
-    latency: float = 0.0
+    of_kind: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
 
 def without_memory(machine: Machine) -> Machine:
@@ -99,11 +100,14 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
     """estimate: a `StepEstimate`, made for `machine.gpus_per_node`."""
 
     def seconds(in_line: bool) -> float:
-        traffic = estimate.counts.traffic.items()
-        chosen = [t for (axis, _), t in traffic if (axis in _IN_LINE) == in_line]
-        on_nvlink = sum(t.sent for t in chosen) / machine.nvlink
-        on_network = sum(t.network for t in chosen) / machine.network
-        return max(on_nvlink, on_network) + machine.latency * sum(t.calls for t in chosen)
+        on_nvlink = on_network = latency = 0.0
+        for (axis, kind), traffic in estimate.counts.traffic.items():
+            if (axis in _IN_LINE) == in_line:
+                each, rate = machine.of_kind.get(kind, (0.0, machine.nvlink))
+                latency += each * traffic.calls
+                on_nvlink += traffic.sent / rate
+                on_network += traffic.network / machine.network
+        return max(on_nvlink, on_network) + latency
 
     flops = estimate.counts.flops
     compute = flops["matrix products"] / machine.flops

@@ -121,8 +121,8 @@ def test_a_cpu_computes_and_sends_by_turns():
     estimate = SimpleNamespace(counts=counts, bubble=0.5, model_flops=1e12, world_size=1)
     gpu = Machine(flops=1e12, nvlink=1e9, network=1e9, gpus_per_node=8)
     assert bound_of(estimate, gpu).step == 3
-    cpu = dataclasses.replace(gpu, overlaps=False, latency=0.1)
-    assert bound_of(estimate, cpu).step == 3 + 3 + 10 * 0.1
+    cpu = dataclasses.replace(gpu, overlaps=False, of_kind={"all-gather": (0.1, 2e9)})
+    assert bound_of(estimate, cpu).step == 3 + 1.5 + 10 * 0.1
     # What is read and written, and attention at its own rate.
     counts.flops["attention"] = 1e12
     slow = dataclasses.replace(gpu, memory=1e9, attention=5e11)
