@@ -1,6 +1,7 @@
 """From a config to the train spec it names, with all checks that need no device or process group."""
 
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -28,10 +29,13 @@ def resolve_job(
     if train_spec is None:
         train_spec = find_train_spec(job_config)
     check_against_spec(job_config, train_spec, builds_data)
-    # A model's own dataloader may not say which datasets it knows.
-    known_datasets = getattr(train_spec.build_dataloader_fn, "datasets", None)
-    if builds_data and known_datasets is not None:
-        check_datasets(job_config, known_datasets)
+    if builds_data:
+        # A model's own dataloader may not say which datasets it knows. functools.wraps copies what
+        # the wrapped builder says, but the wrapper may take others.
+        builder = train_spec.build_dataloader_fn
+        known_datasets = getattr(builder, "registered_datasets", None)
+        if isinstance(known_datasets, Mapping) and not hasattr(builder, "__wrapped__"):
+            check_datasets(job_config, known_datasets)
     return train_spec
 
 

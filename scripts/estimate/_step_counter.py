@@ -112,13 +112,16 @@ class StepCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return result  # DTensor finds out a shape, on tensors that no rank has
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            self._count_collective(func, args, result)
+        namespace = getattr(func, "namespace", "")
+        if namespace == "torchtitan" and "reduce_scatter" in func.name():
+            namespace = "_c10d_functional"  # the CPU's form
+        if namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(namespace, func, args, result)
         else:
             self._count_computation(func, args, kwargs, result)
         return result
 
-    def _count_collective(self, func: Any, args: Any, result: Any) -> None:
+    def _count_collective(self, namespace: str, func: Any, args: Any, result: Any) -> None:
         name = func.name().partition("::")[2]
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
         group = next((g for g in map(_as_group, args) if g is not None), None)
@@ -140,7 +143,7 @@ class StepCounter(TorchDispatchMode):
         elif kind == "send":
             sent = payload
             network = payload if ranks[args[2]] // self.gpus_per_node != node else 0.0
-        axis = self.axis_of_group.get((func.namespace, group.group_name), f"{n} ranks")
+        axis = self.axis_of_group.get((namespace, group.group_name), f"{n} ranks")
         self.counts.traffic[axis, kind] += Traffic(1, payload, sent, network)
 
     def _count_computation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -4,6 +4,8 @@ Names of the reference are there, and say so if they cannot work.
 """
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import FunctionType
 
@@ -55,6 +57,27 @@ NAMES = {
 def test_names_are_importable(module):
     loaded = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(loaded, name)] == []
+
+
+def test_star_imports_do_not_depend_on_what_is_loaded():
+    """In a new process, before and after submodules and lazy names are loaded."""
+    code = """if True:
+        import importlib
+        packages = ("config", "components.quantization", "hf_datasets")
+        found = []
+        for _ in range(2):
+            found.append({})
+            for package in packages:
+                exec(f"from torchtitan.{package} import *", found[-1])
+            for module in ("config.manager", "quantization.float8", "data.text_datasets"):
+                importlib.import_module(f"torchtitan.{module}")
+        names = [set(namespace) - {"__builtins__"} for namespace in found]
+        assert names[0] == names[1], names[0] ^ names[1]
+        wanted = {"ConfigManager", "JobConfig", "TORCH_DTYPE_MAP", "DatasetConfig"}
+        wanted |= {"QuantizationConverter", "MXFP8_GROUP_ALIGNMENT_SIZE"}
+        assert wanted <= names[0], wanted - names[0]
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # The reference's paths of modules that live elsewhere here.

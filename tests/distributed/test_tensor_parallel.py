@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import _context_fn
+from torchtitan.distributed.all_to_all import start_reduce_scatter
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.sequence_parallel import SequenceShards
 from torchtitan.distributed.utils import clip_grad_norm_, get_train_context
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.parallelize import parallelize_decoder
+from torchtitan.models.parallelize import find_save_list, parallelize_decoder
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
@@ -226,6 +228,31 @@ def test_shards_of_any_length_join_to_the_whole_with_its_gradients(overlap):
             assert torch.equal(joined, whole) and torch.equal(joined_grad, 2 * whole)
             assert torch.equal(summed, whole * (1 + 2 + 3))
             assert torch.equal(summed_grad, torch.full_like(whole, 1 + 2 + 3))
+
+
+def sum_summands():
+    """Torch's sum, ours, ours compiled, and bytes that selective checkpointing keeps of ours."""
+    torch.manual_seed(torch.distributed.get_rank())
+    x, group = torch.randn(6, 5), torch.distributed.group.WORLD.group_name
+    wait = torch.ops._c10d_functional.wait_tensor
+    expected = wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 2, group))
+
+    def own_sum(x):
+        return wait(start_reduce_scatter(x, 2, group))
+
+    forward, _ = _context_fn(find_save_list("_op_sac_save_list"), frozenset())()
+    with forward:
+        out = own_sum(x)
+    saved = [value for kept in forward.storage.values() for value in kept.values()]
+    sizes = [value.val.nbytes for value in saved if hasattr(value, "val")]
+    compiled = torch.compile(own_sum, backend="aot_eager", fullgraph=True)(x)
+    return expected, out, compiled, sizes
+
+
+def test_sum_over_ranks_is_torchs_and_checkpointing_keeps_no_summands():
+    for expected, out, compiled, sizes in run_ranks(sum_summands, 2):
+        assert torch.equal(out, expected) and torch.equal(compiled, expected)
+        assert sizes == [expected.nbytes]
 
 
 VARIANTS = [

@@ -188,6 +188,7 @@ KEPT = {
         *(h[0], h[0], h[0], _offsets(x), _offsets(x), 2, 2)
     )[0],
     "reduce_scatter_tensor": lambda x, h: collectives.reduce_scatter_tensor(x, "sum", 2, "group"),
+    "reduce_scatter": lambda x, h: torch.ops.torchtitan.reduce_scatter(x, 2, "group"),
     "all_to_all_single": lambda x, h: collectives.all_to_all_single(x, [1, 1], [2, 2], "group"),
 }
 

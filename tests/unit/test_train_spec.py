@@ -1,13 +1,16 @@
 """Looking train specs up by name, and what a client may change in them."""
 
-from functools import partial
+import dataclasses
+from functools import partial, wraps
 
 import pytest
 import torch
 from torch import nn
 
+from torchtitan.config import ConfigManager
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import build_hf_tokenizer
+from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
@@ -15,6 +18,7 @@ from torchtitan.optim.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools.errors import ConfigError
 
 
 class FakeModel(ModelProtocol):
@@ -140,3 +144,22 @@ def test_protocol_methods_that_were_not_defined_say_so():
         model.get_attention_masks(torch.ones(1, 1), None)
     with pytest.raises(NotImplementedError, match="init_weights"):
         model.init_weights()
+
+
+def test_dataset_is_checked_where_the_builder_itself_says_which_it_knows():
+    config = ConfigManager().parse_args(["--training.dataset=own"])
+    spec = get_train_spec("llama3")
+
+    @wraps(build_text_dataloader)
+    def wrapper(**arguments):
+        """It may know datasets of its own."""
+
+    class Loader:
+        @property
+        def registered_datasets(self):
+            """For instances."""
+
+    for builder in (wrapper, Loader):
+        resolve_job(config, train_spec=dataclasses.replace(spec, build_dataloader_fn=builder))
+    with pytest.raises(ConfigError, match="registered dataset .* got 'own'"):
+        resolve_job(config, train_spec=spec)

@@ -1,5 +1,3 @@
-# ruff: noqa: F401 (names for others to import)
-
 import torch
 
 from torchtitan.tools.lazy_names import load_on_access
@@ -29,6 +27,28 @@ from torchtitan.config.job_config import (  # noqa: E402
     Training,
     Validation,
 )
+
+# Star imports take the lazy name from here.
+__all__ = [
+    "JobConfig",
+    "ConfigManager",
+    "TORCH_DTYPE_MAP",
+    "Job",
+    "Model",
+    "Optimizer",
+    "LRScheduler",
+    "Metrics",
+    "Checkpoint",
+    "ActivationCheckpoint",
+    "FaultTolerance",
+    "Quantize",
+    "Parallelism",
+    "Comm",
+    "Profiling",
+    "Training",
+    "Validation",
+    "Debug",
+]
 
 # The command line's parser is of no use to programs that make a JobConfig themselves.
 __getattr__ = load_on_access(__name__, {"ConfigManager": ".manager"})

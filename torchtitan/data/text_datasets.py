@@ -312,7 +312,7 @@ def build_text_dataloader(
     return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
-build_text_dataloader.datasets = DATASETS  # asked for by the check of a config
+build_text_dataloader.registered_datasets = DATASETS  # asked for by the check of a config
 
 
 def build_text_validation_dataloader(

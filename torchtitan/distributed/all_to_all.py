@@ -6,9 +6,13 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor
+from torch.library import Library
 
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
+
+_library = Library("torchtitan", "FRAGMENT")
+_library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
@@ -19,13 +23,27 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: s
 def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """x [size * n, ...], a summand for each rank -> this rank's sum [n, ...].
 
-    Wait for the result with `wait_tensor`.
+    Call `wait_tensor` on the result before it is read. On the CPU it is there already, and waiting
+    does nothing.
     """
     if x.device.type != "cpu":
         return _OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
-    # Gloo's own takes twice the CPU time.
+    return torch.ops.torchtitan.reduce_scatter(x, size, group)
+
+
+def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """By all-to-all and a sum, since gloo's own takes twice the CPU time.
+
+    One operator, so that selective checkpointing keeps the sum and not its `size` summands.
+    """
     one_each = [len(x) // size] * size
-    return all_to_all(x, one_each, one_each, group).unflatten(0, (size, -1)).sum(0)
+    return all_to_all(x, one_each, one_each, group).unflatten(0, (size, one_each[0])).sum(0)
+
+
+_library.impl("reduce_scatter", _reduce_scatter, "CPU")
+_library.impl(
+    "reduce_scatter", lambda x, size, group: x.new_empty((len(x) // size, *x.shape[1:])), "Meta"
+)
 
 
 class AllToAll(torch.autograd.Function):

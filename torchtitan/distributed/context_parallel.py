@@ -205,8 +205,9 @@ class ContextPart:
     def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
         """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns what to attend with.
 
-        Other work can be done between this and attention while the keys travel, and in backward
-        that work's gradients while the keys' gradients do.
+        On accelerators, other work can be done between this and attention while the keys travel,
+        and in backward that work's gradients while the keys' gradients do. On the CPU only the
+        keys travel meanwhile: their gradients are summed before backward goes on.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
@@ -326,8 +327,8 @@ def apply_cp_to_attention_module(
 class _GatheredRows(torch.autograd.Function):
     """[n, ...] of each rank -> [cp * n, ...] on all, which are on their way as `gathered`.
 
-    Each rank gets the sum of its own rows' gradients. Backward does not wait for them:
-    `_WaitForGradient`, which x has to come from, does.
+    Each rank gets the sum of its own rows' gradients. On accelerators backward does not wait for
+    them: `_WaitForGradient`, which x has to come from, does. On the CPU they are there at once.
     """
 
     @staticmethod

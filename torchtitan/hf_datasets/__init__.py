@@ -1,3 +1,5 @@
 """The reference's path of `torchtitan.data`."""
 
-from torchtitan.data import *  # noqa: F403
+from torchtitan.data import DatasetConfig
+
+__all__ = ["DatasetConfig"]

@@ -17,8 +17,9 @@ import torch._higher_order_ops
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import nn
 
+import torchtitan.distributed.all_to_all
 import torchtitan.models.attention_cpu
-import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as the one above)
+import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as those above)
 from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
@@ -85,6 +86,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         ops.torchtitan.document_attention.default,
         ops._c10d_functional.reduce_scatter_tensor.default,
+        ops.torchtitan.reduce_scatter.default,  # the same on the CPU
         ops._c10d_functional.all_to_all_single.default,
         torch._higher_order_ops.flex_attention,
     }

@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import torchtitan
@@ -53,7 +52,8 @@ def recording(config: Any) -> Iterator[None]:
             config.job.description,
             versions={
                 "torchtitan": torchtitan.__version__,
-                "torch": metadata.version("torch"),
+                # Without its import, which readers of reports have no use for.
+                "torch": getattr(sys.modules.get("torch"), "__version__", None),
                 "python": platform.python_version(),
             },
             host=socket.gethostname(),
