@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan.distributed.utils as dist_utils
 from torchtitan.config.job_config import Comm
@@ -332,6 +333,28 @@ def test_norm_over_dense_and_expert_meshes_is_that_of_all_gradients():
         for whole, grad in zip(wholes, clipped, strict=True):
             torch.testing.assert_close(grad, whole * 0.5 / (expected + 1e-6))
         assert "every parameter is a DTensor" in refusal
+
+
+def reductions_of_clipping():
+    """Of three gradients split over two axes and two split over one of them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    both, first = [Shard(0), Shard(1)], [Shard(0), Replicate()]
+    parameters = []
+    for placements in (both, both, both, first, first):
+        parameters.append(nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements)))
+        parameters[-1].grad = parameters[-1].detach().clone()
+    with CommDebugMode() as counter:
+        norm = dist_utils.clip_grad_norm_(parameters, 0.5, foreach=True)
+    return norm.item(), counter.get_total_counts()
+
+
+def test_clipping_reduces_once_per_axis_of_gradients_that_are_split_alike():
+    for norm, num_reductions in run_ranks(reductions_of_clipping, 4):
+        assert norm == pytest.approx((5 * 16) ** 0.5)
+        assert num_reductions == 2 + 1  # the sets of axes: fsdp and tp, fsdp
 
 
 def norm_of_large_gradient():
