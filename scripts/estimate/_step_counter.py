@@ -114,7 +114,7 @@ class StepCounter(TorchDispatchMode):
             return result  # DTensor finds out a shape, on tensors that no rank has
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
-            namespace = "_c10d_functional"  # the CPU's form
+            namespace = "_c10d_functional"  # the CPU's form, which is an all-to-all
         if namespace in ("c10d", "_c10d_functional"):
             self._count_collective(namespace, func, args, result)
         else:
@@ -124,6 +124,8 @@ class StepCounter(TorchDispatchMode):
     def _count_collective(self, namespace: str, func: Any, args: Any, result: Any) -> None:
         name = func.name().partition("::")[2]
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+        if func.namespace == "torchtitan":
+            kind = "all-to-all"
         group = next((g for g in map(_as_group, args) if g is not None), None)
         if kind is None or group is None:
             return
