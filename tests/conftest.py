@@ -7,12 +7,15 @@ import hypothesis
 import pytest
 import torch
 
+from torchtitan.testing import gloo
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+gloo.PRELOADED_MODULES.append("torchtitan.rl.controller")  # for the ranks of RL's tests
 
 if torch.cuda.is_available():
     # cuBLAS reads it once, at the first matrix product; deterministic kernels need it.

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
-from torch import Tensor
-from torch.library import Library
+from torch import Tensor, library
 
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
 
-_library = Library("torchtitan", "FRAGMENT")
+_library = library.Library("torchtitan", "FRAGMENT")
 _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 

@@ -122,7 +122,7 @@ def reduce_scatter(
     return _OPS.wait_tensor(start_reduce_scatter(by_rank, size, group))
 
 
-def own_rows(
+def _own_rows(
     whole: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
 ) -> Tensor:
     padded = _pad(whole, dim, size)
@@ -131,7 +131,7 @@ def own_rows(
     return padded.narrow(dim, rank * n_rows, n_rows).clone(memory_format=torch.contiguous_format)
 
 
-_MOVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_rows": own_rows}
+_MOVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_rows": _own_rows}
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -11,8 +11,8 @@ import random
 import string
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,17 @@ def failed(what: str, culprit: str, error: BaseException, prompt: Prompt, text: 
         f"{what} failed at {where.filename}, line {where.lineno}: {type(error).__name__}: {error}; "
         f"the completion was {text!r}, the expected answer {prompt.answer!r}; correct the {culprit}"
     )
+
+
+@contextmanager
+def _explained(what: str, culprit: str, prompt: Prompt, text: str) -> Iterator[None]:
+    """Raise `failed` in place of what a task raises; a ValueError says enough."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(what, culprit, error, prompt, text) from error
 
 
 class CharTokenizer(BaseTokenizer):
@@ -125,12 +136,8 @@ class Task(ABC):
         """As `grade` for each pair. Raises ValueError where grading fails."""
         grades = []
         for prompt, text in pairs:
-            try:
+            with _explained("grading", "reward function", prompt, text):
                 grades.append(self.grade(prompt, text))
-            except ValueError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise failed("grading", "reward function", error, prompt, text) from error
         return grades
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
@@ -152,12 +159,8 @@ class Task(ABC):
         """As `reply` for each episode. Raises ValueError where it fails."""
         replies = []
         for prompt, turns in episodes:
-            try:
+            with _explained("a reply", "task", prompt, turns[-1].text):
                 replies.append(self.reply(prompt, turns))
-            except ValueError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise failed("a reply", "task", error, prompt, turns[-1].text) from error
         return replies
 
     @property

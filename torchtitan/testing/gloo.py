@@ -26,7 +26,8 @@ from typing import Any
 
 from torchtitan.tools.host import signal_at_parents_death
 
-# A process has one fork server: whatever starts it decides what all its ranks find loaded.
+# A process has one fork server: whatever starts it decides what all its ranks find loaded. May be
+# added to before.
 PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
@@ -36,7 +37,6 @@ PRELOADED_MODULES = [
     "torchtitan.config.manager",
     "torchtitan.listeners.metrics",
     "torchtitan.models.llama3",
-    "torchtitan.rl.controller",
     "torchtitan.trainer",
 ]
 _SECONDS_FOR_OTHER_FAILURES = 1.0
