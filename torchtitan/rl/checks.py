@@ -1,7 +1,6 @@
 """Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
 
 import ipaddress
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
-from torchtitan.rl.tasks import find_function, task_builder
+from torchtitan.rl.tasks import chat_variables, find_function, task_builder
 from torchtitan.tools.errors import ConfigError
 
 
@@ -342,25 +341,13 @@ def _task(job_config: JobConfig) -> Iterator[str]:
             f"rl.task.chat_template must be a file with a Jinja template, got "
             f"{task.chat_template!r} (looked in {os.getcwd()}); correct the path"
         )
-    yield from problem_in(_chat_variables, task.chat_variables)
+    yield from problem_in(chat_variables, task)
     for name in task.tools:
         yield from problem_in(find_function, name, "rl.task.tools")
     if task.tools and task.max_turns == 1:
         yield (
             f"rl.task.tools = {task.tools} answer the policy, which then needs another turn, got "
             "rl.task.max_turns = 1; raise it"
-        )
-
-
-def _chat_variables(text: str) -> None:
-    try:
-        is_kept = not text or isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        is_kept = False
-    if not is_kept:
-        raise ValueError(
-            f"rl.task.chat_variables must be a JSON object, got {text!r}; write it like "
-            "'{\"enable_thinking\": false}'"
         )
 
 
