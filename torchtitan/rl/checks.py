@@ -3,7 +3,7 @@
 import ipaddress
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
@@ -266,15 +266,11 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
 
 
 def _critic(job_config: JobConfig) -> Iterator[str]:
-    rl, default, steps = job_config.rl, RL(), job_config.training.steps
+    rl, steps = job_config.rl, job_config.training.steps
     if not job_config.has_critic:
         keys = ["advantage.gamma", "advantage.lam", "advantage.whiten"]
-        for key in [*keys, *(f"critic.{name}" for name in vars(rl.critic))]:
-            if value_of(rl, key) != value_of(default, key):
-                yield (
-                    f"rl.{key} = {value_of(rl, key)} is read by rl.advantage.name = 'gae' only, got "
-                    f"{rl.advantage.name!r}; take one of them out"
-                )
+        keys += [f"critic.{name}" for name in vars(rl.critic)]
+        yield from _not_read(rl, keys, "advantage.name", "gae")
         return
     yield from problem_in(GAE, rl.advantage.gamma, rl.advantage.lam)
     if rl.advantage.std:
@@ -386,18 +382,14 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
 
 
 def _generator(job_config: JobConfig) -> Iterator[str]:
-    generator, default = job_config.rl.generator, RL().generator
-    for backend, keys in {
+    generator = job_config.rl.generator
+    for backend, names in {
         "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
         "openai": ("url", "model", "reload_url", "max_requests", "timeout_seconds"),
     }.items():
-        for key in keys if generator.backend != backend else ():
-            value = getattr(generator, key)
-            if value != getattr(default, key):
-                yield (
-                    f"rl.generator.{key} = {value} is read by rl.generator.backend = {backend!r} only, "
-                    f"got {generator.backend!r}; take one of them out"
-                )
+        if generator.backend != backend:
+            keys = [f"generator.{name}" for name in names]
+            yield from _not_read(job_config.rl, keys, "generator.backend", backend)
     if generator.backend == "openai":
         yield from _server(job_config)
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
@@ -431,8 +423,18 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     if not 0 < generator.memory_share <= 1:
         yield (
             f"rl.generator.memory_share must be above 0 and at most 1, got "
-            f"{generator.memory_share}; the default is {default.memory_share}"
+            f"{generator.memory_share}; the default is {RL().generator.memory_share}"
         )
+
+
+def _not_read(rl: RL, keys: Sequence[str], choice: str, reader: str) -> Iterator[str]:
+    """The keys that are set, although only another choice than today's reads them."""
+    for key in keys:
+        if value_of(rl, key) != value_of(RL(), key):
+            yield (
+                f"rl.{key} = {value_of(rl, key)} is read by rl.{choice} = {reader!r} only, got "
+                f"{value_of(rl, choice)!r}; take one of them out"
+            )
 
 
 def _server(job_config: JobConfig) -> Iterator[str]:
