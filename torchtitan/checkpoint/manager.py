@@ -54,7 +54,7 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection, _rank
+from torchtitan.tools.utils import GarbageCollection
 
 
 def _entry_of(part: str, name: str) -> property:
@@ -552,3 +552,10 @@ class CheckpointManager:
             and all(manager.enable and not manager.load_only for manager in (self, other))
             and os.path.realpath(self.folder) == os.path.realpath(other.folder)
         )
+
+
+def _rank() -> int:
+    try:
+        return dist.get_rank()
+    except ValueError:  # a single process without process group
+        return 0
