@@ -416,6 +416,17 @@ def test_folder_of_two_kinds_is_refused(tmp_path):
         load_local_documents(str(tmp_path))
 
 
+def test_hidden_files_and_the_card_of_a_dataset_are_no_data(tmp_path):
+    write_json_lines(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "._a.jsonl").write_bytes(bytes(range(256)))
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write_json_lines(tmp_path / ".ipynb_checkpoints" / "a-checkpoint.jsonl", ["stale"])
+    (tmp_path / "README.md").write_text("about these files")
+    assert local_texts(tmp_path) == ["one"]
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.md")  # among texts the card is one of them
+    assert len(local_texts(tmp_path)) == 2
+
+
 def test_parquet_is_read_through_datasets(tmp_path):
     from datasets import Dataset
 
