@@ -81,7 +81,7 @@ def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, n
         assert_resume_repeats(dataset, world_size, rank, num_before, num_after=30)
 
 
-@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream", "small_shuffled_stream"])
 @pytest.mark.parametrize("num_before", [1, 70])
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
     assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
