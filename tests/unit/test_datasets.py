@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
+from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, text_datasets
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_share import DocumentShare, deal_again
@@ -407,6 +408,18 @@ def test_folder_is_read_in_the_order_of_names(tmp_path):
     write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
     (tmp_path / "notes.csv").write_text("not data")
     assert local_texts(tmp_path) == ["one", "two", "three"]
+
+
+def test_names_are_found_in_any_case_and_own_ones_with_capitals(monkeypatch):
+    documents = [{"text": "one"}]
+    own = DatasetConfig("", lambda path: documents, lambda sample: sample["text"])
+    monkeypatch.setitem(DATASETS, "MyData", own)
+    config = JobConfig()
+    for name, found in (("MyData", "MyData"), ("C4_Test", "c4_test")):
+        config.training.dataset = name
+        check_datasets(config, DATASETS)
+        dataset = HuggingFaceTextDataset(name, None, NumberTokenizer())
+        assert dataset.dataset_name == found
 
 
 def test_folder_of_two_kinds_is_refused(tmp_path):

@@ -97,7 +97,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
     for section in data_sections(job_config):
         name = getattr(job_config, section).dataset
         path = getattr(job_config, section).dataset_path
-        if name.lower() not in known:
+        if name not in known and name.lower() not in known:
             yield (
                 f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
                 f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
