@@ -167,10 +167,16 @@ class StreamedDocuments:
             self._data.set_epoch(self._data.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        # Until it is iterated, a stream reports its beginning, not the position it was given.
+        # Until it is iterated, a stream reports its beginning, not the position it was given. And as
+        # the beginning, that of all data workers: a random mixture has another one in each.
+        if self._loaded is None and not self._has_begun:
+            return {"data": None}
         return {"data": self._loaded or self._data.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["data"] is None:
+            self.restart()
+            return
         # A stream ignores a position that was saved in another epoch than the one it is in.
         self._data.set_epoch(state["data"]["epoch"])
         self._data.load_state_dict(state["data"])
