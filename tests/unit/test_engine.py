@@ -176,8 +176,16 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         ({"input": [[1, 2]]}, (1, 2), "needs 'input'.*got list"),
         ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
         ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
-        ({"input": torch.ones(0, 4).long()}, (0, 4), r"hold a token, got shape \(0, 4\); leave the"),
-        ({"input": torch.ones(1, 0).long()}, (1, 0), r"hold a token, got shape \(1, 0\); leave the"),
+        (
+            {"input": torch.ones(0, 4).long()},
+            (0, 4),
+            r"hold a token, got shape \(0, 4\); leave the",
+        ),
+        (
+            {"input": torch.ones(1, 0).long()},
+            (1, 0),
+            r"hold a token, got shape \(1, 0\); leave the",
+        ),
     ],
 )
 def test_microbatch_of_another_shape_is_named_before_anything_is_computed(

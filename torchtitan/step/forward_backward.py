@@ -116,9 +116,7 @@ def forward_backward(
         microbatches = runner.microbatches(
             batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
-        losses = runner.run(
-            microbatches, loss_of, backward=True, is_callers=loss_fn is not None
-        )
+        losses = runner.run(microbatches, loss_of, backward=True, is_callers=loss_fn is not None)
         # In fp32, whatever the loss function gave: ranks without a loss have to match it.
         loss = torch.zeros((), device=engine.device)
         if losses:

@@ -178,9 +178,7 @@ class Runner:
                     if not microbatch.is_filler
                 ]
             else:
-                outputs = self._run_schedule(
-                    list(microbatches), on_output, backward, is_callers
-                )
+                outputs = self._run_schedule(list(microbatches), on_output, backward, is_callers)
         if not backward:
             # FSDP keeps the last unit gathered, whose gradients nobody would see then.
             self.reshard()

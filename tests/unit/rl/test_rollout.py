@@ -102,6 +102,8 @@ def test_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):
     task = SumDigitsTask()
     with (
         patch.object(task, "held_out", lambda _: []),
-        pytest.raises(ValueError, match="SumDigitsTask has no held-out prompt .* rl.eval_every to 0"),
+        pytest.raises(
+            ValueError, match="SumDigitsTask has no held-out prompt .* rl.eval_every to 0"
+        ),
     ):
         Rollouts(task, config, draws=None).of_held_out(greedy=True)
