@@ -350,7 +350,8 @@ class TrainingEngine(build.EngineParts):
             else the initial checkpoint of the config.
         model_only: leave optimizer, schedule and counters as they are.
 
-        Where `weights_version` is not restored, it goes up by one.
+        Where `weights_version` is not restored, it goes up by one. Gradients are zeroed: they are those
+        of other weights.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
@@ -360,6 +361,9 @@ class TrainingEngine(build.EngineParts):
         if found and not self._counters_restored:
             self.weights_version += 1
             self._loaded_version += 1  # no optimizer step
+        if found:
+            self.optimizers.zero_grad()
+            self.update.forget_microbatches()
         return found
 
     def to(

@@ -694,3 +694,24 @@ def test_longer_run_does_not_begin_anew_over_a_weights_only_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full one"):
         longer.train()
     longer.close()
+
+
+def test_checkpoints_are_saved_and_loaded_between_backward_and_step(tmp_path):
+    """Torch makes no optimizer state for parameters with gradients before the first step."""
+    engine = make_engine(tmp_path)
+    backward(engine)
+    engine.save(str(tmp_path / "before"))
+    engine.optim_step()
+    backward(engine)
+    engine.save(str(tmp_path / "after"))
+    engine.optim_step()
+    other = make_engine(tmp_path / "other")
+    backward(other)
+    for name, version in (("after", 1), ("before", 0), ("after", 1)):
+        assert other.load(str(tmp_path / name)) and other.weights_version == version
+        # Those of the weights before.
+        assert all(parameter.grad is None for parameter in other.model_parts[0].parameters())
+        backward(other)
+    other.optim_step()
+    for name, parameter in engine.model_parts[0].named_parameters():
+        assert torch.equal(parameter, other.model_parts[0].get_parameter(name)), name
