@@ -23,6 +23,7 @@ ASSET_PATTERNS: dict[str, tuple[str, ...]] = {
         "vocab.json",
         "vocab.txt",
         "merges.txt",
+        "chat_template.jinja",
     ),
     "config": ("config.json", "generation_config.json"),
     "index": (INDEX_PATTERN,),

@@ -39,6 +39,7 @@ from torchtitan.step.runner import Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.products import use_onednn
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
@@ -115,6 +116,8 @@ def build_engine(engine: Any, layout: RankLayout | None) -> None:
     engine.num_params, engine.num_flops_per_token = count(model, training.seq_len)
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
+    if engine.device.type == "cpu":
+        use_onednn(model)
     engine.global_batch_size = training.global_batch_size
     if engine.global_batch_size < 0:
         engine.global_batch_size = training.local_batch_size * engine.dp_size

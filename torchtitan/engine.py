@@ -181,7 +181,8 @@ class TrainingEngine(build.EngineParts):
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
-        Raises ValueError for a head and a batch without labels, or a model with a value head.
+        Raises ValueError for a head and a batch without labels, or a model with a value head. What
+        output_fn raises on a pipeline's last stage, the other stages raise as RunError.
         """
         self.offloader.check_here("forward_step", "model")
         return forward(self, microbatches, output_fn, head)
@@ -190,7 +191,7 @@ class TrainingEngine(build.EngineParts):
         self,
         *,
         input_dict: Microbatches,
-        labels: torch.Tensor | Sequence[torch.Tensor],
+        labels: torch.Tensor | Sequence[torch.Tensor | None] | None,
         global_valid_tokens: torch.Tensor | float,
         loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
         head: Head | None = None,
@@ -198,7 +199,8 @@ class TrainingEngine(build.EngineParts):
     ) -> torch.Tensor:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
-        input_dict, labels: microbatches, see the top of this module, and the labels [B, T] of each.
+        input_dict, labels: microbatches, see the top of this module, and the labels [B, T] of each,
+            None for a loss_fn that needs none.
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows, a list is taken as it is.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
@@ -220,7 +222,8 @@ class TrainingEngine(build.EngineParts):
         head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
-        are those of a part of the microbatches then: call `optimizers.zero_grad()`.
+        are those of a part of the microbatches then: call `optimizers.zero_grad()`. What loss_fn
+        raises on a pipeline's last stage, the other stages raise as RunError.
         """
         self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")
@@ -252,12 +255,14 @@ class TrainingEngine(build.EngineParts):
         weights and optimizer state as they are and goes on (at most 10 times in a row),
         "stop" raises FloatingPointError, "ignore" updates all the same. On an accelerator the host
         learns of it a step late; see `OptimStepResult`.
-        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`, and for
-        a `denominator` whose sum is negative or not finite.
+        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`, for
+        a `denominator` whose sum is negative or not finite, an `lr` that is, and a `max_norm` that
+        is not above 0.
         """
         check_trains(self, "optim_step")
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
+        self.update.check_arguments(lr, max_norm)
         self.runner.reshard()  # parameters that a client's forward left gathered have no gradients
         return self.update.step(
             lr,
@@ -345,7 +350,8 @@ class TrainingEngine(build.EngineParts):
             else the initial checkpoint of the config.
         model_only: leave optimizer, schedule and counters as they are.
 
-        Where `weights_version` is not restored, it goes up by one.
+        Where `weights_version` is not restored, it goes up by one. Gradients are zeroed: they are those
+        of other weights.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
@@ -355,6 +361,9 @@ class TrainingEngine(build.EngineParts):
         if found and not self._counters_restored:
             self.weights_version += 1
             self._loaded_version += 1  # no optimizer step
+        if found:
+            self.optimizers.zero_grad()
+            self.update.forget_microbatches()
         return found
 
     def to(

@@ -131,7 +131,16 @@ def set_device() -> torch.device:
 
 
 def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
-    """Join or reuse the process group and return the layout of ranks."""
+    """Join or reuse the process group and return the layout of ranks.
+
+    Raises ConfigError if the config sets ranks apart and nobody has divided them.
+    """
+    if config.ranks_apart and not dist.is_initialized():
+        raise ConfigError(
+            f"rl.generator.ranks = {config.ranks_apart} divides the job's ranks before there is an "
+            "engine on them; start with torchtitan.rl.train or rl.controller.build_part, or set it "
+            "to 0 for an engine by itself"
+        )
     world_size = init_distributed(
         config.comm,
         enable_cpu_backend=config.training.enable_cpu_offload,

@@ -15,6 +15,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import token_counters
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 
 LENGTHS = (7, SEQ_LEN, 16, 5)
 # Per call the microbatches of each data-parallel rank; further ranks have none.
@@ -194,6 +195,44 @@ def with_and_without_failures(dump_folder: str) -> list[tuple[float, float]]:
 def test_engine_goes_on_after_failures_in_forward_and_backward(tmp_path):
     for without, with_failures in run_ranks(with_and_without_failures, 2, str(tmp_path)):
         assert with_failures == without
+
+
+def step_after_a_callers_failures(fails: bool, dump_folder: str) -> list:
+    """Loss and gradient norm behind what this rank was told of each failure."""
+    flags = [*Layout("PP 2", pp=2).overrides(), *batch_flags(*DENSE)]
+    with build_engine("llama3", flags, dump_folder) as engine:
+        batch, labels = microbatch(0)
+        step = dict(input_dict=[batch] * 2, labels=[labels] * 2, global_valid_tokens=10)
+        told = []
+        for loss_fn in (fail, lambda *_: None, lambda *_: torch.zeros(())) if fails else ():
+            with pytest.raises(Exception) as caught:
+                engine.forward_backward_step(**step, loss_fn=loss_fn)
+            told.append(caught.value)
+        if fails:
+            with pytest.raises(Exception) as caught:
+                engine.forward_step([batch] * 2, output_fn=fail)
+            told.append(caught.value)
+            engine.optimizers.zero_grad()
+        loss = engine.forward_backward_step(**step).item()
+        return [(loss, engine.optim_step().grad_norm.item()), *told]
+
+
+def callers_failures(dump_folder: str) -> tuple[list, list]:
+    fails, fails_not = (step_after_a_callers_failures(x, dump_folder) for x in (True, False))
+    return fails, fails_not
+
+
+def test_failure_of_a_callers_function_in_a_pipeline_is_raised_on_all_ranks(tmp_path):
+    (first, expected), (last, _) = run_ranks(callers_failures, 2, str(tmp_path), timeout_seconds=60)
+    assert first[0] == last[0] == expected[0]
+    assert [type(error) for error in first[1:]] == [RunError] * 4
+    own = [type(error) for error in last[1:]]
+    assert own == [FailedOnPurpose, ValueError, ValueError, FailedOnPurpose]
+    for theirs, error in zip(first[1:], last[1:], strict=True):
+        where = "rank 1, which has the pipeline's last stage, failed in the function"
+        assert str(theirs).startswith(where) and str(error) in str(theirs)
+    assert "scalar tensor computed from the outputs, got NoneType; " in str(last[2])
+    assert "outputs, got one of shape [] without a gradient; " in str(last[3])
 
 
 def losses_in(dtypes: list[torch.dtype], layout: Layout, dump_folder: str) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from tests.distributed.rl_runs import numbers, weights_hash
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
+from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.rl import decoding
 from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.controller import Controller, build_part
@@ -238,6 +239,20 @@ def test_ranks_that_cannot_be_divided_are_told(tmp_path):
 def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
     with pytest.raises(
         ConfigError, match="rl.generator.ranks = 1 .* start with torchtitan.rl.train"
+    ):
+        build(toy_config(tmp_path, "--rl.generator.ranks=1"))
+
+
+@pytest.mark.parametrize("build", [TrainingEngine, RankLayout.join])
+def test_engine_by_itself_does_not_train_on_ranks_that_are_to_generate(
+    build, tmp_path, monkeypatch
+):
+    # Two ranks, of which none has met the other.
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match="ranks = 1 divides the job's ranks before there is an en"
     ):
         build(toy_config(tmp_path, "--rl.generator.ranks=1"))
 

@@ -133,8 +133,17 @@ def mistakes_on_this_rank(dump_folder, overrides, same_batch):
             samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
         return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
 
+    def with_unknown(name):
+        """On the rank of the second data-parallel position, if there is one."""
+        samples = toy_samples(4)
+        samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
+        getattr(samples[1], name)[-1] = 32
+        return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
+
     good, wrong = batch(dp_size), batch(3 - dp_size)
     for own in (
+        with_unknown("token_ids"),
+        with_unknown("labels"),
         wrong if same_batch or rank == 1 else good,
         batch(dp_size, with_reference=False) if same_batch or rank == 1 else good,
         batch(dp_size, n=4 if rank == 0 else 8),
@@ -157,7 +166,9 @@ def test_batch_that_does_not_fit_the_layout_stops_all_ranks_with_a_sentence(
 ):
     dp_size = 2 if layout == "FSDP" else 1
     for said, finite in run_ranks(mistakes_on_this_rank, 2, tmp_path, LAYOUTS[layout], same_batch):
-        for_other_layout, without_reference, unlike = said
+        token, label, for_other_layout, without_reference, unlike = said
+        assert token.startswith("the tokens of samples must be ids from 0 to 31, got ")
+        assert label.startswith("the labels of samples must be ids from 0 to 31, got ")
         assert f"made for {3 - dp_size} data-parallel ranks" in for_other_layout
         assert "needs ref_logprobs in the samples, got none" in without_reference
         assert "all ranks must give the same batch, got rank 0: " in unlike

@@ -40,4 +40,10 @@ def good(text: str, _answer: str) -> float:
     return float(len(text))
 
 
+def tool_without_a_name() -> str:
+    return "done"
+
+
+tool_without_a_name.schema = {"type": "function", "function": {}}  # type: ignore[attr-defined]
+
 not_a_function = 3

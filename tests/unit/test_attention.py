@@ -527,7 +527,12 @@ def test_importing_the_protocols_loads_no_kernel():
 
 @pytest.mark.parametrize(
     ("n_queries", "n_keys"),
-    [([128, 128] * 2, [128, 512] * 2), ([256, 256], [384, 384]), ([3, 100, 7], [5, 400, 7])],
+    [
+        ([128, 128] * 2, [128, 512] * 2),
+        ([256, 256], [384, 384]),
+        ([3, 100, 7], [5, 400, 7]),
+        ([0, 1, 2, 0], [1, 1, 2, 3]),
+    ],
 )
 def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_keys):
     """As context parallelism makes them: the last query of a document sees its last key."""

@@ -284,7 +284,6 @@ def test_dump_folder_under_a_file_is_named(tmp_path):
     assert "job.dump_folder" in message and "'file/outputs'" in message and "choose" in message
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder nobody can write to")
 @pytest.mark.parametrize("place", ["../elsewhere", "a/../../elsewhere"])
 @pytest.mark.parametrize("key", ["checkpoint__folder", "job__save_config_file"])
 def test_places_outside_the_dump_folder_are_refused(key, place):
@@ -293,6 +292,26 @@ def test_places_outside_the_dump_folder_are_refused(key, place):
     assert repr(place) in message
 
 
+@pytest.mark.parametrize("name", ["", "logs/", "there"])
+@pytest.mark.parametrize("key", ["job__save_config_file", "metrics__save_jsonl_file"])
+def test_folders_in_place_of_files_are_refused(tmp_path, key, name):
+    (tmp_path / "there").mkdir()
+    config = config_with(job__dump_folder=str(tmp_path), metrics__enable_jsonl=True, **{key: name})
+    message = message_of(check_job_config, config)
+    assert f"{key.replace('__', '.')} must name a file" in message and repr(name) in message
+
+
+def test_pareto_needs_matplotlib(monkeypatch):
+    config = config_with(
+        activation_checkpoint__mode="memory_budget",
+        activation_checkpoint__visualize_memory_budget_pareto=True,
+        compile__enable=True,
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install matplotlib" in message_of(check_job_config, config)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder nobody can write to")
 def test_dump_folder_that_is_not_writable_is_named():
     message = message_of(check_job_config, config_with(job__dump_folder="/proc/x"))
     assert "job.dump_folder must be writable, got '/proc/x'" in message

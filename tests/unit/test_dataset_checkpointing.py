@@ -1,8 +1,10 @@
 """A run that is saved and resumed goes on with exactly the batches of the unbroken run."""
 
+from itertools import islice
+
 import pytest
 import torch
-from datasets import load_dataset
+from datasets import interleave_datasets, load_dataset
 
 from torchtitan.config import ConfigManager
 from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
@@ -34,6 +36,16 @@ def registered(c4_test):
             lambda sample: sample["text"],
         ),
     }
+    halves = [small.select(range(16)), small.select(range(16, 32))]
+    names["small_mixed_stream"] = DatasetConfig(
+        "",
+        lambda path: interleave_datasets(
+            [half.to_iterable_dataset(num_shards=4) for half in halves],
+            probabilities=[0.3, 0.7],
+            seed=3,
+        ),
+        lambda sample: sample["text"],
+    )
     DATASETS.update(names)
     yield
     for name in names:
@@ -81,7 +93,9 @@ def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, n
         assert_resume_repeats(dataset, world_size, rank, num_before, num_after=30)
 
 
-@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
+@pytest.mark.parametrize(
+    "dataset", ["small_indexed", "small_mixed_stream", "small_shuffled_stream"]
+)
 @pytest.mark.parametrize("num_before", [1, 70])
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
     assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
@@ -89,6 +103,18 @@ def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, datas
 
 def test_c4_test_resumes_in_the_middle(c4_test):
     assert_resume_repeats("c4_test", 2, 1, num_before=50, num_after=50)
+
+
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_mixed_stream"])
+def test_position_saved_before_the_first_batch_is_the_beginning(registered, dataset):
+    """Each validation goes back there."""
+    loader = build(dataset, 1, 0, num_workers=2)
+    start = loader.state_dict()
+    first = [labels for _, labels in islice(loader, 5)]
+    for _ in range(2):
+        loader.load_state_dict(start)
+        again = [labels for _, labels in islice(loader, 5)]
+        assert torch.equal(torch.stack(first), torch.stack(again))
 
 
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
+from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, text_datasets
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_share import DocumentShare, deal_again
@@ -409,11 +410,34 @@ def test_folder_is_read_in_the_order_of_names(tmp_path):
     assert local_texts(tmp_path) == ["one", "two", "three"]
 
 
+def test_names_are_found_in_any_case_and_own_ones_with_capitals(monkeypatch):
+    documents = [{"text": "one"}]
+    own = DatasetConfig("", lambda path: documents, lambda sample: sample["text"])
+    monkeypatch.setitem(DATASETS, "MyData", own)
+    config = JobConfig()
+    for name, found in (("MyData", "MyData"), ("C4_Test", "c4_test")):
+        config.training.dataset = name
+        check_datasets(config, DATASETS)
+        dataset = HuggingFaceTextDataset(name, None, NumberTokenizer())
+        assert dataset.dataset_name == found
+
+
 def test_folder_of_two_kinds_is_refused(tmp_path):
     write_json_lines(tmp_path / "a.jsonl", ["one"])
     (tmp_path / "b.txt").write_text("two")
     with pytest.raises(ValueError, match="one kind.*JSON lines, text"):
         load_local_documents(str(tmp_path))
+
+
+def test_hidden_files_and_the_card_of_a_dataset_are_no_data(tmp_path):
+    write_json_lines(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "._a.jsonl").write_bytes(bytes(range(256)))
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write_json_lines(tmp_path / ".ipynb_checkpoints" / "a-checkpoint.jsonl", ["stale"])
+    (tmp_path / "README.md").write_text("about these files")
+    assert local_texts(tmp_path) == ["one"]
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.md")  # among texts the card is one of them
+    assert len(local_texts(tmp_path)) == 2
 
 
 def test_parquet_is_read_through_datasets(tmp_path):

@@ -142,6 +142,18 @@ def test_module_of_the_page_on_extending_trains(tmp_path):
     assert 30 < float(loss) < 45
 
 
+# ---- rl.md ----
+
+
+def test_example_of_the_trainer_runs(tmp_path, monkeypatch):
+    (example,) = re.findall(r"## From Python\n```python\n(.*?)```", PAGES["docs/rl.md"], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(example, "docs/rl.md", "exec"), names)
+    assert names["done"].policy_version == 1 and names["done"].lr == 1e-4
+    assert list(tmp_path.iterdir()) == []  # nothing was asked to be written
+
+
 # ---- patch-set.md ----
 
 UNITS = dict(

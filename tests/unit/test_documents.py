@@ -184,6 +184,13 @@ def test_one_row_of_lengths_may_be_flat():
         ("seq_lens", [[1, 2], [2, 2]], "add up to 3 tokens at most, got 4"),
         ("cu_seqlens", [[0, 1, 3], [0, 2, 5]], "add up to 3 tokens at most, got 5"),
         ("cu_seqlens", [0, 3, 7], "add up to 6 tokens at most, got 7"),
+        ("seq_lens", [[3, -1], [2, 1]], "must not be negative, .* got a step of -1 and a beg"),
+        (
+            "cu_seqlens",
+            [[0, 3, 0], [0, 2, 3]],
+            "go up from 0, got a step of -3 and a beginning at 0",
+        ),
+        ("cu_seqlens", [2, 3, 6], "go up from 0, got .* a beginning at 2; fill rows"),
     ],
 )
 def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):

@@ -20,6 +20,7 @@ TOKENIZER = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "original/tokenizer.model",
+    "chat_template.jinja",
 ]
 CONFIG = ["config.json", "generation_config.json"]
 INDEX = ["model.safetensors.index.json"]
@@ -30,7 +31,7 @@ ALL = TOKENIZER + CONFIG + SAFETENSORS + OTHERS
 
 @pytest.fixture
 def hub(tmp_path):
-    """A hub with the files of Llama 3.1 8B; call it to download, and get the file names."""
+    """A hub with the files of Llama 3.1 8B, and a chat template; call it to download, and get the file names."""
     with (
         mock.patch("huggingface_hub.list_repo_files", return_value=ALL) as listing,
         mock.patch("huggingface_hub.hf_hub_download") as download,

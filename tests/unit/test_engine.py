@@ -176,6 +176,16 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         ({"input": [[1, 2]]}, (1, 2), "needs 'input'.*got list"),
         ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
         ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
+        (
+            {"input": torch.ones(0, 4).long()},
+            (0, 4),
+            r"hold a token, got shape \(0, 4\); leave the",
+        ),
+        (
+            {"input": torch.ones(1, 0).long()},
+            (1, 0),
+            r"hold a token, got shape \(1, 0\); leave the",
+        ),
     ],
 )
 def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
@@ -191,6 +201,14 @@ def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
+    engine = make_engine(tmp_path)
+    step = dict(input_dict=random_batch(1, 8)[0], global_valid_tokens=1)
+    with pytest.raises(ValueError, match="the default loss and a head need labels .* got None"):
+        engine.forward_backward_step(**step, labels=None)
+    engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
 
 
 @pytest.mark.parametrize("denominator", [0, -1.0, float("nan"), torch.tensor(0)])
@@ -302,6 +320,19 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
     for name, p in engine.model_parts[0].named_parameters():
         assert torch.equal(p, before[name])
     assert engine.lr == pytest.approx(2e-3 / 5)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"lr": -1e-3}, {"lr": float("nan")}, {"max_norm": 0}, {"max_norm": torch.tensor(-1.0)}],
+)
+def test_arguments_that_would_make_weights_useless_are_refused(argument, tmp_path):
+    engine = make_engine(tmp_path)
+    backward(engine)
+    (name,) = argument
+    with pytest.raises(ValueError, match=f"optim_step's {name} must be .*; correct it"):
+        engine.optim_step(**argument)
+    assert engine.optim_step().grad_norm > 0  # the gradients are still there
 
 
 def test_max_norm_of_one_step_replaces_that_of_the_config(tmp_path):
@@ -663,3 +694,24 @@ def test_longer_run_does_not_begin_anew_over_a_weights_only_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full one"):
         longer.train()
     longer.close()
+
+
+def test_checkpoints_are_saved_and_loaded_between_backward_and_step(tmp_path):
+    """Torch makes no optimizer state for parameters with gradients before the first step."""
+    engine = make_engine(tmp_path)
+    backward(engine)
+    engine.save(str(tmp_path / "before"))
+    engine.optim_step()
+    backward(engine)
+    engine.save(str(tmp_path / "after"))
+    engine.optim_step()
+    other = make_engine(tmp_path / "other")
+    backward(other)
+    for name, version in (("after", 1), ("before", 0), ("after", 1)):
+        assert other.load(str(tmp_path / name)) and other.weights_version == version
+        # Those of the weights before.
+        assert all(parameter.grad is None for parameter in other.model_parts[0].parameters())
+        backward(other)
+    other.optim_step()
+    for name, parameter in engine.model_parts[0].named_parameters():
+        assert torch.equal(parameter, other.model_parts[0].get_parameter(name)), name

@@ -78,6 +78,15 @@ def test_toml_file_is_read_in_either_form_of_the_flag(form):
     assert config.job.config_file == DEBUG_TOML
 
 
+def test_the_last_config_file_is_read(tmp_path):
+    """A launch script's own comes first, as in `scripts/run_train.sh --job.config_file mine.toml`."""
+    path = tmp_path / "mine.toml"
+    path.write_text("[training]\nsteps = 3")
+    config = parse("--job.config_file", DEBUG_TOML, f"--job.config-file={path}")
+    assert (config.training.steps, config.job.config_file) == (3, str(path))
+    assert config.metrics.log_freq == 10  # the first one is not read
+
+
 def test_flags_win_over_toml_and_toml_over_defaults(parse_toml):
     toml = {"training": {"steps": 3, "seq_len": 16}}
     config = parse_toml(toml, "--training.steps", "4")

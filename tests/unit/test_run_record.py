@@ -66,3 +66,31 @@ def test_record_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, text, c
     (tmp_path / "run.json").write_text(text)
     assert read_record(str(tmp_path)) == {}
     assert "run.json cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("excluded", "rate"),
+    # Warm-up to 1e-3 over 5 steps, decay over the rest of 4 or 8. Step 5 is the peak, and with a
+    # schedule that begins again step 1 of the warm-up.
+    [("optimizer", 1e-3), ("lr_scheduler", 2e-4)],
+)
+def test_first_step_of_a_continued_run_has_the_rate_of_its_own_schedule(tmp_path, excluded, rate):
+    from tests.distributed.training_runs import make_trainer
+
+    flags = ["--training.local_batch_size=1", "--checkpoint.enable"]
+    full = "--checkpoint.no-last-save-model-only"
+    trainer = make_trainer(str(tmp_path), [*flags, full, "--training.steps=4"])
+    trainer.train()
+    trainer.close()
+    flags.append(f"--checkpoint.exclude_from_loading={excluded}")
+    trainer = make_trainer(str(tmp_path), [*flags, "--training.steps=8"])
+    rates, (optimizer,) = [], trainer.optimizers.optimizers
+    trainer.optimizers.register_step_pre_hook(
+        lambda *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    logged = []
+    trainer.metrics_processor.log = lambda *_, extra_metrics: logged.append(extra_metrics["lr"])
+    trainer.train()
+    trainer.close()
+    assert rates[0] == logged[0] == pytest.approx(rate)
+    assert rates == logged

@@ -205,6 +205,14 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
         HuggingFaceTokenizer(str(tmp_path))
 
 
+def test_lines_of_vocab_txt_end_with_a_newline_only(tmp_path):
+    """Published vocabularies have U+2028 and U+0085 among their tokens."""
+    lines = ["one", "a\u2028b", "\x85", "two"]
+    (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert (tokenizer.token_to_id("a\u2028b"), tokenizer.token_to_id("two")) == (1, 3)
+
+
 def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
     backend = word_backend()
     backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])

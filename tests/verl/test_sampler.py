@@ -118,3 +118,58 @@ def test_what_cannot_be_drawn_is_refused_and_the_next_request_served(sampler):
     with pytest.raises(ValueError, match="has no token"):
         draw_all(sampler, prompts=[[]])
     assert len(draw_all(sampler)) == len(PROMPTS)
+
+
+def test_mistake_of_one_request_is_not_the_others(sampler):
+    async def ask():
+        return await asyncio.gather(
+            sampler.draw([], 4, {}),
+            sampler.draw([7, 8], 4, {"ignore_eos": True}),
+            sampler.draw([10**6], 4, {"ignore_eos": True}),
+            return_exceptions=True,
+        )
+
+    empty, served, unknown = asyncio.run(ask())
+    assert "has no token" in str(empty) and "token ids from 1000000" in str(unknown)
+    assert len(served.token_ids) == 4
+
+
+def test_long_prompts_wait_for_those_with_longer_answers(sampler):
+    """As in dialogues, where what is left of `max_len` differs."""
+
+    async def ask():
+        return await asyncio.gather(
+            *(sampler.draw([7] * n, 64 - n, {"ignore_eos": True}) for n in (60, 1, 30))
+        )
+
+    assert [len(completion.token_ids) for completion in asyncio.run(ask())] == [4, 63, 34]
+
+
+def test_more_requests_than_rows_are_one_batch(tmp_path):
+    make_folder(tmp_path / "model")
+    sampler = Sampler(tmp_path / "model", max_len=64, max_rows=2)
+    calls = []
+    generate = sampler.generator.generate
+    sampler.generator.generate = lambda *args: calls.append(args) or generate(*args)
+    completions = draw_all(sampler, PROMPTS * 2, temperature=0)
+    assert len(calls) == 1 and completions[: len(PROMPTS)] == completions[len(PROMPTS) :]
+    sampler.close()
+
+
+def test_callers_that_have_gone_stop_nobody(sampler):
+    async def scene():
+        gone, waiting = (asyncio.create_task(sampler.draw([7], 3, {})) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        await sampler.abort()
+        assert await waiting is None
+        await sampler.resume()
+        sampler.generator.generate = lambda *_: 1 / 0
+        gone, waiting = (asyncio.create_task(sampler.draw([7], 3, {})) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+
+    asyncio.run(scene())

@@ -47,7 +47,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, batch: Batch, labels: Tensor | None = None) -> Self:
-        """Raises ValueError if `batch["input"]` is not [B, T]."""
+        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token."""
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
             raise ValueError(
@@ -59,6 +59,11 @@ class PackedBatch:
             raise ValueError(
                 f"a microbatch's 'input' must be rows of token ids [B, T], got shape "
                 f"{tuple(tokens.shape)}; give a single row as input[None]"
+            )
+        if not tokens.numel():
+            raise ValueError(
+                f"a microbatch's 'input' must hold a token, got shape {tuple(tokens.shape)}; leave "
+                "the microbatch out of the list, which may be empty"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
         return cls(tokens, labels, None, entries, getattr(tokens, SAMPLE_IDS, None))

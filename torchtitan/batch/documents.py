@@ -59,14 +59,23 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7], repeated entries being empty documents
         (which get no id). Returns [B, seq_len] int32.
-    Raises ValueError for documents that end beyond `seq_len`; on an accelerator, where looking
-    would mean waiting for it, they are cut off.
+    Raises ValueError for documents that end beyond `seq_len`, which on an accelerator, where looking
+    would mean waiting for it, are cut off; on the CPU also for ends that go down.
     """
-    if cu_seqlens.device.type == "cpu" and (cu_seqlens[:, -1] > seq_len).any():
-        raise ValueError(
-            f"the lengths of documents ('seq_lens', 'cu_seqlens') must add up to {seq_len} tokens "
-            f"at most, got {int(cu_seqlens[:, -1].max())}; cut them off where the tokens end"
-        )
+    if cu_seqlens.device.type == "cpu":
+        if (cu_seqlens[:, -1] > seq_len).any():
+            raise ValueError(
+                f"the lengths of documents ('seq_lens', 'cu_seqlens') must add up to {seq_len} tokens "
+                f"at most, got {int(cu_seqlens[:, -1].max())}; cut them off where the tokens end"
+            )
+        lengths = torch.nn.functional.pad(cu_seqlens, (1, 0)).diff(dim=1)
+        if (lengths[:, 0] != 0).any() or (lengths < 0).any():
+            raise ValueError(
+                "the lengths of documents ('seq_lens') must not be negative, and 'cu_seqlens' must go "
+                f"up from 0, got a step of {int(lengths.min())} and a beginning at "
+                f"{int(cu_seqlens[:, 0].max())}; fill rows with fewer documents up with lengths of 0, "
+                "or with their last entry"
+            )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
     # How many documents have ended at or before each column, empty ones not counted.

@@ -19,7 +19,6 @@ _MOST_CHARACTERS = 100_000
 
 _OWN = "this run's is used"
 _SAVED = "the saved one is used"
-_OWN_SCHEDULE = f"{_OWN}, from the second step on"
 _OWN_DATA = (
     f"{_OWN}, from the saved position on; checkpoint.exclude_from_loading = ['dataloader'] "
     "begins it at its start"
@@ -33,13 +32,13 @@ _WHICH_IS_USED = {
     "optimizer.beta2": ("optimizer", _SAVED),
     "optimizer.eps": ("optimizer", _SAVED),
     "optimizer.weight_decay": ("optimizer", _SAVED),
-    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN_SCHEDULE),
-    "lr_scheduler.total_steps": ("lr_scheduler", _OWN_SCHEDULE),
-    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN_SCHEDULE),
-    "lr_scheduler.decay_type": ("lr_scheduler", _OWN_SCHEDULE),
-    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN_SCHEDULE),
-    "lr_scheduler.step_offset": ("lr_scheduler", _OWN_SCHEDULE),
-    "training.steps": ("lr_scheduler", _OWN_SCHEDULE),
+    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN),
+    "lr_scheduler.total_steps": ("lr_scheduler", _OWN),
+    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN),
+    "lr_scheduler.decay_type": ("lr_scheduler", _OWN),
+    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN),
+    "lr_scheduler.step_offset": ("lr_scheduler", _OWN),
+    "training.steps": ("lr_scheduler", _OWN),
     "training.dataset": ("dataloader", _OWN_DATA),
     "training.dataset_path": ("dataloader", _OWN_DATA),
     "training.seq_len": ("dataloader", _OWN),

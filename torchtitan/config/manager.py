@@ -264,14 +264,18 @@ class _FlagMistake(SystemExit):
 
 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
-    """What follows `--section.key` in `args`, as the next argument or after an equals sign."""
+    """What follows the last `--section.key` in `args`, as the next argument or after an equals sign.
+
+    The last one, as the parser has it for every flag.
+    """
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
+    value = None
     for argument, following in zip(args, [*args, None][1:], strict=True):
-        flag, equals, value = argument.partition("=")
+        flag, equals, text = argument.partition("=")
         if flag in flags:
             # None, a flag without a value, is left for the parser to complain about.
-            return value if equals else following
-    return None
+            value = text if equals else following
+    return value
 
 
 def _help_texts(section: type) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.tools.logging import logger
 
@@ -130,6 +132,8 @@ class StreamedDocuments:
     def start(self, reader: int, num_readers: int) -> None:
         # The stream's epoch lives in memory that forked workers share, and each needs its own.
         self._data = copy.deepcopy(self._data)
+        if get_worker_info() is not None:
+            _read_position_once(self._data)
 
     def where(self, _number: None) -> str:
         return f"dataset {self._name!r}"
@@ -163,11 +167,37 @@ class StreamedDocuments:
             self._data.set_epoch(self._data.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        # Until it is iterated, a stream reports its beginning, not the position it was given.
+        # Until it is iterated, a stream reports its beginning, not the position it was given. And as
+        # the beginning, that of all data workers: a random mixture has another one in each.
+        if self._loaded is None and not self._has_begun:
+            return {"data": None}
         return {"data": self._loaded or self._data.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["data"] is None:
+            self.restart()
+            return
         # A stream ignores a position that was saved in another epoch than the one it is in.
         self._data.set_epoch(state["data"]["epoch"])
         self._data.load_state_dict(state["data"])
         self._loaded = state["data"]
+
+
+def _read_position_once(stream: Any) -> None:
+    """Have a data worker's stream read a position when its shards are known, and not before, too.
+
+    `datasets` (5.2) first reads it into the stream of all workers. Where it is a list by shards, as
+    after `shuffle`, that one's is longer: an IndexError.
+    """
+    prepare = getattr(stream, "_prepare_ex_iterable_for_iteration", None)
+    if prepare is None or not hasattr(stream, "_starting_state_dict"):  # another version
+        return
+
+    def prepare_without_position(*args: Any, **kwargs: Any) -> Any:
+        position, stream._starting_state_dict = stream._starting_state_dict, None
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            stream._starting_state_dict = position
+
+    stream._prepare_ex_iterable_for_iteration = prepare_without_position

@@ -136,7 +136,7 @@ class HuggingFaceTextDataset(IterableDataset):
         dp_world_size: int = 1,
         infinite: bool = False,
     ) -> None:
-        self.dataset_name = dataset_name.lower()
+        self.dataset_name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
         self.seq_len, self.infinite = seq_len, infinite
         self._tokenizer = tokenizer
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size

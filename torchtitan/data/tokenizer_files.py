@@ -69,7 +69,8 @@ def load_backend(folder: Path) -> Tokenizer:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: tokens may hold other characters that end a line in Unicode.
+        return path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
 

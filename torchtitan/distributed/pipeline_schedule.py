@@ -34,6 +34,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, VariableShapeStage
+from torchtitan.tools.errors import RunError
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
@@ -117,6 +118,24 @@ class PipelineSchedule:
         """Give all ranks of the pipeline the tensor of the rank with the last stage, in place."""
         dist.broadcast(tensor, self._global_rank_of(self.num_stages - 1), group=self.group)
         return tensor
+
+    def raise_from_last_stage(self, failures: Sequence[Exception]) -> None:
+        """Raise the first of the failures of the rank with the last stage, as RunError on others.
+
+        Waits for the device, so that no rank goes on where another one has stopped.
+        """
+        has_failed = torch.full((), float(bool(failures)), device=self.stages[0].device)
+        if not self.broadcast_from_last_stage(has_failed):
+            return
+        texts = [f"{type(error).__name__}: {error}" for error in failures[:1]] or [""]
+        source = self._global_rank_of(self.num_stages - 1)
+        dist.broadcast_object_list(texts, source, group=self.group)
+        if self.has_last_stage:
+            raise failures[0]
+        raise RunError(
+            f"rank {source}, which has the pipeline's last stage, failed in the function that was "
+            f"given for outputs or the loss: {texts[0]}"
+        )
 
     # ---- one call ----
 

@@ -49,7 +49,7 @@ SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
     """Indices of queries whose document has one key (mostly padding), and of these keys."""
-    is_lone = cu_seq_k.diff() == 1
+    is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
 

@@ -28,6 +28,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_varlen
 from torchtitan.tools.logging import logger
+from torchtitan.tools.products import compile_options
 from torchtitan.tools.utils import get_device_type
 
 
@@ -121,6 +122,8 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
     dynamo = torch._dynamo.config
     host.change_attribute(dynamo, "recompile_limit", max(dynamo.recompile_limit, 64))
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
+    if get_device_type() == "cpu" and compile_config.backend == "inductor":
+        options["options"] = compile_options()
     for name, block in model.layers.named_children():
         if isinstance(block, torch._dynamo.OptimizedModule):
             continue

@@ -124,14 +124,23 @@ class OptimizersContainer(Optimizer, Generic[T]):
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Each model part with its optimizers.
+        """Each model part with its optimizers, without gradients meanwhile.
 
         A forward without gradient leaves FSDP2 modules gathered, and their gathered parameters
         are not the ones the optimizers know.
         """
         for part in self.model_parts:
             distributed.reshard_model(part)
-        yield from zip(self.model_parts, self._optimizers_by_part, strict=True)
+        for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
+            # Torch makes no state for a fresh optimizer whose parameters have gradients.
+            gradients = [(parameter, parameter.grad) for parameter in part.parameters()]
+            for parameter, _ in gradients:
+                parameter.grad = None
+            try:
+                yield part, optimizers
+            finally:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
 
 
 class OptimizersInBackwardContainer(OptimizersContainer):

@@ -141,10 +141,13 @@ class _DecoderGenerator(Generator):
         self.before_forward: Callable[[], None] = lambda: None
         self._rng = torch.Generator().manual_seed(seed)
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
-    ) -> list[Completion]:
-        n_positions = len(self.decoder.rope_table)
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its completion; the last is drawn and not read."""
+        return len(self.decoder.rope_table) + 1
+
+    def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
+        """Raise ValueError if one cannot be continued by so many tokens."""
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
@@ -153,15 +156,18 @@ class _DecoderGenerator(Generator):
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
                     f"has {self.vocab_size} tokens; use the tokenizer that it was trained with"
                 )
-            # The last token is drawn and not read.
-            if len(prompt) + sampling.max_tokens - 1 > n_positions:
+            if len(prompt) + max_tokens > self.max_length:
                 raise ValueError(
-                    f"prompt {i} of {len(prompt)} tokens with max_tokens = {sampling.max_tokens} "
-                    f"does not fit the model's RoPE table of {n_positions} positions; "
+                    f"prompt {i} of {len(prompt)} tokens with max_tokens = {max_tokens} "
+                    f"does not fit the model's RoPE table of {self.max_length - 1} positions; "
                     "lower rl.sampling.max_tokens, or raise training.seq_len, which sets the "
                     "table's length"
                 )
 
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    ) -> list[Completion]:
+        self.check_prompts(prompts, sampling.max_tokens)
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
         # The same numbers on every rank, one for each token that a completion may get: neither the
         # layout of ranks nor the end of other rows changes them.
@@ -340,12 +346,13 @@ class BufferedGenerator(Generator):
         staged = self._staged  # read once: another thread may put a newer one there
         assert staged is not None
         if staged.failure is not None:  # there is nothing left to read
-            raise staged.failure
+            raise copy.copy(staged.failure)
         if self._generator.policy_version != staged.version:
             try:
                 self._generator.update_weights(staged, check_digest=self._checks_digest)
             except Exception as error:
-                staged.failure = error
+                # A copy has no traceback, whose frames would keep the model until a collection.
+                staged.failure = copy.copy(error)
                 raise
 
     def _draw(

@@ -98,7 +98,7 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
     """Means of the reward and of the task's scores."""
     names = sorted({name for episode in episodes for name in episode.scores})
     means = {name: fmean(e.scores.get(name, 0.0) for e in episodes) for name in names}
-    return {"reward": fmean(e.reward for e in episodes), **means}
+    return means | {"reward": fmean(e.reward for e in episodes)}
 
 
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:

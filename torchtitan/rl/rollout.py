@@ -309,6 +309,11 @@ class Rollouts:
         greedy: take the likeliest token; False samples as in training.
         """
         prompts = self.task.held_out(self.config.eval_samples)
+        if not prompts:
+            raise ValueError(
+                f"{type(self.task).__name__} has no held-out prompt to evaluate on; give it one, or "
+                "set rl.eval_every to 0"
+            )
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
         request = self._request([Try(prompts, sampling)], 1)
@@ -440,7 +445,13 @@ def _graded(
 ) -> list[Episode]:
     turns = [dialogue.turns(task, stop_strings) for dialogue in dialogues]
     pairs = [(d.prompt, of_one) for d, of_one in zip(dialogues, turns, strict=True)]
-    grades = task.grade_episodes(pairs)
+    grades = list(task.grade_episodes(pairs))
+    kinds = sorted({type(grade).__name__ for grade in grades})
+    if len(grades) != len(pairs) or not all(isinstance(grade, Grade) for grade in grades):
+        raise ValueError(
+            f"grading must give a Grade for each of {len(pairs)} completions, got {len(grades)} of "
+            f"type {', '.join(kinds)}; correct {type(task).__name__}"
+        )
     return [
         dialogue.episode(of_one, grade, several_turns=several_turns)
         for dialogue, of_one, grade in zip(dialogues, turns, grades, strict=True)

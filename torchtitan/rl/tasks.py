@@ -36,6 +36,10 @@ class Prompt:
     answer: str
     row: dict[str, Any] | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        # An array or tensor of ids has no truth value, and no place in a checkpoint's JSON.
+        object.__setattr__(self, "token_ids", tuple(map(int, self.token_ids)))
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -53,10 +57,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Grade:
-    """A completion's reward, and other measurements by name."""
+    """A completion's reward, and other measurements by name; numbers of numpy or torch may be given."""
 
     reward: float
     scores: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _plain(self.reward))
+        scores = {name: _plain(value) for name, value in self.scores.items()}
+        object.__setattr__(self, "scores", scores)
+
+
+def _plain(value: Any) -> Any:
+    """A number as JSON knows it, which checkpoints and episodes.jsonl hold."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def failed(what: str, culprit: str, error: BaseException, prompt: Prompt, text: str) -> ValueError:

@@ -23,6 +23,8 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 
 _SECONDS_TO_START = 300  # a process, and the import of the user's module
 _SECONDS_TO_END = 5  # a process that has closed its pipe
+# A process that died is told by the end of its pipe, unless one that it forked holds it open.
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class VerifierPool:
             busy = [w for w in self._workers if w.call is not None]
             if busy:
                 until = min(worker.deadline for worker in busy)
-                wait([w.pipe for w in busy], max(0.0, until - time.monotonic()))
+                seconds = min(until - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
+                wait([w.pipe for w in busy], max(0.0, seconds))
         return verdicts
 
     def _hand_out(
@@ -127,20 +130,23 @@ class VerifierPool:
         if worker.refused is not None:
             verdict, worker.refused = worker.refused, None
             return verdict
+        has_ended = not worker.process.is_alive()  # asked first: it may have answered before
         if worker.pipe.poll():
             try:
                 return worker.pipe.recv()
             except (EOFError, OSError):  # OSError: in the middle of a verdict
+                has_ended = True
                 # Not `join` with a limit: it has none where the process closed all its files.
                 ends_by = time.monotonic() + _SECONDS_TO_END
                 while worker.process.is_alive() and time.monotonic() < ends_by:
                     time.sleep(0.01)
-                code = worker.process.exitcode
-                _kill(worker)
-                how = "it closed its pipe" if code is None else f"exit code {code}"
-                if code is not None and code < 0:
-                    how = f"signal {-code}"
-                return Verdict(failure=f"{self._what}'s process ended ({how})")
+        if has_ended:
+            code = worker.process.exitcode
+            _kill(worker)
+            how = "it closed its pipe" if code is None else f"exit code {code}"
+            if code is not None and code < 0:
+                how = f"signal {-code}"
+            return Verdict(failure=f"{self._what}'s process ended ({how})")
         if time.monotonic() < worker.deadline:
             return None
         _kill(worker)

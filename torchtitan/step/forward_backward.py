@@ -42,13 +42,17 @@ def forward(
         logits = whole_tensor(logits)
         return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
 
-    return engine.runner.run(engine.runner.microbatches(batches, head, n_fillers), output_of)
+    return engine.runner.run(
+        engine.runner.microbatches(batches, head, n_fillers),
+        output_of,
+        is_callers=output_fn is not None,
+    )
 
 
 def forward_backward(
     engine: Any,
     input_dict: Microbatches,
-    labels: Tensor | Sequence[Tensor],
+    labels: Tensor | Sequence[Tensor | None] | None,
     global_valid_tokens: Tensor | float,
     loss_fn: Callable[[Any, Tensor, Batch], Tensor] | None,
     head: Head | None,
@@ -57,7 +61,7 @@ def forward_backward(
     """See `TrainingEngine.forward_backward_step`."""
     _check_outputs(engine, head, needs_logits=loss_fn is None and has_token_loss(engine.train_spec))
     batches, is_single = _as_list(input_dict)
-    label_list = [labels] if isinstance(labels, Tensor) else list(labels)
+    label_list = [labels] if isinstance(labels, Tensor | None) else list(labels)
     if len(batches) != len(label_list):
         raise ValueError(
             f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
@@ -66,6 +70,11 @@ def forward_backward(
     batches = list(map(engine.packing.pack, batches, label_list))
     if loss_fn is None or head is not None:  # what only a loss function sees may have any shape
         for batch in batches:
+            if batch.labels is None:
+                raise ValueError(
+                    "the default loss and a head need labels [B, T], got None; give each token its "
+                    "target, or a loss_fn that needs none"
+                )
             batch.check_labels()
     # One on an accelerator is not looked at, which would wait for it.
     on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"
@@ -100,13 +109,14 @@ def forward_backward(
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
             loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
+            _check_loss(loss)
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
         microbatches = runner.microbatches(
             batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
-        losses = runner.run(microbatches, loss_of, backward=True)
+        losses = runner.run(microbatches, loss_of, backward=True, is_callers=loss_fn is not None)
         # In fp32, whatever the loss function gave: ranks without a loss have to match it.
         loss = torch.zeros((), device=engine.device)
         if losses:
@@ -127,6 +137,19 @@ def check_trains(engine: Any, step: str) -> None:
         raise RuntimeError(
             f"{step} needs gradients and an optimizer, which this engine was built without; "
             "build it with forward_only=False"
+        )
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises ValueError for what a caller's loss_fn returned if it has no gradients."""
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"one of shape {list(loss.shape)}"
+            got += "" if loss.requires_grad else " without a gradient"
+        raise ValueError(
+            f"loss_fn must return a sum over tokens, a scalar tensor computed from the outputs, got "
+            f"{got}; where no token counts, return the outputs' sum times 0"
         )
 
 

@@ -152,12 +152,19 @@ class Runner:
     # ---- the model ----
 
     def run(
-        self, microbatches: Iterable[Microbatch], on_output: OnOutput, *, backward: bool = False
+        self,
+        microbatches: Iterable[Microbatch],
+        on_output: OnOutput,
+        *,
+        backward: bool = False,
+        is_callers: bool = False,
     ) -> list[Any] | None:
         """Call on_output(logits, microbatch) for each microbatch, fillers excepted.
 
         microbatches: taken one at a time, except by a pipeline.
         backward: on_output returns a loss, whose gradients are accumulated.
+        is_callers: on_output calls a function of the caller. If that fails in a pipeline, the ranks
+            without the last stage raise RunError, for which all of them wait for the last stage.
         Returns what on_output returned, losses detached; None on pipeline ranks without the last
         stage. If this fails, the model can be called again.
         """
@@ -171,7 +178,7 @@ class Runner:
                     if not microbatch.is_filler
                 ]
             else:
-                outputs = self._run_schedule(list(microbatches), on_output, backward)
+                outputs = self._run_schedule(list(microbatches), on_output, backward, is_callers)
         if not backward:
             # FSDP keeps the last unit gathered, whose gradients nobody would see then.
             self.reshard()
@@ -194,12 +201,24 @@ class Runner:
         return loss.detach()
 
     def _run_schedule(
-        self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
+        self,
+        microbatches: Sequence[Microbatch],
+        on_output: OnOutput,
+        backward: bool,
+        is_callers: bool,
     ) -> list[Any] | None:
+        failures: list[Exception] = []
+
         def call(logits: Any, microbatch: Microbatch) -> Any:
-            if microbatch.is_filler:
-                return zero_loss(logits) if backward else None
-            return on_output(logits, microbatch)
+            if not microbatch.is_filler and not failures:
+                try:
+                    return on_output(logits, microbatch)
+                except Exception as error:
+                    if not is_callers:
+                        raise
+                    # The stages before this one wait for gradients: finish, and raise on all ranks.
+                    failures.append(error)
+            return zero_loss(logits) if backward else None
 
         outputs: list[Any] = []
         inputs = {
@@ -218,6 +237,8 @@ class Runner:
                     self.schedule.step(**inputs, context_mbs=counting)
                 else:
                     self.schedule.eval(**inputs)
+            if is_callers:
+                self.schedule.raise_from_last_stage(failures)
         if not self.has_last_stage:
             return None
         outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]

@@ -154,6 +154,20 @@ class Update:
                 "turn it off"
             )
 
+    @staticmethod
+    def check_arguments(lr: Tensor | float | None, max_norm: Tensor | float | None) -> None:
+        """Raise ValueError for numbers that would make the weights useless.
+
+        Those on an accelerator are not looked at, which would wait for it.
+        """
+        for name, value, is_kept, rule in (
+            ("lr", lr, lambda x: 0 <= x < math.inf, "at least 0 and finite"),
+            ("max_norm", max_norm, lambda x: x > 0, "above 0; inf clips nothing"),
+        ):
+            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+            if value is not None and not on_device and not is_kept(float(value)):
+                raise ValueError(f"optim_step's {name} must be {rule}, got {value}; correct it")
+
     # ---- the step ----
 
     def step(

@@ -155,6 +155,25 @@ FAULTS = [
         "--rl.sampling.temperature=-1",
     ),
     rl_fault(
+        "new weights within a completion, without steps ahead",
+        "config error: rl.generator.in_flight gives new weights to a generator of our own while it "
+        "draws, beside training, got rl.generator.backend = 'local' and rl.async_steps = 0; set them "
+        "to 'local' and at least 1, or turn in_flight off",
+        "Without steps ahead nothing is drawn while the weights change.",
+        "Let generation run ahead, or leave in_flight out.",
+        "--rl.generator.in_flight",
+    ),
+    rl_fault(
+        "tool whose schema is none",
+        "error: rl.task.tools: the attribute `schema` of …:tool_without_a_name must be a "
+        "JSON object like …, got …; correct it, or take it out for one from annotations and docstring",
+        "The attribute lacks the function's name, or is no JSON.",
+        "Correct the attribute, or take it out.",
+        f"--rl.task.tools={REWARDS}:tool_without_a_name",
+        "--rl.task.max_turns=2",
+        exit_code=1,
+    ),
+    rl_fault(
         "vLLM that is not installed",
         "error: rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it with "
         "`pip install vllm`, or set the backend to 'local'",

@@ -1,5 +1,6 @@
 """New weights between two tokens of a completion: what is drawn, with which log-probs and versions."""
 
+import contextlib
 import gc
 import json
 import weakref
@@ -103,11 +104,16 @@ def test_draws_after_an_update_that_failed_tell_its_failure_until_the_next_one(i
     assert buffered.pinned().generate(PROMPTS, SAMPLING)[0].policy_version == 1
 
 
-def test_model_is_freed_with_its_generator():
+@pytest.mark.parametrize("fails", [False, True])
+def test_model_is_freed_with_its_generator(fails):
     generator = CopyGenerator(tiny("llama3", 100))
     buffered = BufferedGenerator(generator, in_flight=True)
     buffered.update_weights(weights_of(tiny("llama3", 0), version=0))
-    buffered.generate(PROMPTS, SAMPLING)
+    if fails:
+        buffered._staged._pairs[0][1].add_(1)  # the first tensor
+    for _ in range(2):
+        with pytest.raises(WeightMismatchError) if fails else contextlib.nullcontext():
+            buffered.generate(PROMPTS, SAMPLING)
     model = weakref.ref(generator.model)
     gc.disable()
     try:

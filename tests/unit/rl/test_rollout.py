@@ -1,10 +1,17 @@
 import json
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
 
 from tests.unit.rl.samples import make_episodes
+from tests.unit.rl.toy import toy_config
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.report import append_episodes
-from torchtitan.rl.rollout import with_advantages
-from torchtitan.rl.tasks import SumDigitsTask
+from torchtitan.rl.report import append_episodes, mean_scores
+from torchtitan.rl.rollout import Rollouts, with_advantages
+from torchtitan.rl.tasks import Grade, Prompt, SumDigitsTask
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 
 TASK = SumDigitsTask()
@@ -57,3 +64,41 @@ def test_log_without_a_limit_holds_all_and_with_zero_makes_no_file(tmp_path):
         path = tmp_path / f"{limit}.jsonl"
         append_episodes(str(path), 1, graded_episodes(), limit)
         assert (len(path.read_text().splitlines()) if path.exists() else None) == expected
+
+
+def test_numbers_of_numpy_and_torch_are_plain_numbers_in_episodes():
+    grade = Grade(np.float32(1.5), {"length": torch.tensor(2), "exact": np.bool_(True)})
+    prompt = Prompt("3+4=", np.array(PROMPTS[0].token_ids), "7")
+    with patch.object(TASK, "grade", lambda *_: grade):
+        (episode,) = make_episodes(TASK, [prompt], [completion("7")])
+    assert (episode.reward, episode.scores) == (1.5, {"length": 2, "exact": True})
+    assert episode.prompt_token_ids == PROMPTS[0].token_ids
+    assert Episode.from_dict(json.loads(json.dumps(episode.to_dict()))) == episode
+
+
+@pytest.mark.parametrize(
+    ("grades", "got"), [([1.0, 0.0], "got 2 of type float"), ([Grade(1.0)], "got 1 of type Grade")]
+)
+def test_grading_that_gives_no_grades_is_told(grades, got):
+    with (
+        patch.object(TASK, "grade_episodes", lambda _: grades),
+        pytest.raises(ValueError, match=f"a Grade for each of 2 completions, {got}; correct Sum"),
+    ):
+        make_episodes(TASK, PROMPTS, [completion("7"), completion("18")])
+
+
+def test_reward_is_not_hidden_by_a_score_of_its_name():
+    episodes = [replace(episode, scores={"reward": 9.0}) for episode in graded_episodes()]
+    assert mean_scores(episodes)["reward"] == 0.75
+
+
+def test_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):
+    config = toy_config(tmp_path).rl
+    task = SumDigitsTask()
+    with (
+        patch.object(task, "held_out", lambda _: []),
+        pytest.raises(
+            ValueError, match="SumDigitsTask has no held-out prompt .* rl.eval_every to 0"
+        ),
+    ):
+        Rollouts(task, config, draws=None).of_held_out(greedy=True)

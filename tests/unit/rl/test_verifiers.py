@@ -99,7 +99,7 @@ def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
     names = [
         f"tests.unit.rl.tool_functions:{name}" for name in ("die_and_leave_the_pipe_open", "die")
     ]
-    pool = VerifierPool(names, 1, 2.0, convert=str)
+    pool = VerifierPool(names, 1, 600.0, convert=str)
     in_time = pool._verdict
 
     def early(worker):
@@ -109,8 +109,9 @@ def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
         return verdict
 
     pool._verdict = early
+    # A child of the first still holds the pipe.
     orphaning, dying = pool.call_all([((), {})] * 2, [0, 1])
-    assert "took longer than 2 s" in orphaning.failure  # a child still holds the pipe
+    assert orphaning.failure == "the reward function's process ended (exit code 3)"
     assert dying.failure == "the reward function's process ended (exit code 3)"
     pool.close()
 

@@ -63,6 +63,20 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
                 "it, change job.dump_folder, or give the whole path"
             )
     checkpoint, job = job_config.checkpoint, job_config.job
+    for key, name in (
+        ("job.save_config_file", job.save_config_file),
+        (
+            "metrics.save_jsonl_file",
+            job_config.metrics.save_jsonl_file if job_config.metrics.enable_jsonl else None,
+        ),
+    ):
+        if name is None:
+            continue
+        if not os.path.basename(name) or os.path.isdir(os.path.join(job.dump_folder, name)):
+            yield (
+                f"{key} must name a file under job.dump_folder, got {name!r}, which is a folder; "
+                "give a name"
+            )
     draws_pareto = job_config.activation_checkpoint.visualize_memory_budget_pareto
     if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
         if not job.dump_folder:
@@ -83,7 +97,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
     for section in data_sections(job_config):
         name = getattr(job_config, section).dataset
         path = getattr(job_config, section).dataset_path
-        if name.lower() not in known:
+        if name not in known and name.lower() not in known:
             yield (
                 f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
                 f"{name!r}{guess(name, known)}; correct it, or register it in the module that "

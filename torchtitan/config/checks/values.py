@@ -1,6 +1,7 @@
 """Rules about single values, and about features that need or exclude one another."""
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -157,6 +158,12 @@ def features(job_config: JobConfig) -> Iterator[str]:
             f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
             f"components, or mode = 'selective'"
         )
+    if ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto:
+        if importlib.util.find_spec("matplotlib") is None:
+            yield (
+                "activation_checkpoint.visualize_memory_budget_pareto = True has torch draw with "
+                "matplotlib, which is not installed: pip install matplotlib, or turn it off"
+            )
     for name in job_config.compile.components:
         if name not in ("model", "loss"):
             yield f"compile.components can hold 'model' and 'loss', got {name!r}; take it out"

@@ -28,12 +28,21 @@ _DEFAULTS = {
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Request:
     prompt: list[int]
     max_tokens: int
     sampling: SamplingConfig  # its max_tokens is not asked
     answer: "asyncio.Future[Completion | None]"
+
+    def tell(self, result: Completion | Exception | None) -> None:
+        """Answer, unless the caller has gone."""
+        if self.answer.done():
+            return
+        if isinstance(result, Exception):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 class Sampler:
@@ -42,7 +51,8 @@ class Sampler:
     folder: Hugging Face config.json and weights, which it has until then.
     dtype: of the weights and of what is computed with them, such as "float32".
     max_len: tokens of the longest prompt with its completion.
-    max_rows: how many completions are drawn at once, which bounds the cache.
+    max_rows: how many completions are drawn at once, which bounds the cache; others of the batch
+        begin as these end.
     eos_ids: tokens that end a completion, and are part of it.
 
     Draws of a batch begin and end together: a request that comes later waits. All methods are for
@@ -65,8 +75,8 @@ class Sampler:
         config.parallelism.always_fsdp = False
         config.activation_checkpoint.mode = "none"
         self.engine = TrainingEngine.from_hf(folder, config, forward_only=True)
-        self.generator = LocalGenerator(self.engine, seed=seed)
-        self.max_rows, self.eos_ids = max_rows, tuple(eos_ids)
+        self.generator = LocalGenerator(self.engine, seed=seed, max_rows=max_rows)
+        self.eos_ids = tuple(eos_ids)
         self._waiting: list[_Request] = []
         self._model_is_free = asyncio.Lock()
         self._may_draw = asyncio.Event()
@@ -84,6 +94,7 @@ class Sampler:
         Raises ValueError for what cannot be drawn so.
         """
         sampling = self._sampling(asked)
+        self.generator.check_prompts([prompt], max_tokens)  # not with the others of its batch
         if self._refuses:
             return None
         request = _Request(
@@ -128,22 +139,36 @@ class Sampler:
             async with self._model_is_free:
                 if not self._waiting:  # aborted
                     return
-                sampling = self._waiting[0].sampling
-                batch = [x for x in self._waiting if x.sampling == sampling][: self.max_rows]
-                self._waiting = [x for x in self._waiting if x not in batch]
+                batch = self._next_batch()
+                answers: list[Completion | Exception]
                 try:
-                    answers = await asyncio.to_thread(self._draw, batch, sampling)
+                    answers = await asyncio.to_thread(self._draw, batch)
                 except Exception as error:  # each caller gets it
-                    for request in batch:
-                        request.answer.set_exception(error)
-                    continue
-                for request, completion in zip(batch, answers, strict=True):
-                    if not request.answer.done():  # its caller may have gone
-                        request.answer.set_result(completion)
+                    answers = [error] * len(batch)
+                for request, answer in zip(batch, answers, strict=True):
+                    request.tell(answer)
 
-    def _draw(self, batch: list[_Request], sampling: SamplingConfig) -> list[Completion]:
+    def _next_batch(self) -> list[_Request]:
+        """Take those that wait, have the settings of the first, and fit the model at once.
+
+        All may draw as many tokens as the one with the most, which is too many behind the longest
+        prompts.
+        """
+        sampling, batch, left = self._waiting[0].sampling, [], []
+        n_prompt = n_new = 0
+        for request in self._waiting:
+            longest = max(n_prompt, len(request.prompt)), max(n_new, request.max_tokens)
+            if request.sampling == sampling and sum(longest) <= self.generator.max_length:
+                batch.append(request)
+                n_prompt, n_new = longest
+            else:
+                left.append(request)
+        self._waiting = left
+        return batch
+
+    def _draw(self, batch: list[_Request]) -> list[Completion]:
         longest = max(request.max_tokens for request in batch)
-        sampling = dataclasses.replace(sampling, max_tokens=longest)
+        sampling = dataclasses.replace(batch[0].sampling, max_tokens=longest)
         completions = self.generator.generate([request.prompt for request in batch], sampling)
         return [
             _cut(completion, request.max_tokens)
@@ -206,7 +231,7 @@ class Sampler:
         self._refuses = refuses
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            request.answer.set_result(None)
+            request.tell(None)
         async with self._model_is_free:
             pass
 

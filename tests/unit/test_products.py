@@ -1,0 +1,122 @@
+"""Products of matrices by oneDNN, on CPUs where it is the faster library."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.tools import host, products
+from torchtitan.tools.compiler import load_inductor
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
+)
+
+
+class Tenant:
+    """What holds loans, as an engine does."""
+
+
+@pytest.fixture
+def fast_onednn(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """Shapes of the products that oneDNN computes."""
+    shapes = []
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def record(x, weight, *args):
+        shapes.append((*x.shape, len(weight)))
+        return product(x, weight, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", record)
+    return shapes
+
+
+def step_of(layer, x):
+    """(output, gradient of x, gradient of the weight)."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), (x, layer.weight))
+
+
+def test_large_products_of_an_engines_life_are_onednns(fast_onednn, multiplied):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(256, 512, bias=False), torch.randn(2, 128, 256)
+    before = step_of(layer, x)
+    assert not multiplied
+    tenants = [Tenant(), Tenant()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tenant in tenants:
+            host.move_in(tenant)
+            products.use_onednn(layer)
+    during = step_of(layer, x)
+    # The weight's gradient has a transposed first matrix.
+    assert multiplied == [(256, 256, 512), (256, 512, 256)]
+    for one, other in zip(during, before, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    host.move_out(tenants[0])
+    step_of(layer, x)
+    assert len(multiplied) == 4
+    host.move_out(tenants[1])
+    after = step_of(layer, x)
+    assert len(multiplied) == 4
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (torch.randn(8, 16), torch.randn(16, 8)),
+        (torch.randn(512, 256).t(), torch.randn(512, 512)),
+        (torch.randn(1, 8192), torch.randn(8192, 2048)),
+        (torch.randn(256, 256).bfloat16(), torch.randn(256, 512).bfloat16()),
+        (torch.randn(256, 256).double(), torch.randn(256, 512).double()),
+        (torch.arange(6).view(2, 3), torch.arange(12).view(3, 4)),
+        (torch.randn(0, 256), torch.randn(256, 512)),
+        (torch.randn(4096, 0), torch.randn(0, 4096)),
+    ],
+    ids=["small", "transposed", "one row", "bf16", "fp64", "int64", "no rows", "no columns"],
+)
+def test_other_products_are_torchs(a, b, multiplied):
+    assert torch.equal(torch.ops.torchtitan.mm(a, b), torch.mm(a, b))
+    assert not multiplied
+
+
+def test_a_model_of_small_products_keeps_torchs(fast_onednn):
+    tenant = Tenant()
+    host.move_in(tenant)
+    try:
+        products.use_onednn(nn.Linear(64, 64))
+        assert products._replacement is None
+    finally:
+        host.move_out(tenant)
+
+
+def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(256, 512, bias=False), torch.randn(256, 256)
+    options = products.compile_options()
+    compiled = step_of(torch.compile(layer, fullgraph=True, options=options), x)
+    assert multiplied == [(256, 256, 512), (256, 512, 256)]
+    for one, other in zip(compiled, step_of(layer, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert isinstance(
+        options["post_grad_custom_post_pass"], load_inductor().custom_graph_pass.CustomGraphPass
+    )  # which compiled code can be cached with
+
+
+def test_a_cpu_of_another_maker_keeps_torchs(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    tenant = Tenant()
+    host.move_in(tenant)
+    try:
+        products.use_onednn(nn.Linear(4096, 4096))
+        assert products._replacement is None and products.compile_options() is None
+    finally:
+        host.move_out(tenant)
