@@ -106,7 +106,19 @@ class OpenAIGenerator(ForeignGenerator):
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         url = f"{self._url}/v1/completions"
         answer = _post(url, request, self._timeout_seconds)
-        token_ids, logprobs = _tokens_and_logprobs(answer)
+        # Whatever it is: what it does not say stays empty.
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        choice = choice if isinstance(choice, dict) else {}
+        found = choice.get("logprobs")
+        found = found if isinstance(found, dict) else {}
+        token_ids = choice.get("token_ids")
+        if not isinstance(token_ids, list):  # "token_id:17"
+            texts = [str(text).rpartition(":") for text in found.get("tokens") or ()]
+            is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
+            token_ids = [int(number) for *_, number in texts] if is_known else []
+        values = found.get("token_logprobs") or []
+        logprobs = [value for value in values if isinstance(value, int | float)]
         if not token_ids or len(token_ids) != len(logprobs):
             raise RunError(
                 f"{url} has to answer with the id and the log-prob of every new token, got "
@@ -173,22 +185,6 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
     with open(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
         json.dump(index, text)
-
-
-def _tokens_and_logprobs(answer: Any) -> tuple[list[int], list[float]]:
-    """Of a completion's new tokens; empty lists for what the answer does not say."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    choice = choice if isinstance(choice, dict) else {}
-    logprobs = choice.get("logprobs")
-    logprobs = logprobs if isinstance(logprobs, dict) else {}
-    token_ids = choice.get("token_ids")
-    if not isinstance(token_ids, list):  # "token_id:17"
-        texts = [str(text).rpartition(":") for text in logprobs.get("tokens") or ()]
-        is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
-        token_ids = [int(number) for *_, number in texts] if is_known else []
-    values = logprobs.get("token_logprobs") or []
-    return token_ids, [value for value in values if isinstance(value, int | float)]
 
 
 def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
