@@ -15,7 +15,8 @@ from torchtitan.tools.logging import logger
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-gloo.PRELOADED_MODULES.append("torchtitan.rl.controller")  # for the ranks of RL's tests
+# For ranks: those of RL's tests, and all whose function stands in a test file.
+gloo.PRELOADED_MODULES += ["torchtitan.rl.controller", "pytest"]
 
 if torch.cuda.is_available():
     # cuBLAS reads it once, at the first matrix product; deterministic kernels need it.
