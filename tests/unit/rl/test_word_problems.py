@@ -71,8 +71,13 @@ def test_row_without_a_question_is_named(tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("without_vllm", [False, True], ids=["vLLM", "no vLLM"])
 @pytest.mark.parametrize("n_ranks_apart", [0, 8], ids=["one GPU", "two nodes"])
-def test_config_for_gpus_is_a_job_that_can_start(n_ranks_apart, tmp_path, monkeypatch):
+def test_config_for_gpus_is_a_job_that_can_start(
+    n_ranks_apart, without_vllm, tmp_path, monkeypatch
+):
+    comment = (RECIPE / "qwen3_0.6b.toml").read_text().split("need no vLLM:\n#")[1]
+    flags = comment.splitlines()[0].split() if without_vllm else []
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1+1?", "answer": "#### 2"}) + "\n")
     config = parsed(
@@ -82,7 +87,9 @@ def test_config_for_gpus_is_a_job_that_can_start(n_ranks_apart, tmp_path, monkey
         f"--rl.task.path={data}",
         f"--rl.task.eval_path={data}",
         f"--rl.generator.ranks={n_ranks_apart}",
+        *flags,
     )
+    assert config.rl.generator.backend == ("local" if without_vllm else "vllm")
     config.checkpoint.initial_load_path = None  # a download
     monkeypatch.setenv("WORLD_SIZE", str(max(1, 2 * n_ranks_apart)))
     check_rl_config(config)
