@@ -211,6 +211,15 @@ def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
     engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
 
 
+def test_loss_of_one_element_is_a_scalar(tmp_path):
+    engine = make_engine(tmp_path)
+    step = dict(input_dict=random_batch(1, 8)[0], labels=None, global_valid_tokens=1)
+    for shape in ((), (1,), (1, 1)):
+        loss_fn = lambda logits, *_, shape=shape: logits.sum().reshape(shape)  # noqa: E731
+        assert engine.forward_backward_step(**step, loss_fn=loss_fn).shape == ()
+    assert engine.optim_step().grad_norm > 0
+
+
 @pytest.mark.parametrize("denominator", [0, -1.0, float("nan"), torch.tensor(0)])
 def test_denominator_that_divides_nothing_is_refused(denominator, tmp_path):
     engine = make_engine(tmp_path)
