@@ -329,6 +329,10 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
     for name, p in engine.model_parts[0].named_parameters():
         assert torch.equal(p, before[name])
     assert engine.lr == pytest.approx(2e-3 / 5)
+    # A number, however it comes: a tensor would stay, and be saved.
+    result = engine.optim_step(lr=torch.tensor(0.5))
+    assert (result.lr, type(result.lr)) == (0.5, float)
+    assert engine.lr == pytest.approx(3e-3 / 5)
 
 
 @pytest.mark.parametrize(
