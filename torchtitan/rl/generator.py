@@ -32,6 +32,7 @@ from torchtitan.rl.weight_sync import (
     copy_weights,
 )
 from torchtitan.tools.logging import logger
+from torchtitan.tools.products import use_onednn
 from torchtitan.tools.utils import set_default_dtype
 
 Prompts = Sequence[Sequence[int]]
@@ -285,6 +286,8 @@ class CopyGenerator(_DecoderGenerator):
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
+        if policy.device.type == "cpu":
+            use_onednn(model)  # as an engine, or draws would depend on whether this rank has one
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
