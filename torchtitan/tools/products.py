@@ -3,7 +3,7 @@
 On an AMD EPYC with AVX-512, oneDNN multiplies by a weight 1.1 times as fast with one thread and 1.25
 times with two; by a first matrix that is transposed, as for a weight's gradient, it is no faster.
 The choice goes by the CPU's maker and by shapes: on one machine the same product always rounds in
-the same way.
+the same way while an engine lives.
 """
 
 import contextlib
