@@ -19,6 +19,7 @@ from tests.distributed.training_runs import (
     DATA_PARALLEL_LAYOUTS,
     ONE_PROCESS,
     TENSOR_PARALLEL_LAYOUTS,
+    WHOLE_MODEL,
     max_relative_difference,
     run_layout,
 )
@@ -28,11 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    reference = run_layout(ONE_PROCESS, tempfile.mkdtemp(), args.steps)
+    reference = run_layout(ONE_PROCESS, tempfile.mkdtemp(), args.steps, [WHOLE_MODEL])
     print(f"{'layout':24} {'step-0 weights':18} {'loss':>9} {'grad norm':>9}")
     print(f"{ONE_PROCESS.name:24} {reference['step0_hash']:18} {'-':>9} {'-':>9}")
     for layout in DATA_PARALLEL_LAYOUTS + TENSOR_PARALLEL_LAYOUTS + ACCUMULATION_LAYOUTS:
-        run = run_layout(layout, tempfile.mkdtemp(), args.steps)
+        run = run_layout(layout, tempfile.mkdtemp(), args.steps, [WHOLE_MODEL])
         differences = [
             max_relative_difference(run[key], reference[key]) for key in ("loss", "grad_norm")
         ]

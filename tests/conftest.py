@@ -15,7 +15,13 @@ from torchtitan.tools.logging import logger
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-gloo.PRELOADED_MODULES.append("torchtitan.rl.controller")  # for the ranks of RL's tests
+# For ranks and jobs: what many of them need.
+gloo.PRELOADED_MODULES += [
+    "pytest",  # of the file that a rank's function stands in
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "torchtitan.rl.controller",
+]
 
 if torch.cuda.is_available():
     # cuBLAS reads it once, at the first matrix product; deterministic kernels need it.

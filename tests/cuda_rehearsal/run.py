@@ -29,14 +29,16 @@ make_models_shallow()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("names", nargs="*", help="default: all, unless there are faults")
+    parser.add_argument("--faults", nargs="*", help="seed these; without a name all")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     args = parser.parse_args()
-    table = FAULTS if args.faults else {**dict.fromkeys(CASES, rehearse), **SCENARIOS}
+    table = {**dict.fromkeys(CASES, rehearse), **SCENARIOS}
+    names = args.names or (table if args.faults is None else [])
+    faults = FAULTS if args.faults == [] and not args.names else args.faults or []
     failed = 0
-    for name in args.names or table:
-        record = run(name, table[name])
+    for name in [*names, *faults]:
+        record = run(name, FAULTS[name] if name in FAULTS else table[name])
         failed += record["error"] is not None
         print(json.dumps(record) if args.json else in_words(record), flush=True)
     raise SystemExit(failed)

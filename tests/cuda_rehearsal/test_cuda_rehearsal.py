@@ -37,48 +37,42 @@ def run(*arguments):
     )
 
 
-def records_of(names, *flags):
-    """One record for each name; two processes share the work."""
+def wanted(request, test):
+    """Names of the selected items of a test."""
+    items = request.session.items
+    return [item.callspec.params["name"] for item in items if item.function is test]
+
+
+@pytest.fixture(scope="module")
+def recorded(request):
+    """Name -> record, of all selected cases and faults; two processes share the work."""
+    cases = wanted(request, test_host_waits_for_the_device_only_where_the_table_says)
+    faults = wanted(request, test_seeded_fault_is_caught)
 
     def share(part):
-        done = run("tests.cuda_rehearsal.run", "--json", *flags, *part)
+        names, faults = part
+        done = run("tests.cuda_rehearsal.run", "--json", *names, "--faults", *faults)
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
-        assert len(lines) == len(part), done.stderr[-4000:]
+        assert len(lines) == len(names) + len(faults), done.stderr[-4000:]
         return [json.loads(line) for line in lines]
 
-    names = list(names)
+    shares = [(cases[i::2], faults[i::2]) for i in range(2)]
     with ThreadPoolExecutor() as pool:
-        shares = pool.map(share, filter(None, (names[::2], names[1::2])))
-    return {record["name"]: record for records in shares for record in records}
-
-
-def wanted(request):
-    """Names of all selected tests that take the fixture."""
-    takers = (i for i in request.session.items if request.fixturename in i.fixturenames)
-    return [item.callspec.params["name"] for item in takers]
-
-
-@pytest.fixture(scope="module")
-def rehearsed(request):
-    return records_of(wanted(request))
-
-
-@pytest.fixture(scope="module")
-def seeded(request):
-    return records_of(wanted(request), "--faults")
+        every = pool.map(share, filter(any, shares))
+        return {record["name"]: record for records in every for record in records}
 
 
 @pytest.mark.parametrize("name", marked([*CASES, *SCENARIOS], SLOW))
-def test_host_waits_for_the_device_only_where_the_table_says(rehearsed, name):
-    record = rehearsed[name]
+def test_host_waits_for_the_device_only_where_the_table_says(recorded, name):
+    record = recorded[name]
     assert record["error"] is None, record["error"]
     noted = {part: waits for part, waits in record["notes"].items() if waits}
     assert noted == ALLOWED.get(name, {})
 
 
 @pytest.mark.parametrize("name", marked(FAULTS, SLOW_FAULTS))
-def test_seeded_fault_is_caught(seeded, name):
-    assert seeded[name]["error"] is None, seeded[name]["error"]
+def test_seeded_fault_is_caught(recorded, name):
+    assert recorded[name]["error"] is None, recorded[name]["error"]
 
 
 @pytest.mark.slow

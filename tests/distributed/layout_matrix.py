@@ -174,6 +174,8 @@ FAMILIES["one dense layer, one of experts"] = (
     _changes | {"n_layers": 2, "n_dense_layers": 1},
 )
 MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"]
+# A flag for fewer layers, one of each kind, where more would prove nothing else.
+SHALLOW = "--model.flavor=shallow"
 # rows -> flags
 BATCHES = {
     "whole rows": ["--model.attn_type=sdpa", "--model.attn_mask_type=causal"],
@@ -201,7 +203,7 @@ class Run:
 
 
 def register_tiny(family: str) -> str:
-    """Register a family with one tiny flavor, `tiny`; returns its model.name."""
+    """Register a family with two flavors, `tiny` and `shallow`; returns its model.name."""
     from torchtitan.protocols import train_spec
 
     model_name, flavor, changes = FAMILIES[family]
@@ -209,8 +211,10 @@ def register_tiny(family: str) -> str:
     if name not in train_spec._extra_train_specs:
         spec = train_spec.get_train_spec(model_name)
         args = dataclasses.replace(spec.model_args[flavor], **changes)
+        shallow = dataclasses.replace(args, n_layers=3 if family == "llama4" else 2)
+        flavors = {"tiny": args, "shallow": shallow}
         train_spec.register_train_spec(
-            name, dataclasses.replace(spec, model_args={"tiny": args}, build_tokenizer_fn=None)
+            name, dataclasses.replace(spec, model_args=flavors, build_tokenizer_fn=None)
         )
     return name
 

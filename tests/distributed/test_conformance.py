@@ -50,7 +50,7 @@ def die(kit):
     "check, timeout_seconds, problem",
     [
         (wrong, 60.0, "ValueError: 1 is not 2"),
-        (hang, 8.0, "did not end in time"),
+        (hang, 2.0, "did not end in time"),
         (die, 60.0, "exit code 3"),
     ],
 )

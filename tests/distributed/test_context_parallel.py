@@ -152,11 +152,11 @@ def summed(logits, batch):
 
 
 def leak(dump_folder, flags):
-    """What the isolation probe says of a model whose layer 4 lets every token see its row."""
+    """What the isolation probe says of a model whose layer 1 lets every token see its row."""
     trainer = make_trainer(
         dump_folder, [*PACKED, *flags, "--debug.check_document_isolation_freq=1"]
     )
-    trainer.model_parts[0].layers["4"].register_forward_hook(
+    trainer.model_parts[0].layers["1"].register_forward_hook(
         lambda module, args, x: x + x.mean(1, keepdim=True)
     )
     with pytest.raises(RuntimeError, match="documents are not isolated at step 1") as error:
@@ -217,7 +217,7 @@ def test_runs_on_shared_rows_equal_those_of_one_process(tmp_path):
         assert sums == pytest.approx(expected[0][3], rel=1e-5)
         # Mean and largest of both steps, and the validations after them.
         assert len(losses) == 6 and losses == pytest.approx(expected[1], rel=1e-5)
-        assert "layers.4 is the first layer" in message
+        assert "layers.1 is the first layer" in message
 
 
 class Operators(TorchDispatchMode):

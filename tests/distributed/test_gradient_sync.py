@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.layout_matrix import SHALLOW, register_tiny
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.testing.gloo import run_ranks
 
-MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
 EP = "--parallelism.expert_parallel_degree=2"
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 NEVER = "--parallelism.fsdp_reshard_after_forward=never"
@@ -17,10 +17,10 @@ BF16 = "--training.mixed_precision_param=bfloat16"
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
-def make_engine(folder, *flags):
+def make_engine(folder, *flags, family="llama3"):
     from tests.unit.test_engine import make_engine
 
-    return make_engine(folder, *flags)
+    return make_engine(folder, f"--model.name={register_tiny(family)}", SHALLOW, *flags)
 
 
 def own_microbatches(engine):
@@ -48,9 +48,9 @@ def counting(name):
         yield function
 
 
-def gradients_of_both(folder, flags):
+def gradients_of_both(folder, flags, family="llama3"):
     """Largest difference to the undeferred gradients, relative to their norm; reductions of both."""
-    with make_engine(folder, *flags) as engine:
+    with make_engine(folder, *flags, family=family) as engine:
         with counting("foreach_reduce") as at_once:
             expected = step(engine)
         engine.optimizers.zero_grad()
@@ -133,13 +133,13 @@ def gathers_of_backward(folder):
         return counts
 
 
-def late_steps(folder, flags):
+def late_steps(folder, flags, family="llama3"):
     """Hashes of all local states after the same steps with a host that looks at once, and late."""
     from tests.unit.test_late_norm import differing, states
 
     results = []
     for is_late in (False, True):
-        with make_engine(f"{folder}/{is_late}", *flags) as engine:
+        with make_engine(f"{folder}/{is_late}", *flags, family=family) as engine:
             engine.update.skips_on_device = is_late
             batches, labels = own_microbatches(engine)
             skipped = []
@@ -163,28 +163,28 @@ def late_steps(folder, flags):
     return skipped, version, differing(expected, ours)
 
 
-# name -> (function of (folder, *arguments), its arguments); those of as many ranks run in one job.
+# name -> (function of (folder, *arguments), *its arguments); those of as many ranks run in one job.
 CASES = {
     2: {
         "FSDP": (gradients_of_both, ()),
         "FSDP bf16 never": (gradients_of_both, (NEVER, BF16)),
-        "EP": (gradients_of_both, (*MOE, EP)),
-        "DDP": (gradients_of_replicas, None),
-        "gathers": (gathers_of_backward, None),
+        "EP": (gradients_of_both, (EP,), "qwen3 MoE"),
+        "DDP": (gradients_of_replicas,),
+        "gathers": (gathers_of_backward,),
         "late FSDP": (late_steps, ()),
-        "late EP": (late_steps, (*MOE, EP)),
+        "late EP": (late_steps, (EP,), "qwen3 MoE"),
     },
     4: {
         "HSDP": (gradients_of_both, (REPLICAS,)),
-        "trainer": (weights_of_accumulating_trainer, None),
+        "trainer": (weights_of_accumulating_trainer,),
     },
 }
 
 
 def run_cases(folder, n_ranks):
     return {
-        name: function(f"{folder}/{name}") if flags is None else function(f"{folder}/{name}", flags)
-        for name, (function, flags) in CASES[n_ranks].items()
+        name: function(f"{folder}/{name}", *arguments)
+        for name, (function, *arguments) in CASES[n_ranks].items()
     }
 
 

@@ -9,7 +9,14 @@ import random
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import VOCAB, Layout, batch_flags, build_engine, whole
+from tests.distributed.layout_matrix import (
+    SHALLOW,
+    VOCAB,
+    Layout,
+    batch_flags,
+    build_engine,
+    whole,
+)
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
@@ -28,6 +35,7 @@ TOLERANCE = 1e-5
 _NO_LOSS_PARALLEL = ("--parallelism.disable_loss_parallel",)
 _ALWAYS = ("--parallelism.fsdp_reshard_after_forward=always",)
 _ZERO_BUBBLE = ("--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",)
+FOUR_STAGES = "llama3, as many layers as stages"
 LAYOUTS = {
     2: [
         (Layout("FSDP 2", dp_shard=2), "llama3"),
@@ -37,7 +45,7 @@ LAYOUTS = {
         (Layout("TP 2, tied, whole logits", tp=2, extra=_NO_LOSS_PARALLEL), "qwen3, tied"),
         (Layout("CP 2", cp=2), "llama3"),
         (Layout("PP 2", pp=2), "llama3"),
-        (Layout("PP 2, zero bubble", pp=2, extra=_ZERO_BUBBLE), "llama3"),
+        (Layout("PP 2, zero bubble", pp=2, extra=_ZERO_BUBBLE), FOUR_STAGES),
     ],
     4: [
         (Layout("FSDP 4", dp_shard=4), "llama3"),
@@ -106,6 +114,7 @@ def with_entropy_of_logits(logits, labels, batch):
 
 def measure(layout: Layout, family: str, dump_folder: str) -> dict:
     flags = [*layout.overrides(), *batch_flags(family, "documents, varlen")]
+    family, flags = ("llama3", flags) if family == FOUR_STAGES else (family, [*flags, SHALLOW])
     with build_engine(family, flags, dump_folder) as engine:
         return _measure(engine)
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.training_runs import (
+    WHOLE_MODEL,
     make_trainer,
     max_relative_difference,
     validation_losses,
@@ -17,6 +18,7 @@ STEPS = 5
 # fp32: the order of summation differs between layouts.
 TOLERANCE = 1e-5
 PACKED = ["--model.attn_type=varlen", "--model.attn_mask_type=position_block_causal"]
+PACKED += [WHOLE_MODEL]  # each of four stages has layers
 COMMON = [
     *PACKED,
     f"--training.steps={STEPS}",

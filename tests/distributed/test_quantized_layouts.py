@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import ONE_PROCESS, Layout, differences, measure_on_rank
+from tests.distributed.layout_matrix import (
+    ONE_PROCESS,
+    SHALLOW,
+    Layout,
+    differences,
+    measure_on_rank,
+)
 from tests.distributed.training_runs import ONE_PROCESS as TRAINED_ALONE
 from tests.distributed.training_runs import Layout as TrainedLayout
 from tests.distributed.training_runs import max_relative_difference, run_layout
@@ -41,7 +47,8 @@ ROUNDED_ALIKE = [name for name in RUNS if name != "rowwise"]
 
 def measure_runs(layout, runs, dump_folder):
     return [
-        measure_on_rank(layout, family, "whole rows", dump_folder, flags) for family, flags in runs
+        measure_on_rank(layout, family, "whole rows", dump_folder, (*flags, SHALLOW))
+        for family, flags in runs
     ]
 
 

@@ -59,7 +59,7 @@ def assert_first_steps_of_one_process(runs, one_process):
             assert step[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], abs=2e-5)
 
 
-RESUMED = ["--training.steps=20", "--checkpoint.enable", "--checkpoint.interval=10"]
+RESUMED = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=6"]
 RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
 
 
@@ -69,11 +69,11 @@ def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
     with pytest.raises(RankFailure, match="ended without a word"):
-        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 13)
+        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 9)
     resumed = run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides)[0]
 
-    assert [step["step"] for step in resumed["steps"]] == list(range(11, 21))
-    assert numbers(resumed) == numbers(unbroken)[10:]
+    assert [step["step"] for step in resumed["steps"]] == list(range(7, 13))
+    assert numbers(resumed) == numbers(unbroken)[6:]
     assert resumed["digest"] == unbroken["digest"]
 
 
@@ -107,15 +107,16 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
 @pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
-    # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 10 is that of 12.
-    overrides = [*RESUMED, *SEVERAL_UPDATES, f"--rl.async_steps={async_steps}"]
+    # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 6 is that of 8.
+    overrides = [*RESUMED, "--training.steps=16", *SEVERAL_UPDATES]
+    overrides += [f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
     with pytest.raises(RankFailure, match="ended without a word"):
-        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 16)
+        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 12)
     resumed = run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides)[0]
 
-    assert [step["step"] for step in resumed["steps"]] == [13, 17]
-    assert numbers(resumed) == numbers(unbroken)[3:]
+    assert [step["step"] for step in resumed["steps"]] == [9, 13]
+    assert numbers(resumed) == numbers(unbroken)[2:]
     assert resumed["digest"] == unbroken["digest"]
 
 

@@ -11,8 +11,8 @@ from tests.distributed.training_runs import (
     run_layout,
 )
 
-STEPS = 20
-# fp32: the order of summation differs between layouts, which AdamW carries over 20 steps.
+STEPS = 10
+# fp32: the order of summation differs between layouts, which AdamW carries over the steps.
 TOLERANCE = 1e-5
 
 

@@ -16,6 +16,7 @@ from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.testing.gloo import run_ranks
 
 GLOBAL_BATCH_SIZE = 8
+WHOLE_MODEL = "--model.flavor=debugmodel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,10 @@ def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows
 
 
 def make_trainer(dump_folder: str, overrides: list[str]):
-    """A trainer of the debug model on dealt rows, in fp32, that logs every step."""
+    """A trainer of the debug model on dealt rows, in fp32, that logs every step.
+
+    The model has 2 of its layers, and all of them with the flag `WHOLE_MODEL`.
+    """
     from torchtitan.config import ConfigManager
     from torchtitan.protocols import train_spec as train_spec_module
     from torchtitan.train import Trainer
@@ -139,6 +143,10 @@ def make_trainer(dump_folder: str, overrides: list[str]):
             name,
             dataclasses.replace(
                 spec,
+                model_args={
+                    "debugmodel": spec.model_args["debugmodel"],
+                    "shallow": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2),
+                },
                 build_dataloader_fn=build_dealt_rows,
                 build_tokenizer_fn=None,
             ),
@@ -146,6 +154,7 @@ def make_trainer(dump_folder: str, overrides: list[str]):
     config = ConfigManager().parse_args(
         [
             f"--model.name={name}",
+            "--model.flavor=shallow",
             f"--job.dump_folder={dump_folder}",
             "--training.seq_len=32",
             "--training.mixed_precision_param=float32",

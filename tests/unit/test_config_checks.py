@@ -552,6 +552,13 @@ def test_ranks_are_dealt_experts_a_whole_number_of_times(shard, tp, ep, etp, fit
     assert f"got {ep} with {shard} * 1 * {tp} / {etp}; what fits is {fits}" in message
 
 
+def test_degree_of_experts_without_effect_has_to_fit_the_ranks():
+    config = config_with(parallelism__expert_tensor_parallel_degree=2)
+    check_job_config(config, world_size=2)
+    message = message_of(check_job_config, config, world_size=1)
+    assert "expert_tensor_parallel_degree" in message and "got 2 with 1; set it to 1" in message
+
+
 def test_missing_tokenizer_folder_is_named_if_a_tokenizer_is_built(tmp_path):
     config = config_with(model__hf_assets_path="nowhere")
     check_against_spec(config, train_spec())

@@ -111,12 +111,12 @@ def config_of(layout: Layout, folder: object, *flags: str):
 def live_and_leave(layout: Layout, dump_folder: str) -> dict:
     """What an engine's life changed in the process."""
     config = config_of(layout, dump_folder)
-    before = host_state()
+    before, of_host = host_state(), python_threads()
     with TrainingEngine(config) as engine:
         train_a_step(engine)
         engine.save()
     gc.collect()
-    join_threads()
+    join_others(of_host)
     changes = changed(before, host_state())
     changes.pop("groups")  # those of the mesh stay as long as the host's group
     return changes
@@ -145,22 +145,21 @@ def no_engine_of_another_test():
     host.move_out(guest)
 
 
-def join_threads() -> None:
-    for thread in python_threads():
-        if thread is not threading.main_thread():
-            thread.join(timeout=10)  # torch's own, of the save: ends soon after its last work
+def join_others(threads: list[threading.Thread]) -> None:
+    for thread in set(python_threads()) - set(threads):
+        thread.join(timeout=10)  # torch's own, of the save: ends soon after its last work
 
 
 def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config = config_of(ALONE, tmp_path)
-    before = host_state()
+    before, of_host = host_state(), python_threads()
     with TrainingEngine(config) as engine:
         train_a_step(engine)
         assert changed(before, host_state()).keys() >= {"environment", "deterministic", "group"}
         engine.save()
     gc.collect()
-    join_threads()
+    join_others(of_host)
     assert changed(before, host_state()) == {}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli
@@ -109,6 +110,13 @@ def test_dump_folder_flag_wins_over_toml():
 def test_arguments_default_to_those_of_the_process_when_called(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--training.steps=12"])
     assert ConfigManager().parse_args().training.steps == 12
+
+
+def test_managers_add_the_parsers_rules_once():
+    registry = mock.Mock()
+    for _ in range(2):
+        ConfigManager.register_tyro_rules(registry)
+    registry.primitive_rule.assert_called_once()
 
 
 def test_each_parse_starts_afresh(parse_toml):

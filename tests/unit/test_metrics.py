@@ -29,7 +29,7 @@ from torchtitan.listeners.metrics import (
     ensure_pp_loss_visible,
 )
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.tools import utils
+from torchtitan.tools import host, utils
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 GIB = 2**30
@@ -254,8 +254,8 @@ def test_cpu_memory_without_proc_falls_back_to_the_peak(monkeypatch):
     def no_proc(path, *args, **kwargs):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(metrics_module, "open", no_proc, raising=False)
-    now, peak = metrics_module._resident_bytes()
+    monkeypatch.setattr(host, "open", no_proc, raising=False)
+    now, peak = host.resident_bytes()
     assert now == peak > 2**20
 
 

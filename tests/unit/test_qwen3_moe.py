@@ -49,7 +49,9 @@ def tiny_args(**changes):
 
 
 def test_moe_flavors_are_the_known_ones():
-    assert [flavor for flavor, args in qwen3_args.items() if args.moe_enabled] == [*KNOWN_SIZES]
+    moe = [flavor for flavor, args in qwen3_args.items() if args.moe_enabled]
+    # Other tests add tiny ones.
+    assert [flavor for flavor in moe if not flavor.startswith("tiny")] == [*KNOWN_SIZES]
 
 
 @pytest.mark.parametrize("flavor", KNOWN_SIZES)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import os
@@ -197,6 +198,7 @@ class ConfigManager:
             )
 
     @staticmethod
+    @functools.cache  # once for a registry: the parser tries each of its rules on every key
     def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
         """Let a `list[str]` flag take one argument with commas: `--model.converters a,b`."""
 

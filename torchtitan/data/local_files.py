@@ -167,7 +167,8 @@ def load_local_documents(path: str) -> Any:
     if root.is_dir():
         paths = sorted(file for file in root.rglob("*") if _kind_of(file) and file.is_file())
         # Left by programs: caches, copies that an editor keeps, the ._ files of a Mac.
-        paths = [file for file in paths if not _is_hidden(file.relative_to(root))]
+        in_root = ((file, file.relative_to(root).parts) for file in paths)
+        paths = [file for file, parts in in_root if not any(p.startswith(".") for p in parts)]
         if len({_kind_of(file) for file in paths}) > 1:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
@@ -227,10 +228,6 @@ def _kind_of(path: Path) -> str | None:
     if is_compressed and Path(path.stem).suffix in (".jsonl", ".json"):
         return "compressed JSON lines"
     return _KINDS.get(path.suffix)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _checked_sample(sample: Any, where: Callable[[], str]) -> dict[str, Any]:

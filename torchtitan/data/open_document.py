@@ -21,7 +21,7 @@ class OpenDocument:
     # Index in the source, which can give the text again; None in a stream, where the unread rest
     # is part of the saved position.
     number: int | None
-    text: str = ""  # all of it, or what a stream's reader had left
+    text: str = ""  # all of it, or in a stream what is left behind the piece
     start: int = 0  # of the piece of the text that became `tokens`
     end: int = -1  # of that piece; -1 before the first one
     tokens: list[int] = field(default_factory=list)
@@ -49,6 +49,10 @@ class OpenDocument:
         is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
         text = self.text[self.start : self.end]
         self.tokens, self.used = _encode(text, tokenizer, is_first, is_last), 0
+        if self.number is None:
+            # A saved position holds the rest: cut it off once for each piece, not for each batch.
+            self.text = self.text[self.end :]
+            self.start, self.end, self.is_begun = 0, 0, True
 
     def place(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""

@@ -103,8 +103,17 @@ def pipeline_module_split(
     dtype = next((p.dtype for p in whole_model.parameters()), torch.get_default_dtype())
     stages, models = [], []
     for stage_id in ids:
-        model = copy.deepcopy(whole_model)
-        _keep_modules(model, set(module_names_per_stage[stage_id]))
+        model, kept = copy.deepcopy(whole_model), set(module_names_per_stage[stage_id])
+        for name, child in list(model.named_children()):
+            if isinstance(child, nn.ModuleDict):
+                for key in list(child):
+                    if f"{name}.{key}" not in kept:
+                        del child[key]
+            elif isinstance(child, nn.ModuleList):
+                entries = [entry for i, entry in enumerate(child) if f"{name}.{i}" in kept]
+                setattr(model, name, nn.ModuleList(entries))
+            elif name not in kept:
+                setattr(model, name, None)
         mark_copy(model, whole_model)
         stage = distributed.VariableShapeStage(
             model,
@@ -119,19 +128,6 @@ def pipeline_module_split(
         names = ", ".join(module_names_per_stage[stage_id])
         logger.info("pipeline stage %d of %d holds %s", stage_id, num_stages, names)
     return stages, models
-
-
-def _keep_modules(model: nn.Module, names: set[str]) -> None:
-    for child_name, child in list(model.named_children()):
-        if isinstance(child, nn.ModuleDict):
-            for key in list(child):
-                if f"{child_name}.{key}" not in names:
-                    del child[key]
-        elif isinstance(child, nn.ModuleList):
-            kept = [entry for i, entry in enumerate(child) if f"{child_name}.{i}" in names]
-            setattr(model, child_name, nn.ModuleList(kept))
-        elif child_name not in names:
-            setattr(model, child_name, None)
 
 
 def build_pipeline_schedule(

@@ -297,7 +297,16 @@ class PipelineSchedule:
             )
             if self.csv_path:
                 schedule._load_csv(self.csv_path)
-                self._check_csv_stages(schedule)
+                rank_of, rank = schedule.stage_index_to_group_rank, schedule.rank
+                ours = sorted(stage for stage in rank_of if rank_of[stage] == rank)
+                held = [stage.stage_index for stage in self.stages]
+                if ours != held:
+                    raise ValueError(
+                        f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} has rank "
+                        f"{rank} run stages {ours}, but it holds {held}; rank r must have stages r, "
+                        "r + p, r + 2p, ... (or r and its mirror image with a V-shaped schedule's "
+                        "name)"
+                    )
             schedule._n_microbatches = n
             schedule.pipeline_order_with_comms = {
                 rank: _filter_actions(actions, n, forward_only)
@@ -330,17 +339,6 @@ class PipelineSchedule:
             num_ranks = self.stages[0].group_size
             return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
         return n
-
-    def _check_csv_stages(self, schedule: Any) -> None:
-        rank_of = schedule.stage_index_to_group_rank
-        ours = [stage for stage, rank in sorted(rank_of.items()) if rank == schedule.rank]
-        held = [stage.stage_index for stage in self.stages]
-        if ours != held:
-            raise ValueError(
-                f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} has rank "
-                f"{schedule.rank} run stages {ours}, but it holds {held}; rank r must have stages "
-                "r, r + p, r + 2p, ... (or r and its mirror image with a V-shaped schedule's name)"
-            )
 
 
 _FORWARD_ONLY_ACTIONS = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}

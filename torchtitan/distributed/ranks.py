@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host. Every function here is collective.
+"""What ranks tell each other on the host. Every function here but `num_ranks` is collective.
 
 Without a process group this process is the only rank.
 """
@@ -9,6 +9,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def from_rank_zero(ask: Callable[[], T]) -> T:

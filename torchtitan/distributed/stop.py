@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig
+from torchtitan.tools.host import seconds_since_start
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _TIME_LIMIT = 64  # in place of a signal's number
@@ -36,7 +37,7 @@ class StopRequest:
         checkpoint = job_config.checkpoint
         self._can_save = checkpoint.enable and not checkpoint.load_only
         self._limit_seconds = job_config.training.time_limit_minutes * 60
-        self._deadline = time.monotonic() - _age_of_process() + self._limit_seconds
+        self._deadline = time.monotonic() - seconds_since_start() + self._limit_seconds
         self._timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
         self.reason: str | None = None  # what `answer` returned last
         self._signal = 0
@@ -172,13 +173,3 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
 def _exit_now(number: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     os._exit(128 + number)
-
-
-def _age_of_process() -> float:
-    """Seconds since this process began; 0 where that is not known."""
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import platform
-import resource
-import sys
 import time
 from collections import namedtuple
 from datetime import datetime, timedelta
@@ -21,7 +19,7 @@ from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
-from torchtitan.tools.host import total_ram_bytes
+from torchtitan.tools.host import resident_bytes, total_ram_bytes
 from torchtitan.tools.logging import logger
 
 _GIB = 2**30
@@ -59,7 +57,7 @@ class DeviceMemoryMonitor:
     def get_peak_stats(self) -> DeviceMemStats:
         """Peaks since the last `reset_peak_stats`, in GiB (2**30 bytes) and % of the capacity."""
         if self.device.type == "cpu":
-            (active, reserved), num_retries, num_ooms = _resident_bytes(), 0, 0
+            (active, reserved), num_retries, num_ooms = resident_bytes(), 0, 0
         else:
             stats = torch.get_device_module(self.device).memory_stats(self.device)
             active = stats.get("active_bytes.all.peak", -1)
@@ -432,16 +430,3 @@ def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
 
 def _memory_field(gib: float, percent: float) -> str:
     return f"memory: {gib:5.2f}GiB({percent:.2f}%)"
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """This process's resident memory: now, and at its peak; the peak twice without /proc."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
-        peak *= 1024
-    try:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        now = peak
-    return now, max(now, peak)

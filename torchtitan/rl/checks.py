@@ -1,10 +1,9 @@
 """Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
 
 import ipaddress
-import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
@@ -12,7 +11,7 @@ from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
-from torchtitan.rl.tasks import find_function, task_builder
+from torchtitan.rl.tasks import chat_variables, find_function, task_builder
 from torchtitan.tools.errors import ConfigError
 
 
@@ -267,15 +266,11 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
 
 
 def _critic(job_config: JobConfig) -> Iterator[str]:
-    rl, default, steps = job_config.rl, RL(), job_config.training.steps
+    rl, steps = job_config.rl, job_config.training.steps
     if not job_config.has_critic:
         keys = ["advantage.gamma", "advantage.lam", "advantage.whiten"]
-        for key in [*keys, *(f"critic.{name}" for name in vars(rl.critic))]:
-            if value_of(rl, key) != value_of(default, key):
-                yield (
-                    f"rl.{key} = {value_of(rl, key)} is read by rl.advantage.name = 'gae' only, got "
-                    f"{rl.advantage.name!r}; take one of them out"
-                )
+        keys += [f"critic.{name}" for name in vars(rl.critic)]
+        yield from _not_read(rl, keys, "advantage.name", "gae")
         return
     yield from problem_in(GAE, rl.advantage.gamma, rl.advantage.lam)
     if rl.advantage.std:
@@ -342,25 +337,13 @@ def _task(job_config: JobConfig) -> Iterator[str]:
             f"rl.task.chat_template must be a file with a Jinja template, got "
             f"{task.chat_template!r} (looked in {os.getcwd()}); correct the path"
         )
-    yield from problem_in(_chat_variables, task.chat_variables)
+    yield from problem_in(chat_variables, task)
     for name in task.tools:
         yield from problem_in(find_function, name, "rl.task.tools")
     if task.tools and task.max_turns == 1:
         yield (
             f"rl.task.tools = {task.tools} answer the policy, which then needs another turn, got "
             "rl.task.max_turns = 1; raise it"
-        )
-
-
-def _chat_variables(text: str) -> None:
-    try:
-        is_kept = not text or isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        is_kept = False
-    if not is_kept:
-        raise ValueError(
-            f"rl.task.chat_variables must be a JSON object, got {text!r}; write it like "
-            "'{\"enable_thinking\": false}'"
         )
 
 
@@ -399,18 +382,14 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
 
 
 def _generator(job_config: JobConfig) -> Iterator[str]:
-    generator, default = job_config.rl.generator, RL().generator
-    for backend, keys in {
+    generator = job_config.rl.generator
+    for backend, names in {
         "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
         "openai": ("url", "model", "reload_url", "max_requests", "timeout_seconds"),
     }.items():
-        for key in keys if generator.backend != backend else ():
-            value = getattr(generator, key)
-            if value != getattr(default, key):
-                yield (
-                    f"rl.generator.{key} = {value} is read by rl.generator.backend = {backend!r} only, "
-                    f"got {generator.backend!r}; take one of them out"
-                )
+        if generator.backend != backend:
+            keys = [f"generator.{name}" for name in names]
+            yield from _not_read(job_config.rl, keys, "generator.backend", backend)
     if generator.backend == "openai":
         yield from _server(job_config)
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
@@ -444,8 +423,18 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     if not 0 < generator.memory_share <= 1:
         yield (
             f"rl.generator.memory_share must be above 0 and at most 1, got "
-            f"{generator.memory_share}; the default is {default.memory_share}"
+            f"{generator.memory_share}; the default is {RL().generator.memory_share}"
         )
+
+
+def _not_read(rl: RL, keys: Sequence[str], choice: str, reader: str) -> Iterator[str]:
+    """The keys that are set, although only another choice than today's reads them."""
+    for key in keys:
+        if value_of(rl, key) != value_of(RL(), key):
+            yield (
+                f"rl.{key} = {value_of(rl, key)} is read by rl.{choice} = {reader!r} only, got "
+                f"{value_of(rl, choice)!r}; take one of them out"
+            )
 
 
 def _server(job_config: JobConfig) -> Iterator[str]:

@@ -22,10 +22,10 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.ranks import num_ranks
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.client_types import (
     AdamParams,
@@ -76,7 +76,7 @@ class _Thread:
         """
         future: Future[_T] = Future()
         with self._lock:
-            if self._open is None or self._open[0] != key or _num_ranks() > 1:
+            if self._open is None or self._open[0] != key or num_ranks() > 1:
                 self._open = key, []
                 self._pool.submit(self._run, call, self._open[1])
             self._open[1].append((item, future))
@@ -98,10 +98,6 @@ class _Thread:
 
     def shutdown(self) -> None:
         self._pool.shutdown()
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:

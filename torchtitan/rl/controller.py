@@ -217,7 +217,6 @@ class Controller:
         started = time.perf_counter()
         first_step, number = self.step + 1, self.num_batches + 1
         episodes = with_advantages(self._take(number), self.advantages)
-        self._check_lag(number, episodes)
         measured = staleness(episodes, self.trainer.policy_version)
         generated = time.perf_counter()
 
@@ -259,15 +258,15 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """The episodes of a batch; starts those that may be drawn ahead of it."""
+        """The episodes of a batch; starts those that may be drawn ahead of it.
+
+        Raises RuntimeError if the oldest one is older than allowed.
+        """
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         # As far ahead as the generator's weights may lag behind.
         self.rollouts.start_until(min(number + self.config.async_steps, last))
-        return self.rollouts.take(number)
-
-    def _check_lag(self, number: int, episodes: list[Episode]) -> None:
-        """Raise RuntimeError for a batch whose oldest episode is older than allowed."""
+        episodes = self.rollouts.take(number)
         lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
         allowed = self.config.async_steps * self.updates_per_batch
         if lag < 0 or (lag > allowed and number not in self.rollouts.restored_steps):
@@ -276,12 +275,20 @@ class Controller:
                 f"rl.async_steps = {self.config.async_steps} with {self.updates_per_batch} updates "
                 f"per batch allows no more than {allowed}"
             )
+        return episodes
 
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
         """Make the optimizer steps of a batch of samples; adds to what was measured."""
-        batches = [self.batcher.batch(part) for part in self._minibatches(samples)]
+        # Parts with whole prompts, so that each compares what its advantages compare.
+        groups = list(dict.fromkeys(sample.group_id for sample in samples))
+        n_parts = self.config.minibatches
+        part_of = {group: ((i + 1) * n_parts - 1) // len(groups) for i, group in enumerate(groups)}
+        parts: list[list[TrainingSample]] = [[] for _ in range(n_parts)]
+        for sample in samples:
+            parts[part_of[sample.group_id]].append(sample)
+        batches = [self.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
         # Before the first update: these are log-probs of the policy that all updates begin with.
@@ -305,16 +312,6 @@ class Controller:
             merged = metrics_of_updates(of_critic)
             measured |= {f"critic/{name}": value for name, value in merged.items()}
         return outputs, updates
-
-    def _minibatches(self, samples: list[TrainingSample]) -> list[list[TrainingSample]]:
-        """Parts with whole prompts, so that each compares what its advantages compare."""
-        groups = list(dict.fromkeys(sample.group_id for sample in samples))
-        n, n_parts = len(groups), self.config.minibatches
-        part_of = {group: (i + 1) * n_parts - 1 for i, group in enumerate(groups)}
-        parts: list[list[TrainingSample]] = [[] for _ in range(n_parts)]
-        for sample in samples:
-            parts[part_of[sample.group_id] // n].append(sample)
-        return parts
 
     def close(self) -> None:
         """Finish what is being drawn and written. Safe to call twice."""

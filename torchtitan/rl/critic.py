@@ -148,8 +148,8 @@ class Critic(Learner):
     def _head(self, loss_fn: Any = None) -> None:
         return None
 
-    def _scores_in(self, outputs: Tensor) -> Tensor:
-        return outputs.squeeze(-1)
+    def _loss_inputs(self, outputs: Tensor) -> tuple[Tensor]:
+        return (outputs.squeeze(-1),)
 
     # ---- state ----
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,9 +32,19 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     copy_weights,
 )
+from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
 from torchtitan.tools.products import use_onednn
 from torchtitan.tools.utils import set_default_dtype
+
+# They build on this module.
+__getattr__ = load_on_access(
+    __name__,
+    {
+        "OpenAIGenerator": "torchtitan.rl.openai_generator",
+        "VLLMGenerator": "torchtitan.rl.vllm_generator",
+    },
+)
 
 Prompts = Sequence[Sequence[int]]
 
@@ -366,6 +377,40 @@ class BufferedGenerator(Generator):
         self._generator.load_state_dict(state_dict)
 
 
+class ForeignGenerator(Generator):
+    """A generator on somebody else's engine, which gets Hugging Face weights and a seed per row."""
+
+    weight_names = "hf"
+
+    def __init__(self, dtype: torch.dtype | None, seed: int):
+        self.weight_dtype = dtype
+        self._seed, self._n_calls = seed, 0
+
+    def _seed_of_call(self, sampling: SamplingConfig) -> int:
+        """A row's number is added to it."""
+        if sampling.seed is not None:
+            return sampling.seed
+        self._n_calls += 1
+        return random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+
+    def _completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: SamplingConfig
+    ) -> Completion:
+        kept_mass = None
+        if sampling.temperature == 0:
+            # Nothing else could be drawn; engines give the log-probs at temperature 1.
+            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
+            logprobs = [0.0] * len(logprobs)
+        reason = "stop" if sampling.stops_at(token_ids) else "length"
+        return Completion(tuple(token_ids), tuple(logprobs), reason, self.policy_version, kept_mass)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_calls": self._n_calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._n_calls = state_dict["n_calls"]
+
+
 @dataclass(frozen=True)
 class PolicyModel:
     """What a generator with weights of its own has to know of the model that is trained.
@@ -424,9 +469,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             "model.fp32_head holds for the trainer; %s's output projection keeps its own type", name
         )
     if rl.generator.backend == "vllm":
-        from torchtitan.rl.vllm_generator import VLLMGenerator  # it builds on this module
-
-        return VLLMGenerator(
+        return __getattr__("VLLMGenerator")(
             config.model.hf_assets_path,
             # vLLM's own choice may be bf16 where config.json says float32.
             dtype=policy.generator_dtype or policy.compute_dtype,
@@ -436,9 +479,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
         )
     if rl.generator.backend == "openai":
-        from torchtitan.rl.openai_generator import OpenAIGenerator  # it builds on this module
-
-        return OpenAIGenerator(
+        return __getattr__("OpenAIGenerator")(
             rl.generator.url,
             rl.generator.model,
             rl.generator.reload_url,

@@ -16,7 +16,7 @@ from torchtitan.batch.batch import Batch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl.losses import LossOutput, finalize_metrics
+from torchtitan.rl.losses import finalize_metrics
 from torchtitan.rl.types import (
     ForwardBackwardOutput,
     OptimParams,
@@ -44,12 +44,8 @@ class Learner(ABC):
         """What the model computes in place of its own outputs, for this loss or only for scores."""
 
     @abstractmethod
-    def _scores_in(self, outputs: Any) -> Tensor:
-        """The scores [B, T] among a model's outputs."""
-
-    def _loss_of(self, loss_fn: Any, outputs: Any, batch: Batch) -> LossOutput:
-        """The loss of one microbatch, with metrics of the names `loss_fn.metric_names`."""
-        return loss_fn(self._scores_in(outputs), batch)
+    def _loss_inputs(self, outputs: Any) -> tuple:
+        """What losses get of a model's outputs, the scores [B, T] first."""
 
     # ---- one step ----
 
@@ -65,14 +61,7 @@ class Learner(ABC):
     def _accumulate(
         self, batch: TrainingBatch, loss_fn: Any, return_scores: bool = False
     ) -> ForwardBackwardOutput:
-        """Add the gradients of the batch's loss to those that are there.
-
-        return_scores: also gather and return the scores, as `logprobs` of the output.
-
-        If it raises, part of the batch may be in the gradients: those of the whole step are
-        zeroed, and the step begins again. Raises ValueError on all ranks, before anything is
-        computed, if on one of them the batch is for another layout or differs from the others'.
-        """
+        """See `PolicyTrainer.forward_backward`. return_scores: as `logprobs` of the output."""
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
                 "the batches of one optimizer step must all have final weights or all leave the "
@@ -103,13 +92,14 @@ class Learner(ABC):
         scores: list[Tensor] = []
 
         def loss_of(outputs: Any, labels: Tensor, engine_batch: Batch) -> Tensor:
-            loss, metrics = self._loss_of(loss_fn, outputs, engine_batch)
+            inputs = self._loss_inputs(outputs)
+            loss, metrics = loss_fn(*inputs, engine_batch)
             sums.add_(torch.stack([metrics[name].float() for name in sum_names]))
             if max_names:
                 new = torch.stack([metrics[name].float() for name in max_names])
                 torch.maximum(maxima, new, out=maxima)
             if return_scores and not is_split:
-                scores.append(self._scores_in(outputs).detach())
+                scores.append(inputs[0].detach())
             return loss
 
         microbatches = batch.of_rank(self.engine.dp_rank)
@@ -218,7 +208,7 @@ class Learner(ABC):
         """Scores [B, T] of this rank's microbatches; None without the last stage."""
         return self.engine.forward_step(
             [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
-            output_fn=lambda outputs, _: self._scores_in(outputs),
+            output_fn=lambda outputs, _: self._loss_inputs(outputs)[0],
             head=self._head(),
         )
 

@@ -7,7 +7,6 @@ Hugging Face files, which the server's machine has to see, and one request that 
 import http.client
 import json
 import os
-import random
 import shutil
 import time
 import urllib.error
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
-from torchtitan.rl.generator import Generator, Prompts
+from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools.errors import RunError
@@ -33,7 +32,7 @@ _HOW_VLLM_RELOADS = "; without rl.generator.reload_url it has to be vLLM's, with
 _LARGEST_FILE = 4 * 2**30  # bytes of tensors
 
 
-class OpenAIGenerator(Generator):
+class OpenAIGenerator(ForeignGenerator):
     """A generator behind an HTTP server. Each rank sends requests for its own share.
 
     url: of the server; requests go to url/v1/completions. model: its name there.
@@ -49,8 +48,6 @@ class OpenAIGenerator(Generator):
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
     """
 
-    weight_names = "hf"
-
     def __init__(
         self,
         url: str,
@@ -64,10 +61,9 @@ class OpenAIGenerator(Generator):
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
     ):
+        super().__init__(dtype, seed)
         self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
         self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
-        self.weight_dtype = dtype
-        self._seed, self._n_calls = seed, 0
         self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
 
     def _draw(
@@ -78,10 +74,7 @@ class OpenAIGenerator(Generator):
                 "rl.generator.backend = 'openai' gives no log-probs of a truncated distribution, got "
                 f"top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0"
             )
-        seed = sampling.seed
-        if seed is None:
-            self._n_calls += 1
-            seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+        seed = self._seed_of_call(sampling)
         requests = [
             {
                 "model": self._model,
@@ -113,20 +106,26 @@ class OpenAIGenerator(Generator):
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         url = f"{self._url}/v1/completions"
         answer = _post(url, request, self._timeout_seconds)
-        token_ids, logprobs = _tokens_and_logprobs(answer)
+        # Whatever it is: what it does not say stays empty.
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        choice = choice if isinstance(choice, dict) else {}
+        found = choice.get("logprobs")
+        found = found if isinstance(found, dict) else {}
+        token_ids = choice.get("token_ids")
+        if not isinstance(token_ids, list):  # "token_id:17"
+            texts = [str(text).rpartition(":") for text in found.get("tokens") or ()]
+            is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
+            token_ids = [int(number) for *_, number in texts] if is_known else []
+        values = found.get("token_logprobs") or []
+        logprobs = [value for value in values if isinstance(value, int | float)]
         if not token_ids or len(token_ids) != len(logprobs):
             raise RunError(
                 f"{url} has to answer with the id and the log-prob of every new token, got "
                 f"{len(token_ids)} ids and {len(logprobs)} log-probs; it must know "
                 '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
             )
-        kept_mass = None
-        if sampling.temperature == 0:
-            # Nothing else could be drawn; servers give the log-probs at temperature 1.
-            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
-            logprobs = [0.0] * len(logprobs)
-        reason = "stop" if sampling.stops_at(token_ids) else "length"
-        return Completion(tuple(token_ids), tuple(logprobs), reason, self.policy_version, kept_mass)
+        return self._completion(token_ids, logprobs, sampling)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         """Have the server load the weights. Ranks that share an update call it together.
@@ -139,7 +138,14 @@ class OpenAIGenerator(Generator):
 
         def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
             _write(pairs, path, self._hf_assets_path)
-            self._reload(path, weights.version)
+            posts = {self._reload_url: {"path": path, "version": weights.version}}
+            if not self._reload_url:  # vLLM's, of which the first knows nothing of the cache
+                rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+                posts = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
+            for url, message in posts.items():
+                answer = _post(url, message, self._timeout_seconds)
+                if isinstance(answer, dict) and answer.get("success") is False:
+                    raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
             for name in os.listdir(self._folder):
                 if name.startswith("version-") and name != os.path.basename(path):
                     shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
@@ -151,22 +157,6 @@ class OpenAIGenerator(Generator):
                 + ("" if self._reload_url else _HOW_VLLM_RELOADS)
             ) from failure
         self.policy_version = weights.version
-
-    def _reload(self, path: str, version: int) -> None:
-        posts: dict[str, dict[str, Any]] = {self._reload_url: {"path": path, "version": version}}
-        if not self._reload_url:  # vLLM's, of which the first knows nothing of the cache
-            rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            posts = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
-        for url, message in posts.items():
-            answer = _post(url, message, self._timeout_seconds)
-            if isinstance(answer, dict) and answer.get("success") is False:
-                raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"n_calls": self._n_calls}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._n_calls = state_dict["n_calls"]
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:
@@ -195,22 +185,6 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
     with open(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
         json.dump(index, text)
-
-
-def _tokens_and_logprobs(answer: Any) -> tuple[list[int], list[float]]:
-    """Of a completion's new tokens; empty lists for what the answer does not say."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    choice = choice if isinstance(choice, dict) else {}
-    logprobs = choice.get("logprobs")
-    logprobs = logprobs if isinstance(logprobs, dict) else {}
-    token_ids = choice.get("token_ids")
-    if not isinstance(token_ids, list):  # "token_id:17"
-        texts = [str(text).rpartition(":") for text in logprobs.get("tokens") or ()]
-        is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
-        token_ids = [int(number) for *_, number in texts] if is_known else []
-    values = logprobs.get("token_logprobs") or []
-    return token_ids, [value for value in values if isinstance(value, int | float)]
 
 
 def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.data.chat_template import SEAM
-from torchtitan.distributed.ranks import all_ranks, on_all_ranks
+from torchtitan.distributed.ranks import all_ranks, num_ranks, on_all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL
@@ -134,7 +134,7 @@ class Draws:
         sampling = replace(sampling, stop_strings=stops, decode=decode)
         # Each rank has a run of consecutive places; those of all ranks in order are all of them.
         rank = dist.get_rank() if dist.is_initialized() else 0
-        n, n_ranks, together = len(prompts), _num_ranks(), _num_together(generator)
+        n, n_ranks, together = len(prompts), num_ranks(), _num_together(generator)
         share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
         first = rank // together * together
         share_together = range(n * first // n_ranks, n * (first + together) // n_ranks)
@@ -220,7 +220,7 @@ class Draws:
 
         If one rank's share cannot be drawn, such as for a reward function, every rank raises.
         """
-        if _num_ranks() == 1:
+        if num_ranks() == 1:
             return share()
         own: list[Episode] = []
         failure: Exception | None = None
@@ -436,37 +436,12 @@ class _Dialogue:
         )
 
 
-def make_episodes(
-    task: Task,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    stop_strings: Sequence[str] = (),
-) -> list[Episode]:
-    """Return the graded episodes of completions, equally many for each prompt, in their order.
-
-    completions: all of the first prompt, group 0, then all of the second, and so on.
-    stop_strings: that end a completion; the text that is graded ends before them.
-    Raises ValueError if the completions cannot be divided equally, or grading fails.
-    """
-    per_prompt = len(completions) // max(len(prompts), 1)
-    if per_prompt * len(prompts) != len(completions):
-        raise ValueError(
-            f"every prompt must have equally many completions, got {len(completions)} for "
-            f"{len(prompts)} prompts"
-        )
-    dialogues = [
-        _Dialogue(prompts[i // per_prompt], i // per_prompt, i, [completion])
-        for i, completion in enumerate(completions)
-    ]
-    return _graded(task, dialogues, stop_strings)
-
-
 def _graded(
     task: Task,
     dialogues: Sequence[_Dialogue],
     stop_strings: Sequence[str],
     *,
-    several_turns: bool = False,
+    several_turns: bool,
 ) -> list[Episode]:
     turns = [dialogue.turns(task, stop_strings) for dialogue in dialogues]
     pairs = [(d.prompt, of_one) for d, of_one in zip(dialogues, turns, strict=True)]
@@ -506,10 +481,6 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _num_together(generator: Generator) -> int:
     """How many consecutive ranks have to ask for the same completions."""
-    return _num_ranks() if generator.is_collective else generator.ranks_per_copy
+    return num_ranks() if generator.is_collective else generator.ranks_per_copy

@@ -205,7 +205,8 @@ class Task(ABC):
 
 
 class CharTask(Task):
-    """A task whose problems are drawn at random and spelled in a few characters.
+    """A task whose problems are drawn at random and spelled in a few characters. The reward is 1 for
+    the answer and 0 for anything else.
 
     Held-out prompts are drawn apart from those of training, but may repeat them where there are
     few problems.
@@ -226,6 +227,10 @@ class CharTask(Task):
         rngs = (random.Random(f"{self.seed} held out {index}") for index in range(n))
         return [self.make_prompt(*self.draw(rng)) for rng in rngs]
 
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        exact = float(text == prompt.answer)
+        return Grade(exact, {"exact": exact})
+
 
 class SumDigitsTask(CharTask):
     """Add numbers: "3+4=" expects "7". The reward is 1 for the sum and 0 for anything else.
@@ -241,10 +246,6 @@ class SumDigitsTask(CharTask):
         n = rng.randint(self.num_min, self.num_max)
         numbers = [rng.randint(0, self.value_max) for _ in range(n)]
         return "+".join(map(str, numbers)) + "=", str(sum(numbers))
-
-    def grade(self, prompt: Prompt, text: str) -> Grade:
-        exact = float(text == prompt.answer)
-        return Grade(exact, {"exact": exact})
 
 
 class CopyTask(CharTask):
@@ -296,10 +297,6 @@ class GuessTask(CharTask):
         if guess == number or not guess.isdecimal():
             return None
         return "<" if int(number) < int(guess) else ">"
-
-    def grade(self, prompt: Prompt, text: str) -> Grade:
-        exact = float(text == prompt.answer)
-        return Grade(exact, {"exact": exact})
 
 
 # ---- prompts from a file ----
@@ -569,6 +566,20 @@ def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., An
     return function
 
 
+def chat_variables(task: Any) -> dict[str, Any]:
+    """Those of the chat template, from the section `[rl.task]`; ValueError if it has no such."""
+    try:
+        variables = json.loads(task.chat_variables or "{}")
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"rl.task.chat_variables must be a JSON object, got {task.chat_variables!r}; write it "
+            "like '{\"enable_thinking\": false}'"
+        )
+    return variables
+
+
 # ---- by name ----
 
 TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
@@ -585,7 +596,7 @@ def _build_jsonl(rl: Any, tokenizer: BaseTokenizer | None, longest: int | None) 
     if isinstance(tokenizer, HuggingFaceTokenizer):
         chat = ChatTemplate.of_tokenizer(
             tokenizer,
-            json.loads(task.chat_variables or "{}"),
+            chat_variables(task),
             path=task.chat_template,
             tools=bool(task.tools),
         )

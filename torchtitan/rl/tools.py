@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.rl.verifiers import Verdict, VerifierPool
+from torchtitan.rl.verifiers import VerifierPool
 from torchtitan.tools.logging import logger
 
 # The last one may have been ended by a stop string, which is no part of the text.
@@ -41,19 +41,22 @@ class ToolCall:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The calls in what the policy wrote, in their order."""
-    return [_parsed(match) for match in _CALL.findall(text)]
-
-
-def _parsed(text: str) -> ToolCall:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall(problem=f"a call must be a JSON object, and this is not JSON: {error}")
-    name = values.get("name") if isinstance(values, dict) else None
-    arguments = values.get("arguments", {}) if isinstance(values, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(problem='a call must be like {"name": "f", "arguments": {"x": 1}}')
-    return ToolCall(name, arguments)
+    calls = []
+    for match in _CALL.findall(text):
+        try:
+            values = json.loads(match)
+        except (ValueError, RecursionError) as error:
+            problem = f"a call must be a JSON object, and this is not JSON: {error}"
+            calls.append(ToolCall(problem=problem))
+            continue
+        name = values.get("name") if isinstance(values, dict) else None
+        arguments = values.get("arguments", {}) if isinstance(values, dict) else None
+        if isinstance(name, str) and isinstance(arguments, dict):
+            calls.append(ToolCall(name, arguments))
+        else:
+            problem = 'a call must be like {"name": "f", "arguments": {"x": 1}}'
+            calls.append(ToolCall(problem=problem))
+    return calls
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -141,10 +144,15 @@ class Toolbox:
         verdicts = iter(
             self._pool.call_all([((), call.arguments or {}) for call in known], numbers)
         )
-        texts = [
-            f"error: {problem}" if (problem := self._problem(call)) else _result(next(verdicts))
-            for call in calls
-        ]
+        texts = []
+        for call in calls:
+            problem, value = self._problem(call), ""
+            if problem is None:
+                verdict = next(verdicts)
+                problem, value = verdict.error or verdict.failure, verdict.value
+                if verdict.failure is not None:
+                    logger.warning("%s; the policy is told", verdict.failure)
+            texts.append(value if problem is None else f"error: {problem}")
         # No tokenizer takes half of a surrogate pair, which JSON can spell.
         return [text.encode(errors="replace").decode() for text in texts]
 
@@ -156,13 +164,6 @@ class Toolbox:
     def close(self) -> None:
         """End the processes. Safe to call twice."""
         self._pool.close()
-
-
-def _result(verdict: Verdict) -> str:
-    if verdict.failure is not None:
-        logger.warning("%s; the policy is told", verdict.failure)
-    problem = verdict.error or verdict.failure
-    return verdict.value if problem is None else f"error: {problem}"
 
 
 def as_text(value: Any) -> str:

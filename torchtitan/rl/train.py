@@ -8,23 +8,22 @@ mistakes and --help answer before anything heavy is imported; exit codes are tho
 `torchtitan.train`.
 """
 
-from typing import Any
-
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.tools.lazy_names import load_on_access
+
+# Heavy, and a mistake in the config is told without it.
+__getattr__ = load_on_access(__name__, {"build_part": "torchtitan.rl.controller"})
 
 
 def main() -> None:
     """Read the command line and train."""
-
-    def build(config: JobConfig) -> Any:
-        # Heavy, and a mistake in the config is told without it.
-        from torchtitan.rl.controller import build_part
-
-        return build_part(config)
-
-    train.main(build, config_cls=JobConfig, check_config=check_rl_config)
+    train.main(
+        lambda config: __getattr__("build_part")(config),
+        config_cls=JobConfig,
+        check_config=check_rl_config,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The trainer's half of RL: gradients of a policy loss and optimizer steps, on a `TrainingEngine`.
 
 The engine has the layouts (FSDP, TP, PP, CP and products), the checkpoints and the schedule; this
-adds losses on log-probs, and numbers reduced over all ranks. Every method is collective: all ranks
-call it with the same `TrainingBatch` and get the same result.
-
-B rows, T slots of a microbatch (see `torchtitan.rl.types`).
+adds losses on log-probs, and numbers reduced over all ranks.
 """
 
 import dataclasses
@@ -14,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.rl.checks import (
@@ -24,7 +20,7 @@ from torchtitan.rl.checks import (
 )
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
-from torchtitan.rl.losses import LossOutput, PolicyLoss, loss_from_config
+from torchtitan.rl.losses import PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.types import ForwardBackwardOutput, TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
@@ -32,7 +28,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 
 class PolicyTrainer(Learner):
-    """Learns from batches of samples, in steps that the caller decides on.
+    """Learns from batches of samples, in steps that the caller decides on; see `Learner`.
 
     `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
     engine: one that exists already; None builds it from the config.
@@ -161,11 +157,8 @@ class PolicyTrainer(Learner):
         entropy = loss_fn is not None and loss_fn.needs_entropy
         return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
 
-    def _scores_in(self, outputs: TokenOutputs) -> Tensor:
-        return outputs.logprobs
-
-    def _loss_of(self, loss_fn: PolicyLoss, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        return loss_fn(outputs.logprobs, outputs.entropy, batch)
+    def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
+        return outputs
 
     def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
         """The batch whose tensors of this name hold log-probs by today's weights, on this rank."""

@@ -1,7 +1,6 @@
 """Sampling with vLLM, on the ranks' own accelerators. vLLM is imported when one is built."""
 
 import os
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.rl.generator import Generator, Prompts
+from torchtitan.distributed.ranks import num_ranks
+from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
 
-class VLLMGenerator(Generator):
+class VLLMGenerator(ForeignGenerator):
     """A generator on a vLLM engine inside this process; each rank has one, on its own device.
 
     hf_assets_path: folder with the model's config.json and tokenizer; weights come from
@@ -37,8 +37,6 @@ class VLLMGenerator(Generator):
     tensor_parallel_degree.
     """
 
-    weight_names = "hf"
-
     def __init__(
         self,
         hf_assets_path: str,
@@ -50,7 +48,7 @@ class VLLMGenerator(Generator):
         max_seq_len: int | None = None,
         **options: Any,
     ):
-        n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        n_ranks = num_ranks()
         if n_ranks % tensor_parallel_degree:
             raise ConfigError(
                 f"rl.generator.tensor_parallel_degree must divide the ranks that generate, got "
@@ -72,9 +70,8 @@ class VLLMGenerator(Generator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
+        super().__init__(dtype, seed)
         self._vllm = vllm
-        self.weight_dtype = dtype
-        self._seed, self._n_calls = seed, 0
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
@@ -87,7 +84,13 @@ class VLLMGenerator(Generator):
             enable_prefix_caching=True,
             **options,
         )
-        _leave_process_group_to_us(self._llm)
+        # When an engine is collected, vLLM would destroy the default process group, which is the
+        # trainer's or its host's, and fail if that is gone by then.
+        engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
+        finalizer = getattr(engine_core, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
+        host.at_last_move_out(_destroy_groups_of_vllm)
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -98,10 +101,7 @@ class VLLMGenerator(Generator):
                 f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
                 "or the backend to 'local'"
             )
-        seed = sampling.seed
-        if seed is None:
-            self._n_calls += 1
-            seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+        seed = self._seed_of_call(sampling)
         requests = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             [
@@ -126,16 +126,8 @@ class VLLMGenerator(Generator):
         for output in (output for request in requests for output in request.outputs):
             token_ids = tuple(output.token_ids)
             pairs = zip(output.logprobs, token_ids, strict=True)
-            logprobs = tuple(of_place[token].logprob for of_place, token in pairs)
-            kept_mass = None
-            if sampling.temperature == 0:
-                # Nothing else could be drawn; vLLM gives the log-probs at temperature 1.
-                kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
-                logprobs = (0.0,) * len(logprobs)
-            reason = "stop" if sampling.stops_at(token_ids) else "length"
-            completions.append(
-                Completion(token_ids, logprobs, reason, self.policy_version, kept_mass)
-            )
+            logprobs = [of_place[token].logprob for of_place, token in pairs]
+            completions.append(self._completion(token_ids, logprobs, sampling))
         return completions
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
@@ -161,24 +153,6 @@ class VLLMGenerator(Generator):
                 "model that is trained"
             ) from failure
         self.policy_version = weights.version
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"n_calls": self._n_calls}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._n_calls = state_dict["n_calls"]
-
-
-def _leave_process_group_to_us(llm: Any) -> None:
-    """Keep vLLM from destroying the default process group, which is the trainer's or its host's.
-
-    It would do so when an engine is collected, and fail if the group is gone by then.
-    """
-    engine_core = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
-    finalizer = getattr(engine_core, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
-    host.at_last_move_out(_destroy_groups_of_vllm)
 
 
 def _destroy_groups_of_vllm() -> None:

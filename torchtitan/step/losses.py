@@ -1,5 +1,6 @@
 """The losses of a step's microbatches, kept on the device until a step turns out to be bad."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -93,4 +94,9 @@ def _of_all_ranks(own: dict[str, Any] | None) -> tuple[list[dict[str, Any]], lis
         entries = [json.loads(store.get(f"bad/{i + 1}")) for i in range(store.add("n_bad", 0))]
     except RuntimeError as error:  # a rank is elsewhere, or gone, and the store with it
         return mine, [rank] if own else [], f" (other ranks did not say: {type(error).__name__})"
+    with contextlib.suppress(RuntimeError):
+        # The rank that holds the store may end the job now: not before the others have read it.
+        if store.add("n_read", 1) == n_ranks:
+            store.set("all_read", "")
+        store.wait(["all_read"], timedelta(seconds=_SECONDS_TO_WAIT))
     return entries, sorted(entry["rank"] for entry in entries), ""

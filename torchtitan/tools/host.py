@@ -8,6 +8,8 @@ there is no engine stay.
 import contextlib
 import ctypes
 import os
+import resource
+import sys
 import threading
 import time
 import weakref
@@ -114,6 +116,29 @@ def total_ram_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
+
+
+def resident_bytes() -> tuple[int, int]:
+    """This process's resident memory: now, and at its peak; the peak twice without /proc."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
+        peak *= 1024
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        now = peak
+    return now, max(now, peak)
+
+
+def seconds_since_start() -> float:
+    """The age of this process; 0 where that is not known."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def keep_freed_memory() -> None:

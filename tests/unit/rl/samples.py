@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchtitan.rl import rollout
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics
-from torchtitan.rl.types import TrainingBatch, TrainingSample
+from torchtitan.rl.tasks import Prompt, Task
+from torchtitan.rl.types import Completion, Episode, TrainingBatch, TrainingSample
 
 VOCAB, LONGEST = 7, 12
 
@@ -87,3 +89,18 @@ def loss_of_batch(
 
 def tokens_of(samples: Sequence[TrainingSample]) -> int:
     return sum(int(sample.loss_mask.sum()) for sample in samples)
+
+
+def make_episodes(
+    task: Task,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    stop_strings: Sequence[str] = (),
+) -> list[Episode]:
+    """Graded episodes of completions, all of the first prompt, then all of the second, and so on."""
+    per_prompt = len(completions) // len(prompts)
+    dialogues = [
+        rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i, [completion])
+        for i, completion in enumerate(completions)
+    ]
+    return rollout._graded(task, dialogues, stop_strings, several_turns=False)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
@@ -16,7 +17,6 @@ from torchtitan.rl.checks import check_rl_config, check_server_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
 from torchtitan.rl.report import staleness
-from torchtitan.rl.rollout import make_episodes
 from torchtitan.rl.tasks import build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import WeightMismatchError

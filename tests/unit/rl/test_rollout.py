@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.report import append_episodes, mean_scores
-from torchtitan.rl.rollout import Rollouts, make_episodes, with_advantages
+from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Grade, Prompt, SumDigitsTask
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 
@@ -46,12 +47,6 @@ def test_advantages_are_within_prompts_and_make_training_samples():
     samples = [TrainingSample.of_episode(episode) for episode in episodes]
     assert [sample.policy_version for sample in samples] == [2] * 4
     assert samples[1].advantages.tolist() == [0, 0, 0, -0.5, -0.5]
-
-
-def test_completions_that_cannot_be_dealt_to_the_prompts_are_refused():
-    with pytest.raises(ValueError, match="equally many completions, got 3 for 2 prompts"):
-        make_episodes(TASK, PROMPTS, [completion("1")] * 3)
-    assert make_episodes(TASK, [], []) == []
 
 
 def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):

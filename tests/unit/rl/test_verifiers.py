@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rl.reward_functions import fancy
+from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.test_job_config import config_with
 from torchtitan.config.checks import ConfigError
 from torchtitan.rl import verifiers
 from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.rollout import make_episodes
 from torchtitan.rl.tasks import CharTokenizer, JsonlTask
 from torchtitan.rl.types import Completion
 from torchtitan.rl.verifiers import Verdict, VerifierPool

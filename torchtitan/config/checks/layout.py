@@ -56,10 +56,14 @@ def degrees(job_config: JobConfig) -> Iterator[str]:
             f"{backend!r}, whose kernels this version does not call; set it to 'standard'"
         )
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
-        yield (
-            f"parallelism.expert_tensor_parallel_degree must be 1 or equal tensor_parallel_degree, "
-            f"got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
-        )
+        yield _other_tensor_degree(etp, tp)
+
+
+def _other_tensor_degree(etp: int, tp: int) -> str:
+    return (
+        f"parallelism.expert_tensor_parallel_degree must be 1 or equal tensor_parallel_degree, "
+        f"got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
+    )
 
 
 # --- Number of processes ----------------------------------------------------------------------
@@ -121,6 +125,8 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
             f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; what fits is "
             f"{divisors(ranks // etp)}"
         )
+    if ranks % etp:  # without expert parallelism it has no effect, but shapes a mesh
+        yield _other_tensor_degree(etp, tp)
 
 
 # --- Tensor and expert parallelism ------------------------------------------------------------

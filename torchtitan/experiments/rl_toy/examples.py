@@ -35,27 +35,21 @@ class SolvedExamples(BaseDataLoader):
         while True:
             first = (self.num_batches * self.dp_world_size + self.dp_rank) * self.n_rows
             self.num_batches += 1
-            rows = [self._row(index) for index in range(first, first + self.n_rows)]
-            yield (
-                {"input": torch.stack([tokens for tokens, _ in rows])},
-                torch.stack([labels for _, labels in rows]),
-            )
-
-    def _row(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, [T]."""
-        prompt = self.task.prompt(index)
-        answer = [*self.task.tokenizer.encode(prompt.answer), self.task.tokenizer.eos_id]
-        example = torch.tensor([*prompt.token_ids, *answer])
-        n = len(example) - 1
-        if n > self.seq_len:
-            raise ValueError(
-                f"training.seq_len must hold an example of {n} tokens, got {self.seq_len}; raise it"
-            )
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        labels = torch.full((self.seq_len,), IGNORE_INDEX)
-        tokens[:n] = example[:-1]
-        labels[n - len(answer) : n] = example[-len(answer) :]
-        return tokens, labels
+            tokens = torch.zeros(self.n_rows, self.seq_len, dtype=torch.int64)
+            labels = torch.full((self.n_rows, self.seq_len), IGNORE_INDEX)
+            for row in range(self.n_rows):
+                prompt = self.task.prompt(first + row)
+                answer = [*self.task.tokenizer.encode(prompt.answer), self.task.tokenizer.eos_id]
+                example = torch.tensor([*prompt.token_ids, *answer])
+                n = len(example) - 1
+                if n > self.seq_len:
+                    raise ValueError(
+                        f"training.seq_len must hold an example of {n} tokens, got "
+                        f"{self.seq_len}; raise it"
+                    )
+                tokens[row, :n] = example[:-1]
+                labels[row, n - len(answer) : n] = example[-len(answer) :]
+            yield {"input": tokens}, labels
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_batches": self.num_batches}

@@ -46,10 +46,15 @@ _OPTIM_FIELDS = {
     "lr_scheduler.decay_type": "decay_type",
     "lr_scheduler.min_lr_factor": "min_lr_factor",
 }
-# Fields whose work nothing of ours does, and what they have when nobody asks for it.
-_IGNORED_OF_ENGINE = {"forward_prefetch": False, "use_orig_params": False}
-_IGNORED_OF_CHECKPOINT = {"async_save": False, "save_lora_only": False}
-_IGNORED_OF_MODEL = {"use_liger": False, "enable_activation_offload": False}
+# Fields whose work nothing of ours does.
+_IGNORED = (
+    "engine.forward_prefetch",
+    "engine.use_orig_params",
+    "model.use_liger",
+    "model.enable_activation_offload",
+    "checkpoint.async_save",
+    "checkpoint.save_lora_only",
+)
 
 
 @dataclass
@@ -88,7 +93,11 @@ def job_config_of(
         _model_problems(model_config, model_type),
         _checkpoint_problems(checkpoint_config),
     )
-    _warn_of_ignored(engine_config, model_config, checkpoint_config)
+    configs = {"engine": engine_config, "model": model_config, "checkpoint": checkpoint_config}
+    for key in _IGNORED:
+        section, name = key.split(".")
+        if value := getattr(configs[section], name, False):
+            warn_once(logger, f"{key} = {value} has no effect in torchtitan's engine")
     match = from_hf_config(model_config.hf_config.to_dict())
     spec = dataclasses.replace(
         get_train_spec(match.family),
@@ -294,18 +303,3 @@ def _checkpoint_problems(config: Any) -> Iterator[str]:
             f"checkpoint.save_contents must have 'model' where it has 'optimizer' or 'extra', got "
             f"{list(saved)}; add it"
         )
-
-
-def _warn_of_ignored(engine_config: Any, model_config: Any, checkpoint_config: Any) -> None:
-    wanted = (
-        ("engine", engine_config, _IGNORED_OF_ENGINE),
-        ("model", model_config, _IGNORED_OF_MODEL),
-        ("checkpoint", checkpoint_config, _IGNORED_OF_CHECKPOINT),
-    )
-    for section, config, defaults in wanted:
-        for name, default in defaults.items():
-            value = getattr(config, name, default)
-            if value != default:
-                warn_once(
-                    logger, f"{section}.{name} = {value} has no effect in torchtitan's engine"
-                )

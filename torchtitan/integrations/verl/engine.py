@@ -20,6 +20,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 
 from torchtitan.batch.batch import Batch
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
 from torchtitan.integrations.verl.config import (
@@ -93,14 +94,13 @@ class VerlEngine(BaseEngine):
     def _job(self) -> tuple[Any, Any]:
         """(job config, train spec), as verl's settings are now: it counts steps only after it has
         made the engine."""
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
         return job_config_of(
             self.engine_config,
             self.optimizer_config,
             self.model_config,
             self.checkpoint_config,
             self.model_type,
-            world_size,
+            num_ranks(),
         )
 
     def _in_verls_words(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,10 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
 def sampling_params(
     values: dict[str, Any], default_max_tokens: int, eos_id: int | None, vocab_size: int
 ) -> SamplingParams:
-    """Stops are those asked for and end-of-text; an empty list is none at all."""
+    """Stops are those asked for and end-of-text; an empty list is none at all.
+
+    `to_config` has the rules that do not depend on the model.
+    """
     params = take(values, "sampling_params", dict)
     stop = params.get("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
@@ -117,8 +120,6 @@ def sampling_params(
     )
     for name, is_kept, rule in (
         ("max_tokens", 1 <= wanted.max_tokens <= default_max_tokens, f"1 to {default_max_tokens}"),
-        ("temperature", wanted.temperature >= 0, "at least 0"),
-        ("top_p", 0 < wanted.top_p <= 1, "above 0 and at most 1"),
         ("top_k", -1 <= wanted.top_k <= vocab_size, f"-1 to {vocab_size}"),
     ):
         if not is_kept:
