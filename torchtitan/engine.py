@@ -182,7 +182,8 @@ class TrainingEngine(build.EngineParts):
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
         Raises ValueError for a head and a batch without labels, or a model with a value head. What
-        output_fn raises on a pipeline's last stage, the other stages raise as RunError.
+        output_fn raises on a pipeline's last stage, ranks without it that were given one raise as
+        RunError.
         """
         self.offloader.check_here("forward_step", "model")
         return forward(self, microbatches, output_fn, head)
@@ -223,7 +224,7 @@ class TrainingEngine(build.EngineParts):
 
         Where this fails, with the same error on all ranks, the engine stays usable; gradients
         are those of a part of the microbatches then: call `optimizers.zero_grad()`. What loss_fn
-        raises on a pipeline's last stage, the other stages raise as RunError.
+        raises on a pipeline's last stage, ranks without it that were given one raise as RunError.
         """
         self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")

@@ -22,7 +22,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+from torchtitan.optim.lr_scheduler import follow_own_schedule
 from torchtitan.step.runner import on_error
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
@@ -428,9 +428,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
         )
         return False
     engine.checkpointer.load(step=config.checkpoint.load_step)
-    if isinstance(engine.lr_schedulers, LRSchedulersContainer):
-        # The optimizer was loaded with the rate of the schedule that it was saved under.
-        engine.lr_schedulers.set_step(engine.lr_schedulers.last_epoch)
+    follow_own_schedule(engine.lr_schedulers)
     excluded = config.checkpoint.exclude_from_loading
     if continues and engine.step == 0 and "train_state" not in excluded:
         raise ValueError(

@@ -20,6 +20,7 @@ from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.testing.gloo import RankFailure, run_ranks
+from torchtitan.tools import products
 from torchtitan.tools.errors import RunError
 
 ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
@@ -68,6 +69,26 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
     assert apart[0]["digest"] == both[0]["digest"]
     last = apart[0]["steps"][-1]
     assert last["rl/lag"] == ahead and last[f"rl/episodes_by_lag/{ahead}"] == 16
+
+
+def run_part_with_onednn(dump_folder, flags):
+    """With oneDNN's products, however small they are; and whether this process keeps them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "onednn_is_faster", lambda: True)
+        patch.setattr(products, "_LEAST_MULTIPLICATIONS", 64)
+        return run_part(dump_folder, flags), products._replacement
+
+
+def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
+    numbers_of = []
+    for n_ranks in (1, 2):
+        flags = ["--training.steps=2", f"--rl.generator.ranks={n_ranks - 1}"]
+        flags.append("--rl.weight_sync.mode=broadcast")
+        folder = tmp_path / str(n_ranks)
+        parts = run_ranks(run_part_with_onednn, n_ranks, folder, flags, init_process_group=False)
+        assert all(replacement is None for _, replacement in parts)
+        numbers_of.append(numbers(parts[0][0]))
+    assert numbers_of[0] == numbers_of[1]
 
 
 BATCHES = ["--training.steps=7", "--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]

@@ -211,6 +211,15 @@ def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
     engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
 
 
+def test_loss_of_one_element_is_a_scalar(tmp_path):
+    engine = make_engine(tmp_path)
+    step = dict(input_dict=random_batch(1, 8)[0], labels=None, global_valid_tokens=1)
+    for shape in ((), (1,), (1, 1)):
+        loss_fn = lambda logits, *_, shape=shape: logits.sum().reshape(shape)  # noqa: E731
+        assert engine.forward_backward_step(**step, loss_fn=loss_fn).shape == ()
+    assert engine.optim_step().grad_norm > 0
+
+
 @pytest.mark.parametrize("denominator", [0, -1.0, float("nan"), torch.tensor(0)])
 def test_denominator_that_divides_nothing_is_refused(denominator, tmp_path):
     engine = make_engine(tmp_path)
@@ -320,6 +329,10 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
     for name, p in engine.model_parts[0].named_parameters():
         assert torch.equal(p, before[name])
     assert engine.lr == pytest.approx(2e-3 / 5)
+    # A number, however it comes: a tensor would stay, and be saved.
+    result = engine.optim_step(lr=torch.tensor(0.5))
+    assert (result.lr, type(result.lr)) == (0.5, float)
+    assert engine.lr == pytest.approx(3e-3 / 5)
 
 
 @pytest.mark.parametrize(

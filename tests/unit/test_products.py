@@ -80,12 +80,33 @@ def test_large_products_of_an_engines_life_are_onednns(fast_onednn, multiplied):
         (torch.arange(6).view(2, 3), torch.arange(12).view(3, 4)),
         (torch.randn(0, 256), torch.randn(256, 512)),
         (torch.randn(4096, 0), torch.randn(0, 4096)),
+        (torch.randn(256, 512), torch.randn(4095).unfold(0, 512, 7)),
+        (torch.randn(256, 512), torch.randn(4095).unfold(0, 512, 7).t()),
     ],
-    ids=["small", "transposed", "one row", "bf16", "fp64", "int64", "no rows", "no columns"],
+    ids="small,transposed,one row,bf16,fp64,int64,no rows,no columns,windows,windows.T".split(","),
 )
 def test_other_products_are_torchs(a, b, multiplied):
     assert torch.equal(torch.ops.torchtitan.mm(a, b), torch.mm(a, b))
     assert not multiplied
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (torch.ones(256, 512), torch.ones(500, 512)),
+        (torch.ones(512), torch.ones(512, 512)),
+        (torch.ones(()), torch.ones(512, 512)),
+        (torch.ones(256, 512, 4), torch.ones(512, 512)),
+        (torch.ones(256, 512), torch.ones(512, 512, 4)),
+        (torch.ones(256, 512), torch.ones(512, 512).double()),
+    ],
+)
+def test_what_torch_refuses_is_refused_in_its_words(a, b):
+    with pytest.raises(RuntimeError) as expected:
+        torch.mm(a, b)
+    with pytest.raises(RuntimeError) as caught:
+        products._mm(a, b)
+    assert str(caught.value) == str(expected.value)
 
 
 def test_a_model_of_small_products_keeps_torchs(fast_onednn):
@@ -102,6 +123,7 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     torch.manual_seed(0)
     layer, x = nn.Linear(256, 512, bias=False), torch.randn(256, 256)
     options = products.compile_options()
+    assert options == products.compile_options()  # or engines share no compiled code
     compiled = step_of(torch.compile(layer, fullgraph=True, options=options), x)
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
     for one, other in zip(compiled, step_of(layer, x), strict=True):
@@ -109,6 +131,11 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     assert isinstance(
         options["post_grad_custom_post_pass"], load_inductor().custom_graph_pass.CustomGraphPass
     )  # which compiled code can be cached with
+
+
+def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):
+    monkeypatch.setattr(load_inductor().config, "post_grad_custom_post_pass", lambda graph: None)
+    assert products.compile_options() is None
 
 
 def test_a_cpu_of_another_maker_keeps_torchs(monkeypatch):

@@ -40,6 +40,7 @@ LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
 _MAX_SCHEDULES = 16  # kept for numbers of microbatches that come again
+_LONGEST_TEXT = 2048  # bytes of an error that other ranks get
 
 
 class PipelineSchedule:
@@ -119,23 +120,28 @@ class PipelineSchedule:
         dist.broadcast(tensor, self._global_rank_of(self.num_stages - 1), group=self.group)
         return tensor
 
-    def raise_from_last_stage(self, failures: Sequence[Exception]) -> None:
-        """Raise the first of the failures of the rank with the last stage, as RunError on others.
+    def raise_from_last_stage(self, failures: list[Exception], *, waits: bool) -> None:
+        """Raise the failure of the rank with the last stage, as RunError on others. Collective.
 
-        Waits for the device, so that no rank goes on where another one has stopped.
+        failures: one or none; emptied, because its traceback holds this frame.
+        waits: whether this rank looks, for which it waits for the device. One whose caller gave no
+            function takes part without looking.
         """
-        has_failed = torch.full((), float(bool(failures)), device=self.stages[0].device)
-        if not self.broadcast_from_last_stage(has_failed):
+        text = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8, device=self.stages[0].device)
+        if failures:
+            told = f"{type(failures[0]).__name__}: {failures[0]}".encode()[:_LONGEST_TEXT]
+            text[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
+        self.broadcast_from_last_stage(text)
+        if failures:
+            raise failures.pop()
+        if self.has_last_stage or not waits:
             return
-        texts = [f"{type(error).__name__}: {error}" for error in failures[:1]] or [""]
-        source = self._global_rank_of(self.num_stages - 1)
-        dist.broadcast_object_list(texts, source, group=self.group)
-        if self.has_last_stage:
-            raise failures[0]
-        raise RunError(
-            f"rank {source}, which has the pipeline's last stage, failed in the function that was "
-            f"given for outputs or the loss: {texts[0]}"
-        )
+        if told := bytes(text.tolist()).rstrip(b"\0"):
+            raise RunError(
+                f"rank {self._global_rank_of(self.num_stages - 1)}, which has the pipeline's last "
+                "stage, failed in the function that was given for outputs or the loss: "
+                f"{told.decode(errors='ignore')}"
+            )
 
     # ---- one call ----
 

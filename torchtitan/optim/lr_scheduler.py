@@ -65,6 +65,15 @@ class LRSchedulersContainer:
             scheduler.load_state_dict(own_copy)
 
 
+def follow_own_schedule(lr_schedulers: Any) -> None:
+    """Set the learning rates of optimizers that were loaded with those of another schedule.
+
+    lr_schedulers: those of a train spec of one's own are left alone.
+    """
+    if isinstance(lr_schedulers, LRSchedulersContainer):
+        lr_schedulers.set_step(lr_schedulers.last_epoch)
+
+
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
     """Give each parameter group its learning rate."""
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):

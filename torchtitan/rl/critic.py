@@ -19,6 +19,7 @@ from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.loss.aggregation import weighted_sum
+from torchtitan.optim.lr_scheduler import follow_own_schedule
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
@@ -166,6 +167,7 @@ class Critic(Learner):
         self.is_loaded = True
         for name, state in self._states().items():
             state.load_state_dict(state_dict[name])
+        follow_own_schedule(self.engine.lr_schedulers)
 
 
 def critic_config(job_config: JobConfig) -> JobConfig:

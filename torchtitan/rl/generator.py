@@ -34,6 +34,7 @@ from torchtitan.rl.weight_sync import (
 )
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
+from torchtitan.tools.products import use_onednn
 from torchtitan.tools.utils import set_default_dtype
 
 # They build on this module.
@@ -296,6 +297,8 @@ class CopyGenerator(_DecoderGenerator):
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
+        if policy.device.type == "cpu":
+            use_onednn(model)  # as an engine, or draws would depend on whether this rank has one
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()

@@ -38,6 +38,7 @@ from torchtitan.rl.rollout import Draws, LostGeneratorError, Request
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
 from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, send_weights
+from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
@@ -304,6 +305,7 @@ class GeneratorRank:
         self, job_config: JobConfig, link: Link, n_trainers: int, task: Task | None = None
     ):
         self._link = link
+        host.move_in(self)
         spec, device = find_train_spec(job_config), set_device()
         dims = parallel_dims_of(job_config, spec, device, n_trainers)
         model_args = derive_model_args(job_config, spec)
@@ -349,6 +351,7 @@ class GeneratorRank:
         """Finish what is being drawn, and the task's processes. Safe to call twice."""
         self._thread.shutdown(cancel_futures=True)
         self._draws.close()
+        host.move_out(self)
 
 
 def task_of_job(

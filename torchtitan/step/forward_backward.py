@@ -108,8 +108,7 @@ def forward_backward(
         elif loss_fn is None:
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
-            loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
-            _check_loss(loss)
+            loss = _scalar(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
@@ -140,8 +139,8 @@ def check_trains(engine: Any, step: str) -> None:
         )
 
 
-def _check_loss(loss: Any) -> None:
-    """Raises ValueError for what a caller's loss_fn returned if it has no gradients."""
+def _scalar(loss: Any) -> Tensor:
+    """What a caller's loss_fn returned, as []. Raises ValueError if it has no gradients."""
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -151,6 +150,7 @@ def _check_loss(loss: Any) -> None:
             f"loss_fn must return a sum over tokens, a scalar tensor computed from the outputs, got "
             f"{got}; where no token counts, return the outputs' sum times 0"
         )
+    return loss.reshape(())
 
 
 def _check_outputs(engine: Any, head: Head | None, needs_logits: bool = False) -> None:

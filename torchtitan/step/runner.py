@@ -164,7 +164,7 @@ class Runner:
         microbatches: taken one at a time, except by a pipeline.
         backward: on_output returns a loss, whose gradients are accumulated.
         is_callers: on_output calls a function of the caller. If that fails in a pipeline, the ranks
-            without the last stage raise RunError, for which all of them wait for the last stage.
+            without the last stage raise RunError, for which they wait for the last stage.
         Returns what on_output returned, losses detached; None on pipeline ranks without the last
         stage. If this fails, the model can be called again.
         """
@@ -237,8 +237,8 @@ class Runner:
                     self.schedule.step(**inputs, context_mbs=counting)
                 else:
                     self.schedule.eval(**inputs)
-            if is_callers:
-                self.schedule.raise_from_last_stage(failures)
+            # On all ranks: the caller may have given the function to the last stage's only.
+            self.schedule.raise_from_last_stage(failures, waits=is_callers)
         if not self.has_last_stage:
             return None
         outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]

@@ -203,6 +203,9 @@ class Update:
                 self.settle()
         before_update()
         if lr is not None:
+            lr = float(
+                lr
+            )  # a tensor would stay in the groups, and be the one the schedule writes to
             for optimizer in self.optimizers:
                 set_lrs(optimizer, [lr] * len(optimizer.param_groups))
         # Offloaded gradients have it on the host.

@@ -3,7 +3,7 @@
 On an AMD EPYC with AVX-512, oneDNN multiplies by a weight 1.1 times as fast with one thread and 1.25
 times with two; by a first matrix that is transposed, as for a weight's gradient, it is no faster.
 The choice goes by the CPU's maker and by shapes: on one machine the same product always rounds in
-the same way.
+the same way while an engine lives.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ def onednn_is_faster() -> bool:
         "AuthenticAMD" in cpu
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.enabled
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
@@ -52,9 +53,18 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def compile_options() -> dict[str, Any] | None:
-    """Options of `torch.compile` with inductor; None where MKL is as fast."""
-    if not onednn_is_faster():
+    """Options of `torch.compile` with inductor; None where MKL is as fast.
+
+    None also where inductor's place for a pass is taken.
+    """
+    if not onednn_is_faster() or load_inductor().config.post_grad_custom_post_pass is not None:
         return None
+    return {"post_grad_custom_post_pass": _own_mm_pass()}
+
+
+@functools.cache
+def _own_mm_pass() -> Any:
+    """One for all engines: torch.compile shares code among those with equal options."""
 
     class UseOwnMm(load_inductor().custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -65,19 +75,30 @@ def compile_options() -> dict[str, Any] | None:
         def uuid(self) -> str:
             return "torchtitan::mm for aten::mm"  # names the pass in inductor's cache
 
-    return {"post_grad_custom_post_pass": UseOwnMm()}
+    return UseOwnMm()
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] times b [K, N]."""
     if (
         a.dtype == b.dtype == torch.float32
-        and a.stride(1) == 1
+        and a.dim() == b.dim() == 2
         and len(a) > 1
         and len(a) * b.numel() >= _LEAST_MULTIPLICATIONS
+        and a.stride(1) == 1
+        and a.shape[1] == len(b)
+        and _is_matrix_of_blas(b)
     ):
         return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
-    return torch.ops.aten.mm.out(a, b, out=a.new_empty(len(a), b.shape[1]))
+    return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
+
+
+def _is_matrix_of_blas(b: Tensor) -> bool:
+    """Whether rows or columns are contiguous and don't overlap, which oneDNN refuses."""
+    along_rows, along_columns = b.stride()
+    return (along_columns == 1 and along_rows >= b.shape[1]) or (
+        along_rows == 1 and along_columns >= len(b)
+    )
 
 
 _library.impl("mm", _mm, "CPU")

@@ -1,5 +1,6 @@
 """PPO with a critic: advantages of tokens, the value loss, and runs of the controller."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -204,6 +205,18 @@ def test_batch_without_values_is_refused(critic):
     batch = Batcher(seq_len=24).batch(toy_samples(2))
     with pytest.raises(ValueError, match="got no old_values and no returns"):
         critic._accumulate(batch, critic.loss)
+
+
+def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, tmp_path):
+    config = toy_config(tmp_path, *GAE_RUN, "--lr_scheduler.warmup_steps=4")
+    policy = PolicyTrainer(config)
+    other = Critic(config, policy.engine)
+    saved = copy.deepcopy(critic.state_dict())
+    other.load_state_dict(saved)
+    (group,) = other.engine.optimizers.param_groups
+    assert group["lr"] == pytest.approx(config.optimizer.lr / 4)
+    other.close()
+    policy.close()
 
 
 # ---- runs ----
