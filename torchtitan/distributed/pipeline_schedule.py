@@ -172,13 +172,20 @@ class PipelineSchedule:
             if args or kwargs:
                 arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, n)
             target_mbs = None if target is None else list(torch.tensor_split(target, n))
-        n = _common_length(
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            input_shapes=input_shapes,
-            context_mbs=context_mbs,
-        )
+        lists = {
+            "arg_mbs": arg_mbs,
+            "kwarg_mbs": kwarg_mbs,
+            "target_mbs": target_mbs,
+            "input_shapes": input_shapes,
+            "context_mbs": context_mbs,
+        }
+        lengths = {name: len(entries) for name, entries in lists.items() if entries is not None}
+        if not lengths or len(set(lengths.values())) > 1 or 0 in lengths.values():
+            raise ValueError(
+                f"a pipeline step needs lists of one length, at least 1, got {lengths}; give every "
+                "microbatch one entry in each"
+            )
+        n = next(iter(lengths.values()))
         if self.has_first_stage and arg_mbs is None:
             raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
         if self.has_last_stage and target_mbs is None and not forward_only:
@@ -381,13 +388,3 @@ def _run_microbatches(
         return
     lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
     schedule.step(**lists, losses=losses, return_outputs=return_outputs)
-
-
-def _common_length(**lists: Sequence[Any] | None) -> int:
-    lengths = {name: len(entries) for name, entries in lists.items() if entries is not None}
-    if not lengths or len(set(lengths.values())) > 1 or 0 in lengths.values():
-        raise ValueError(
-            f"a pipeline step needs lists of one length, at least 1, got {lengths}; give every "
-            "microbatch one entry in each"
-        )
-    return next(iter(lengths.values()))

@@ -87,18 +87,11 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         and len(a) * b.numel() >= _LEAST_MULTIPLICATIONS
         and a.stride(1) == 1
         and a.shape[1] == len(b)
-        and _is_matrix_of_blas(b)
+        # Others have rows that overlap, which oneDNN refuses, or are rare.
+        and (b.is_contiguous() or b.t().is_contiguous())
     ):
         return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
-
-
-def _is_matrix_of_blas(b: Tensor) -> bool:
-    """Whether rows or columns are contiguous and don't overlap, which oneDNN refuses."""
-    along_rows, along_columns = b.stride()
-    return (along_columns == 1 and along_rows >= b.shape[1]) or (
-        along_rows == 1 and along_columns >= len(b)
-    )
 
 
 _library.impl("mm", _mm, "CPU")
