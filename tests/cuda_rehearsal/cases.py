@@ -70,6 +70,10 @@ CASES = {
 
 # Together a few minutes: marked slow, and not run in CI, where others stand for them.
 SLOW = {
+    "llama3 flex",
+    "llama3 hsdp flex",
+    "trainer",
+    "rl step",
     "llama3 fsdp registered",
     "llama3 op flex compile",
     "qwen3 moe ep full compile",
@@ -172,8 +176,8 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
     "qwen3 moe ep op compile": _norm_and_counts(4),
     "deepseek_v3 ep op flex": _norm_and_counts(2),
     "deepseek_v3 tp ep varlen": _norm_and_counts(2),
-    "llama4 etp varlen": _norm_and_counts(2),
-    "gpt_oss tp ep": _norm_and_counts(4),
+    "llama4 etp varlen": _norm_and_counts(1),
+    "gpt_oss tp ep": _norm_and_counts(2),
     "trainer": _LOGGED_AND_BEFORE,
     "trainer accumulates": _LOGGED_AND_BEFORE,
     "trainer validates": _LOGGED_AND_BEFORE,

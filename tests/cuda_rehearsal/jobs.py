@@ -16,7 +16,7 @@ from tests.cuda_rehearsal.rehearsal import Rehearsal
 from torchtitan.distributed.seeded_init import seeded_init
 
 # A case's time goes with its layers: as many of the debug models as show each kind of layer.
-LAYERS = {"llama3": 2, "deepseek_v3": 3, "llama4": 4}
+LAYERS = {"llama3": 2, "deepseek_v3": 3, "llama4": 2, "gpt_oss": 2}
 
 
 def make_models_shallow() -> None:

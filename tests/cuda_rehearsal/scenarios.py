@@ -169,7 +169,7 @@ def generation(_name: str) -> Notes:
             (model,) = engine.model_parts
             for _ in range(2):
                 with noting(rehearsal, notes, name):
-                    generate(model, prompt, max_new_tokens=4, temperature=1.0, top_k=5, seed=0)
+                    generate(model, prompt, max_new_tokens=2, temperature=1.0, top_k=5, seed=0)
     return notes
 
 

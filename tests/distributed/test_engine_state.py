@@ -10,6 +10,7 @@ from tests.distributed.layout_matrix import (
     MOE_LAYOUTS,
     ONE_PROCESS,
     SEQ_LEN,
+    SHALLOW,
     batch_flags,
     global_batch,
     register_tiny,
@@ -34,18 +35,19 @@ def build(case, layout, dump_folder, *flags):
     if case == TIED:
         spec = train_spec.get_train_spec(name)
         args = dataclasses.replace(
-            spec.model_args["tiny"], enable_weight_tying=True, hidden_dim=127
+            spec.model_args["shallow"], enable_weight_tying=True, hidden_dim=127
         )
         name = "tiny_tied"
         if name not in train_spec._extra_train_specs:
             train_spec.register_train_spec(
-                name, dataclasses.replace(spec, model_args={"tiny": args})
+                name, dataclasses.replace(spec, model_args={"shallow": args})
             )
     return TrainingEngine(
         ConfigManager().parse_args(
             [
                 f"--model.name={name}",
-                "--model.flavor=tiny",
+                # One layer for each of the four stages that llama3 has.
+                "--model.flavor=tiny" if case == "llama3" else SHALLOW,
                 f"--job.dump_folder={dump_folder}",
                 f"--training.seq_len={SEQ_LEN}",
                 "--training.mixed_precision_param=float32",

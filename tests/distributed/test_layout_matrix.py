@@ -39,14 +39,14 @@ QUICK = {
     "TP 2, whole logits, op AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2, alltoall, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
-    "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS + TIED,
+    "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS,
     "PP 2, ZBVZeroBubble": DENSE_AND_EXPERTS + TIED,
     "FSDP 2, TP 2": DENSE_AND_EXPERTS,
     "TP 2, CP 2": DENSE_AND_EXPERTS,
     "FSDP 2, PP 2": TIED,
-    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS + TIED,
+    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS,
     "TP 2, PP 2, ZBVZeroBubble": TIED,
-    "CP 2, PP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "CP 2, PP 2": CHUNKS_AND_WINDOWS,
     "TP 2, EP 2": CHUNKS_AND_WINDOWS,
     "CP 2, EP 2": EXPERTS + CHUNKS_AND_WINDOWS,
     "FSDP 2, TP 2, EP 4": EXPERTS,
@@ -59,17 +59,22 @@ def shallow(layout):
     return dataclasses.replace(layout, extra=(*layout.extra, SHALLOW))
 
 
+def needs_four_layers(layout):
+    """One for each of four stages."""
+    return any("Interleaved" in flag or "ZBV" in flag for flag in layout.extra)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """Case -> its run."""
-    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS + TIED
+    cases = DENSE_AND_EXPERTS + TIED
     runs = measure(ONE_PROCESS, cases, str(tmp_path_factory.mktemp("one")))
     return dict(zip(cases, runs, strict=True))
 
 
 @pytest.fixture(scope="module")
 def shallow_one_process(tmp_path_factory):
-    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS
+    cases = DENSE_AND_EXPERTS + EXPERTS + CHUNKS_AND_WINDOWS + TIED
     runs = measure(shallow(ONE_PROCESS), cases, str(tmp_path_factory.mktemp("one")))
     return dict(zip(cases, runs, strict=True))
 
@@ -78,8 +83,8 @@ def test_every_quick_layout_is_in_the_matrix():
     assert len(QUICK_LAYOUTS) == len(QUICK)
 
 
-def test_every_family_learns_and_its_experts_are_balanced(one_process):
-    for (family, _), run in one_process.items():
+def test_every_family_learns_and_its_experts_are_balanced(shallow_one_process):
+    for (family, _), run in shallow_one_process.items():
         assert run.losses[-1] < run.losses[0], family
         assert bool(run.expert_bias) == (family in MOE_FAMILIES), family
         assert all(bias.any() for bias in run.expert_bias.values()), family
@@ -90,7 +95,7 @@ def test_layout_gives_the_numbers_of_one_process(
     layout, one_process, shallow_one_process, tmp_path
 ):
     cases, expected_runs = QUICK[layout.name], one_process
-    if layout.pp == 1:  # else each of up to four stages has a layer
+    if not needs_four_layers(layout):
         layout, expected_runs = shallow(layout), shallow_one_process
     for case, run in zip(cases, measure(layout, cases, str(tmp_path)), strict=True):
         expected = expected_runs[case]

@@ -66,7 +66,7 @@ def run_roles(folder, n_ranks, *flags):
     return run_ranks(run_part_of_dialogues, n_ranks, folder, flags, init_process_group=False)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_that_only_generate_hold_the_same_dialogues(ahead, tmp_path):
     flags = [*STEPS, *SELECTION, *LAYOUTS["FSDP"], f"--rl.async_steps={ahead}"]
     flags += ["--rl.weight_sync.mode=broadcast"]
@@ -84,7 +84,7 @@ RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4
 RESUMED += ["--checkpoint.no_last_save_model_only", *SELECTION, *LAYOUTS["FSDP"]]
 
 
-@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_killed_run_with_dialogues_goes_on_bit_for_bit(async_steps, tmp_path):
     flags = [*RESUMED, f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_dialogues, 2, tmp_path / "unbroken", flags)[0]

@@ -64,7 +64,7 @@ RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps
 
 
 @pytest.mark.parametrize("async_steps", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
@@ -89,7 +89,7 @@ SEVERAL_UPDATES += ["--rl.loss.correction=token", "--rl.loss.max_token_mismatch=
 SEVERAL_UPDATES += ["--rl.task.num_letters=2", "--rl.num_samples_per_prompt=2"]
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_steps, tmp_path):
     overrides = [*SEVERAL_UPDATES, "--training.steps=8", f"--rl.async_steps={async_steps}"]
     (expected,) = run_ranks(run_on_this_rank, 1, tmp_path / "one", overrides)

@@ -25,7 +25,7 @@ from torchtitan.tools.errors import RunError
 
 ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
-STEPS = ["--training.steps=6", "--rl.eval_every=3", "--rl.eval_samples=5"]
+STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
 
 def run_part(dump_folder, flags, kill_after=None):
@@ -96,7 +96,7 @@ BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.
 BATCHES += ["--rl.sampling.stop_strings=ab"]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead, tmp_path):
     flags = [*BATCHES, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
     both = run_roles(tmp_path / "both", 2, *flags)
@@ -174,7 +174,10 @@ SAVED += ["--checkpoint.no_last_save_model_only", "--rl.async_steps=2", "--rl.ge
 
 @pytest.mark.parametrize(
     ("extra", "steps_left"),
-    [([], list(range(6, 13))), (["--rl.redraws=1", "--rl.minibatches=2"], [7, 9, 11])],
+    [
+        pytest.param([], list(range(6, 13)), marks=pytest.mark.slow),
+        (["--rl.redraws=1", "--rl.minibatches=2"], [7, 9, 11]),
+    ],
     ids=["one update", "redraws and two updates"],
 )
 def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left, tmp_path):

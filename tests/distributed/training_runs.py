@@ -16,7 +16,7 @@ from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.testing.gloo import run_ranks
 
 GLOBAL_BATCH_SIZE = 8
-WHOLE_MODEL = "--model.flavor=debugmodel"
+WHOLE_MODEL, FOUR_LAYERS = "--model.flavor=debugmodel", "--model.flavor=four_layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows
 def make_trainer(dump_folder: str, overrides: list[str]):
     """A trainer of the debug model on dealt rows, in fp32, that logs every step.
 
-    The model has 2 of its layers, and all of them with the flag `WHOLE_MODEL`.
+    The model has 2 of its layers, or with a flag `FOUR_LAYERS` or the `WHOLE_MODEL`.
     """
     from torchtitan.config import ConfigManager
     from torchtitan.protocols import train_spec as train_spec_module
@@ -146,6 +146,7 @@ def make_trainer(dump_folder: str, overrides: list[str]):
                 model_args={
                     "debugmodel": spec.model_args["debugmodel"],
                     "shallow": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2),
+                    "four_layers": dataclasses.replace(spec.model_args["debugmodel"], n_layers=4),
                 },
                 build_dataloader_fn=build_dealt_rows,
                 build_tokenizer_fn=None,

@@ -1,5 +1,7 @@
 """A few trials of `kill_anywhere`; docs/faults.md says how many more were run."""
 
+import pytest
+
 from tests.reliability.kill_anywhere import VARIANTS, run_trials, summarize
 
 NAMES = [
@@ -10,7 +12,8 @@ NAMES = [
 ]
 
 
-def test_run_killed_anywhere_resumes_from_its_newest_whole_step(tmp_path):
+@pytest.mark.parametrize("n_trials", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_run_killed_anywhere_resumes_from_its_newest_whole_step(n_trials, tmp_path):
     assert set(NAMES) <= set(VARIANTS)
-    trials = run_trials(NAMES, n_trials=16, seed=1000, folder=tmp_path, n_workers=1)
+    trials = run_trials(NAMES, n_trials, seed=1000, folder=tmp_path, n_workers=1)
     assert not [trial for trial in trials if trial.failure], summarize(trials)
