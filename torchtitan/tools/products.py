@@ -12,8 +12,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import Library
+from torch import Tensor, library, nn
 
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
@@ -22,7 +21,7 @@ from torchtitan.tools.compiler import load_inductor
 _LEAST_MULTIPLICATIONS = 2**24
 _FEW_ROWS = 256  # of a training step
 
-_library = Library("torchtitan", "FRAGMENT")
+_library = library.Library("torchtitan", "FRAGMENT")
 _library.define("mm(Tensor a, Tensor b) -> Tensor")
 
 
@@ -97,7 +96,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 _library.impl("mm", _mm, "CPU")
 _library.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
 
-_replacement: Library | None = None
+_replacement: library.Library | None = None
 
 
 def _replace_mm(replaced: bool) -> None:
@@ -106,7 +105,7 @@ def _replace_mm(replaced: bool) -> None:
         _replacement._destroy()
         _replacement = None
     elif _replacement is None and replaced:
-        _replacement = Library("aten", "IMPL")
+        _replacement = library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             _replacement.impl("mm", _mm, "CPU")
