@@ -116,8 +116,7 @@ def build_engine(engine: Any, layout: RankLayout | None) -> None:
     engine.num_params, engine.num_flops_per_token = count(model, training.seq_len)
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
-    if engine.device.type == "cpu":
-        use_onednn(model)
+    use_onednn(model, engine.device)
     engine.global_batch_size = training.global_batch_size
     if engine.global_batch_size < 0:
         engine.global_batch_size = training.local_batch_size * engine.dp_size

@@ -54,7 +54,7 @@ def test_large_products_of_an_engines_life_are_onednns(fast_onednn, multiplied):
         warnings.simplefilter("error")
         for tenant in tenants:
             host.move_in(tenant)
-            products.use_onednn(layer)
+            products.use_onednn(layer, torch.device("cpu"))
     during = step_of(layer, x)
     # The weight's gradient has a transposed first matrix.
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
@@ -113,7 +113,7 @@ def test_a_model_of_small_products_keeps_torchs(fast_onednn):
     tenant = Tenant()
     host.move_in(tenant)
     try:
-        products.use_onednn(nn.Linear(64, 64))
+        products.use_onednn(nn.Linear(64, 64), torch.device("cpu"))
         assert products._replacement is None
     finally:
         host.move_out(tenant)
@@ -143,7 +143,7 @@ def test_a_cpu_of_another_maker_keeps_torchs(monkeypatch):
     tenant = Tenant()
     host.move_in(tenant)
     try:
-        products.use_onednn(nn.Linear(4096, 4096))
+        products.use_onednn(nn.Linear(4096, 4096), torch.device("cpu"))
         assert products._replacement is None and products.compile_options() is None
     finally:
         host.move_out(tenant)

@@ -297,8 +297,7 @@ class CopyGenerator(_DecoderGenerator):
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        if policy.device.type == "cpu":
-            use_onednn(model)  # as an engine, or draws would depend on whether this rank has one
+        use_onednn(model, policy.device)  # or draws would depend on whether this rank has an engine
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()

@@ -40,12 +40,14 @@ def onednn_is_faster() -> bool:
     )
 
 
-def use_onednn(model: nn.Module) -> None:
+def use_onednn(model: nn.Module, device: torch.device) -> None:
     """Have `torch.mm` of this process use oneDNN where that is faster, on loan.
 
-    Not for a model whose products are all small, since each call then takes 4 microseconds more.
-    Code that is compiled uses oneDNN with `compile_options`.
+    Not for a model on another device, nor for one whose products are all small, since each call
+    takes 4 microseconds more. Code that is compiled uses oneDNN with `compile_options`.
     """
+    if device.type != "cpu":
+        return
     largest = max((p.numel() for p in model.parameters()), default=0)
     if largest * _FEW_ROWS >= _LEAST_MULTIPLICATIONS and onednn_is_faster():
         host.change(True, _replace_mm, lambda: _replacement is not None)
