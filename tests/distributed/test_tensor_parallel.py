@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import _context_fn
-from torchtitan.distributed.all_to_all import start_reduce_scatter
+from torchtitan.distributed.collectives import start_reduce_scatter
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.sequence_parallel import SequenceShards
 from torchtitan.distributed.utils import clip_grad_norm_, get_train_context

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.distributed.all_to_all import AllToAll, start_reduce_scatter
+from torchtitan.distributed.collectives import AllToAll, start_all_gather, start_reduce_scatter
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -103,8 +103,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: TokenShards, dim: int) -> Tensor:
         ctx.shards, ctx.dim = shards, dim
-        x = x.movedim(dim, 0).contiguous()
-        gathered = _OPS.all_gather_into_tensor(x, shards.cp, shards.group_name)
+        x = x.movedim(dim, 0)
+        gathered = start_all_gather(x, shards.cp, shards.group_name)
         return shards.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
 
     @staticmethod
@@ -206,13 +206,13 @@ class ContextPart:
         """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns what to attend with.
 
         On accelerators, other work can be done between this and attention while the keys travel,
-        and in backward that work's gradients while the keys' gradients do. On the CPU only the
-        keys travel meanwhile: their gradients are summed before backward goes on.
+        and in backward that work's gradients while the keys' gradients do. On the CPU both are
+        there before anything goes on.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
         shards = self.shards
-        gathered = _OPS.all_gather_into_tensor(packed.detach(), shards.cp, shards.group_name)
+        gathered = start_all_gather(packed.detach(), shards.cp, shards.group_name)
         return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
 
     def gathered_keys(self) -> Tensor:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.distributed.all_to_all import AllToAll, all_to_all
+from torchtitan.distributed.collectives import AllToAll, all_to_all
 from torchtitan.distributed.device_reads import read_once
 from torchtitan.distributed.tensor_parallel import split_parameter
 from torchtitan.distributed.token_groups import (

@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
+from torchtitan.distributed.collectives import CpuAllGather, CpuReduceScatter
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
@@ -105,6 +106,10 @@ def apply_fsdp(
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
     disable_fsdp_gradient_division(model)
+    if dp_mesh.device_type == "cpu":
+        for unit in _units_of(model):
+            unit.set_custom_all_gather(CpuAllGather())
+            unit.set_custom_reduce_scatter(CpuReduceScatter())
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)
     if register_buffers and dp_mesh.device_type == "cpu":

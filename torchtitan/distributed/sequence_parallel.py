@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.distributed.all_to_all import start_reduce_scatter
+from torchtitan.distributed.collectives import start_all_gather, start_reduce_scatter
 
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
@@ -100,12 +100,13 @@ class _Move(torch.autograd.Function):
 def all_gather(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
 ) -> Tensor:
-    gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
     if overlap:
+        gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
         # Cutting to the same length would be right too, but then products could not begin before
         # all rows are there.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
+    gathered = _OPS.wait_tensor(start_all_gather(shard, size, group))
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy for one row.
     by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
     return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)

@@ -17,7 +17,7 @@ import torch._higher_order_ops
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import nn
 
-import torchtitan.distributed.all_to_all
+import torchtitan.distributed.collectives
 import torchtitan.models.attention_cpu
 import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as those above)
 from torchtitan import distributed
