@@ -172,6 +172,7 @@ def measured_rates() -> Machine:
     import torch
     import torch.distributed as dist
 
+    from torchtitan.distributed.collectives import CpuAllGather, CpuReduceScatter
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     def typical(work: Any, repeats: int = 30) -> float:
@@ -204,8 +205,10 @@ def measured_rates() -> Machine:
         return latency, 2**20 / max(collective(run, 2**20) - latency, 1e-9)
 
     runs = {
-        "all-gather": lambda shard, whole: dist.all_gather_into_tensor(whole, shard),
-        "reduce-scatter": lambda shard, whole: dist.reduce_scatter_tensor(shard, whole),
+        "all-gather": lambda shard, whole: CpuAllGather()(whole, shard, dist.group.WORLD),
+        "reduce-scatter": lambda shard, whole: CpuReduceScatter()(
+            shard, whole, dist.group.WORLD, dist.ReduceOp.SUM
+        ),
         "all-to-all": lambda shard, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
         "all-reduce": lambda shard, whole: dist.all_reduce(shard),
     }

@@ -176,7 +176,7 @@ class CountingGathers(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather_base" in str(func)
+        self.count += "fsdp.all_gather_copy_in" in str(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,8 @@
 """Collectives that take less CPU time than gloo's own, and the exchange of rows with gradients.
 
-gloo's all-gather takes twice the CPU time of a broadcast from each rank, and its reduce-scatter
-twice that of an all-to-all with a sum (torch 2.13, two and four ranks of one host). The bytes sent
-are the same or less.
+For some MB gloo's all-gather takes twice the CPU time of a broadcast from each rank, and its
+reduce-scatter twice that of an all-to-all with a sum (torch 2.13, 2 and 4 ranks of one host); fewer or
+as many bytes are sent. docs/layouts.md has the figures.
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,8 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     process_group = dist.distributed_c10d._resolve_process_group(group)
+    if not _is_gloo(process_group):
+        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), size, group))
     gathered = x.new_empty((size, *x.shape))
     gathered[process_group.rank()] = x
     _broadcast_all(gathered, process_group)
@@ -63,6 +65,10 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """One operator, so that selective checkpointing keeps the sum and not its `size` summands."""
     one_each = [len(x) // size] * size
     return all_to_all(x, one_each, one_each, group).unflatten(0, (size, one_each[0])).sum(0)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return group._get_backend(torch.device("cpu")).name() == "gloo"
 
 
 def _broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
@@ -94,8 +100,11 @@ class CpuAllGather(DefaultAllGather):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
+    ) -> dist.Work | None:
+        if not _is_gloo(group):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         _broadcast_all(output_tensor.view(group.size(), -1), group)
+        return None
 
 
 class CpuReduceScatter(DefaultReduceScatter):
@@ -109,7 +118,7 @@ class CpuReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if op != dist.ReduceOp.SUM:
+        if op != dist.ReduceOp.SUM or not _is_gloo(group):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         summands = torch.empty_like(input_tensor)
         dist.all_to_all_single(summands, input_tensor, group=group)

@@ -58,7 +58,9 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
             f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
             f"look into the kernel's log ({text.strip() or type(error).__name__})"
         )
-    if isinstance(error, RuntimeError) and "gloo" in text and "Timed out" in text:
+    # Of several collectives under way at once, gloo names the cause for one only.
+    timed_out = ("gloo" in text and "Timed out" in text) or "timeout caused pair closure" in text
+    if isinstance(error, RuntimeError) and timed_out:
         return RunError(
             "another rank did not take part in a collective in time (comm.init_timeout_seconds up "
             "to the first step, comm.train_timeout_seconds after it): it hangs or is slow; look at "

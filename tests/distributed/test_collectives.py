@@ -1,0 +1,69 @@
+"""Our collectives on the CPU give what torch's give, in groups that are not the world, too."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from torchtitan.distributed.collectives import (
+    CpuAllGather,
+    CpuReduceScatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from torchtitan.testing.gloo import run_ranks
+
+_OPS = torch.ops._c10d_functional
+
+
+def collect(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(what, ours, torch's) in the world of three ranks and in that of the last two."""
+    results = []
+    rank = dist.get_rank()
+    last_two = dist.new_group([1, 2])
+    torch.manual_seed(rank)
+    for group in (dist.group.WORLD, last_two):
+        if group is last_two and rank == 0:
+            continue
+        size, name = group.size(), group.group_name
+        rows = torch.randn(5, 2 * size).to(dtype).T  # not contiguous
+        for what, ours, theirs in (
+            (
+                "gather",
+                start_all_gather(rows, size, name),
+                _OPS.all_gather_into_tensor(rows.contiguous(), size, name),
+            ),
+            (
+                "sum",
+                start_reduce_scatter(rows, size, name),
+                _OPS.reduce_scatter_tensor(rows.contiguous(), "sum", size, name),
+            ),
+        ):
+            results.append((what, _OPS.wait_tensor(ours), _OPS.wait_tensor(theirs)))
+
+        summands = torch.randn(7 * size).to(dtype)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            sums = [torch.empty(7, dtype=dtype) for _ in range(2)]
+            for comm, out in zip((CpuReduceScatter(), DefaultReduceScatter()), sums, strict=True):
+                comm(out, summands, group, op)
+            results.append((f"FSDP's sum, {op}", *sums))
+        gathered = []
+        for comm in (CpuAllGather(), DefaultAllGather()):
+            whole = torch.zeros(7 * size, dtype=dtype)
+            own = whole.view(size, 7)[group.rank()]
+            comm(whole, own.copy_(summands[:7]), group)
+            gathered.append(whole)
+        results.append(("FSDP's gather", *gathered))
+    return results
+
+
+def test_collectives_on_the_cpu_are_torchs():
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for found in run_ranks(collect, 3, dtype):
+            for what, ours, theirs in found:
+                if "gather" in what:
+                    assert torch.equal(ours, theirs), what
+                else:  # added in another order, or rounded once rather than twice
+                    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
