@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,16 +26,52 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.distributed.collectives import CpuAllGather, CpuReduceScatter
+from torchtitan.distributed.collectives import broadcast_all
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 _BUCKET_BYTES = 100 * 2**20
+
+
+class CpuAllGather(DefaultAllGather):
+    """How FSDP gathers parameters that lie on the CPU. The input is a part of the output."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        broadcast_all(output_tensor.view(group.size(), -1), group)
+
+
+class CpuReduceScatter(DefaultReduceScatter):
+    """How FSDP sums gradients that lie on the CPU, in the order of ranks."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.SUM:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        summands = torch.empty_like(input_tensor)
+        dist.all_to_all_single(summands, input_tensor, group=group)
+        torch.sum(summands.view(group.size(), -1), 0, out=output_tensor)
+        return None
 
 
 def apply_fsdp(
