@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
@@ -332,14 +332,10 @@ def recover_model(model: nn.Module) -> None:
     # FSDP knows its own root from the first forward on; before that, it has gathered nothing.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
-    if not hasattr(model, "reset_iter_state"):
-        logger.warning(
-            "torch %s cannot put FSDP back after a failed forward or backward: build a new engine, "
-            "or install torch >= 2.13",
-            torch.__version__,
-        )
-        return
-    model.reset_iter_state()
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+    else:
+        _reset_iter_state(model)
     # Drop gradients of gathered parameters: the next backward would reduce them with its own.
     for unit in _units_of(model):
         for group in _param_groups(unit):
@@ -348,6 +344,27 @@ def recover_model(model: nn.Module) -> None:
                 parameter = getattr(fsdp_param, "_unsharded_param", None)
                 if parameter is not None:
                     parameter.grad = None
+
+
+def _reset_iter_state(model: FSDPModule) -> None:
+    """What `FSDPModule.reset_iter_state` does, for torch 2.11, which lacks it."""
+    root = model._get_fsdp_state()
+    if root._device.type != "cpu":
+        root._device_handle.synchronize()  # collectives run on streams of their own
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+    for unit in _units_of(model):
+        for group in _param_groups(unit):
+            group._all_gather_result = group._all_reduce_state = None
+            group._post_reduce_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group.reshard()
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
