@@ -172,7 +172,7 @@ def measured_rates() -> Machine:
     import torch
     import torch.distributed as dist
 
-    from torchtitan.distributed.collectives import CpuAllGather, CpuReduceScatter
+    from torchtitan.distributed.fsdp import CpuAllGather, CpuReduceScatter
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     def typical(work: Any, repeats: int = 30) -> float:

@@ -7,12 +7,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from torchtitan.distributed.collectives import (
-    CpuAllGather,
-    CpuReduceScatter,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from torchtitan.distributed.collectives import start_all_gather, start_reduce_scatter
+from torchtitan.distributed.fsdp import CpuAllGather, CpuReduceScatter
 from torchtitan.testing.gloo import run_ranks
 
 _OPS = torch.ops._c10d_functional

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -243,7 +244,7 @@ def sum_summands():
     forward, _ = _context_fn(find_save_list("_op_sac_save_list"), frozenset())()
     with forward:
         out = own_sum(x)
-    saved = [value for kept in forward.storage.values() for value in kept.values()]
+    saved = tree_leaves(forward.storage)
     sizes = [value.val.nbytes for value in saved if hasattr(value, "val")]
     compiled = torch.compile(own_sum, backend="aot_eager", fullgraph=True)(x)
     return expected, out, compiled, sizes

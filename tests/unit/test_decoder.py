@@ -406,11 +406,12 @@ def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
         promised.copy_(result)
         return x
 
-    operators = SimpleNamespace(
-        all_gather_into_tensor=lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
-        wait_tensor=wait_tensor,
+    monkeypatch.setattr(context_parallel, "_OPS", SimpleNamespace(wait_tensor=wait_tensor))
+    monkeypatch.setattr(
+        context_parallel,
+        "start_all_gather",
+        lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
     )
-    monkeypatch.setattr(context_parallel, "_OPS", operators)
     monkeypatch.setattr(
         context_parallel,
         "start_reduce_scatter",

@@ -135,7 +135,12 @@ def test_only_what_was_asked_for_is_copied_to_the_host(on_device):
 def test_last_engine_that_closes_gives_pinned_memory_back(on_device, monkeypatch):
     events, _, offloader = on_device
     gc.collect()  # engines that other tests have not closed live until then
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: events.append("release"))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "empty_host_cache",
+        lambda: events.append("release"),
+        raising=False,  # torch 2.11 lacks it
+    )
     host.move_in(offloader)
     for _ in range(2):
         offloader.move(HOST, model=True, optimizer=False, grad=False)

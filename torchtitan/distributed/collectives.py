@@ -12,10 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, library
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 
 # Selective checkpointing and the compiler know collectives by these operators.
 _OPS = torch.ops._c10d_functional
@@ -53,11 +49,11 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     process_group = dist.distributed_c10d._resolve_process_group(group)
-    if not _is_gloo(process_group):
+    if not is_gloo(process_group):
         return _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), size, group))
     gathered = x.new_empty((size, *x.shape))
     gathered[process_group.rank()] = x
-    _broadcast_all(gathered, process_group)
+    broadcast_all(gathered, process_group)
     return gathered.flatten(0, 1)
 
 
@@ -67,11 +63,12 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     return all_to_all(x, one_each, one_each, group).unflatten(0, (size, one_each[0])).sum(0)
 
 
-def _is_gloo(group: dist.ProcessGroup) -> bool:
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU go by gloo."""
     return group._get_backend(torch.device("cpu")).name() == "gloo"
 
 
-def _broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
+def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
     """Each rank sends its own entry of `by_rank` [size, ...] to all others, in place."""
     works = [
         dist.broadcast(entry, group=group, group_src=rank, async_op=True)
@@ -89,41 +86,6 @@ _library.impl("reduce_scatter", _reduce_scatter, "CPU")
 _library.impl(
     "reduce_scatter", lambda x, size, group: x.new_empty((len(x) // size, *x.shape[1:])), "Meta"
 )
-
-
-class CpuAllGather(DefaultAllGather):
-    """How FSDP gathers parameters that lie on the CPU. The input is a part of the output."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if not _is_gloo(group):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        _broadcast_all(output_tensor.view(group.size(), -1), group)
-        return None
-
-
-class CpuReduceScatter(DefaultReduceScatter):
-    """How FSDP sums gradients that lie on the CPU, in the order of ranks."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if op != dist.ReduceOp.SUM or not _is_gloo(group):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        summands = torch.empty_like(input_tensor)
-        dist.all_to_all_single(summands, input_tensor, group=group)
-        torch.sum(summands.view(group.size(), -1), 0, out=output_tensor)
-        return None
 
 
 class AllToAll(torch.autograd.Function):

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,16 +26,55 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.distributed.collectives import CpuAllGather, CpuReduceScatter
+from torchtitan.distributed.collectives import broadcast_all, is_gloo
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 _BUCKET_BYTES = 100 * 2**20
+
+
+class CpuAllGather(DefaultAllGather):
+    """How FSDP gathers parameters that lie on the CPU. The input is a part of the output."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not is_gloo(group):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        broadcast_all(output_tensor.view(group.size(), -1), group)
+        return None
+
+
+class CpuReduceScatter(DefaultReduceScatter):
+    """How FSDP sums gradients that lie on the CPU, in the order of ranks."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.SUM or not is_gloo(group):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        summands = torch.empty_like(input_tensor)
+        dist.all_to_all_single(summands, input_tensor, group=group)
+        torch.sum(summands.view(group.size(), -1), 0, out=output_tensor)
+        return None
 
 
 def apply_fsdp(
@@ -295,14 +335,10 @@ def recover_model(model: nn.Module) -> None:
     # FSDP knows its own root from the first forward on; before that, it has gathered nothing.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
-    if not hasattr(model, "reset_iter_state"):
-        logger.warning(
-            "torch %s cannot put FSDP back after a failed forward or backward: build a new engine, "
-            "or install torch >= 2.13",
-            torch.__version__,
-        )
-        return
-    model.reset_iter_state()
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+    else:
+        _reset_iter_state(model)
     # Drop gradients of gathered parameters: the next backward would reduce them with its own.
     for unit in _units_of(model):
         for group in _param_groups(unit):
@@ -311,6 +347,27 @@ def recover_model(model: nn.Module) -> None:
                 parameter = getattr(fsdp_param, "_unsharded_param", None)
                 if parameter is not None:
                     parameter.grad = None
+
+
+def _reset_iter_state(model: FSDPModule) -> None:
+    """What `FSDPModule.reset_iter_state` does, for torch 2.11, which lacks it."""
+    root = model._get_fsdp_state()
+    if root._device.type != "cpu":
+        root._device_handle.synchronize()  # collectives run on streams of their own
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+    for unit in _units_of(model):
+        for group in _param_groups(unit):
+            group._all_gather_result = group._all_reduce_state = None
+            group._post_reduce_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group.reshard()
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:

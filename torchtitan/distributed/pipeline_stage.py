@@ -56,6 +56,11 @@ class VariableShapeStage(PipelineStage):
         if hasattr(self, "_stage_meta"):
             # Only its length is read: how many gradients go back.
             self._stage_meta.inputs = (None,)
+        if torch.__version__ < "2.13":
+            # Torch 2.11's separate pass for weights fails at autograd functions written in Python,
+            # and adds the gradients of a function's outputs together. With a builder, backward
+            # computes weights' gradients at once, and what it builds is called in that pass.
+            self.dw_builder = lambda: lambda: None
 
     def begin_step(
         self,
