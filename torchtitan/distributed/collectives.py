@@ -47,6 +47,7 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     return torch.ops.torchtitan.reduce_scatter(x, size, group)
 
 
+@library.impl(_library, "all_gather", "CPU")
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if not is_gloo(process_group):
@@ -57,6 +58,7 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     return gathered.flatten(0, 1)
 
 
+@library.impl(_library, "reduce_scatter", "CPU")
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """One operator, so that selective checkpointing keeps the sum and not its `size` summands."""
     one_each = [len(x) // size] * size
@@ -78,11 +80,9 @@ def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-_library.impl("all_gather", _all_gather, "CPU")
 _library.impl(
     "all_gather", lambda x, size, group: x.new_empty((len(x) * size, *x.shape[1:])), "Meta"
 )
-_library.impl("reduce_scatter", _reduce_scatter, "CPU")
 _library.impl(
     "reduce_scatter", lambda x, size, group: x.new_empty((len(x) // size, *x.shape[1:])), "Meta"
 )

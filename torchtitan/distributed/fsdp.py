@@ -146,14 +146,14 @@ def apply_fsdp(
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
     disable_fsdp_gradient_division(model)
+    if ep_degree > 1:
+        _prefetch_in_order(embeddings, blocks, output)
     if dp_mesh.device_type == "cpu":
         for unit in _units_of(model):
             unit.set_custom_all_gather(CpuAllGather())
             unit.set_custom_reduce_scatter(CpuReduceScatter())
-    if ep_degree > 1:
-        _prefetch_in_order(embeddings, blocks, output)
-    if register_buffers and dp_mesh.device_type == "cpu":
-        logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
+        if register_buffers:
+            logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
     elif register_buffers:
         # NCCL registers such memory with the network; where it cannot, torch allocates. It has no
         # memory to give before its communicator is there, which the first collective makes.
