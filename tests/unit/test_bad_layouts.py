@@ -47,6 +47,12 @@ BAD_LAYOUTS = {
         {},
         ["got 4 processes and a product of 8", "tensor_parallel_degree = 2", "start 8 processes"],
     ),
+    "saves of one rank of several": (
+        4,
+        {"comm.mode": "fake_backend", "checkpoint.enable": True},
+        {},
+        ["checkpoint.enable", "'fake_backend'", "one rank of 4", "set checkpoint.enable to False"],
+    ),
     # --- tensor parallelism ---
     "tp, heads": (
         3,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter
 from torchtitan.models.utils import MoEStateDictAdapter
 
@@ -133,6 +134,18 @@ def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
     assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
     # Files of an older generation have no such tensor.
     assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "value", "is_told"),
+    [(PerExpert, 1, True), (PerExpert, 0, False), (WithBias, 1, False)],
+)
+def test_export_tells_of_an_expert_bias_that_files_have_no_place_for(
+    tmp_path, caplog, adapter, value, is_told
+):
+    state = {"layers.0.moe.expert_bias": torch.full((E,), value), "norm": torch.ones(1)}
+    save_to_hf(state, adapter(None, None), str(tmp_path / "export"))
+    assert ("no place for layers.0.moe.expert_bias" in caplog.text) == is_told
 
 
 def test_ignored_and_unknown_names():

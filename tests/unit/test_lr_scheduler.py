@@ -137,6 +137,11 @@ def test_step_offset_of_minus_one_counts_warm_up_from_zero():
     assert seen == pytest.approx([0 / 4, 1 / 4, 2 / 4, 3 / 4, 1, 1])
 
 
+def test_negative_step_offset_without_warm_up_stays_at_the_peak_first():
+    seen = factors(5, training_steps=3, warmup_steps=0, step_offset=-1)
+    assert seen == pytest.approx([1, 1, 2 / 3, 1 / 3, 0])
+
+
 def test_step_offset_shifts_the_whole_schedule():
     plain = factors(10, warmup_steps=3, training_steps=10)
     assert factors(9, warmup_steps=3, training_steps=10, step_offset=1) == pytest.approx(plain[1:])

@@ -44,11 +44,17 @@ def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
 
 
 def test_each_difference_is_told():
-    texts = told(lr_scheduler__warmup_steps=7, training__dataset="c4", training__steps=5)
+    texts = told(
+        lr_scheduler__warmup_steps=7,
+        training__dataset="c4",
+        training__steps=5,
+        training__dtype="bfloat16",
+    )
     assert [text.split()[0] for text in texts] == [
         "lr_scheduler.warmup_steps",
         "training.steps",
         "training.dataset",
+        "training.dtype",
     ]
 
 

@@ -176,6 +176,12 @@ def save_to_hf(
     The files are those of `hf_assets_path` where the adapter knows them, else as few as hold
     5 GB each. Ranks first write their own parts to `<folder>/sharded`, which is removed.
     """
+    if left_out := _left_out(state_dict, adapter):
+        logger.warning(
+            f"Hugging Face files have no place for {shorten(left_out)}: a model loaded from {folder} "
+            "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
+            "without expert_bias"
+        )
     from_rank_zero(lambda: start_writing(folder))
     if dist.is_initialized():
         _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
@@ -186,6 +192,17 @@ def save_to_hf(
         hashes = _write_alone(state_dict, adapter, folder, dtype)
     from_rank_zero(lambda: finish_writing(folder, hashes))
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
+
+
+def _left_out(state_dict: dict[str, Any], adapter: BaseStateDictAdapter) -> list[str]:
+    """Buffers of any rank that have no HF name and are not zero. Zeros change nothing."""
+    has_name = {name for names in adapter.groups_of(state_dict) for name in names}
+    left_out = [
+        name
+        for name, tensor in state_dict.items()
+        if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
+    ]
+    return sorted({name for part in all_ranks(left_out) for name in part})
 
 
 def _to_hf(

@@ -207,10 +207,17 @@ class IsolationProbe:
         culprit = (
             f"{layer} is the first layer" if layer else "no layer, but what follows them is it"
         )
+        layers = [layer for model in self.models for layer in model.layers.children()]
+        by_rounding = ""
+        if any(getattr(layer, "moe_enabled", False) for layer in layers):
+            by_rounding = (
+                "With experts rounding alone may do this, for a token's kernel depends on how many "
+                "tokens its expert gets: try other debug.seed first. "
+            )
         return (
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
             f"{int(moved.sum())} tokens moved that must not see it, the first of them "
-            f"{describe(*seen_at)}; {culprit} where it shows. Look at the mask that this layer "
+            f"{describe(*seen_at)}; {culprit} where it shows. {by_rounding}Look at the mask that this layer "
             f"gets and obeys (attn_type {self.packing.attn_type!r}, attn_mask_type "
             f"{self.packing.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"

@@ -120,7 +120,7 @@ def build_lr_schedulers(
     def factor(epoch: int) -> float:
         """Factor on the peak learning rate; `epoch` counts the steps already done."""
         epoch += step_offset
-        if epoch < warmup_steps:
+        if warmup_steps and epoch < warmup_steps:  # an offset makes epochs negative
             return max(0.0, (epoch + 1) / warmup_steps)
         if epoch < decay_start or decay_steps == 0:
             return 1.0

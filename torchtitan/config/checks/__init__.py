@@ -46,6 +46,7 @@ def check_job_config(
             layout.ranks_for_experts(job_config, world_size),
             layout.global_batch_size(job_config, world_size),
             files.seed_checkpoint(job_config, world_size),
+            files.checkpoint_of_one_rank(job_config, world_size),
             layout.early_step_with_ddp(job_config, world_size),
         )
 

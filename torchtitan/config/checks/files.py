@@ -43,6 +43,15 @@ def seed_checkpoint(job_config: JobConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def checkpoint_of_one_rank(job_config: JobConfig, world_size: int) -> Iterator[str]:
+    checkpoint, mode = job_config.checkpoint, job_config.comm.mode
+    if mode == "fake_backend" and world_size > 1 and checkpoint.enable and not checkpoint.load_only:
+        yield (
+            f"checkpoint.enable = True with comm.mode = {mode!r} would save the parts of one rank of "
+            f"{world_size}; set checkpoint.enable to False"
+        )
+
+
 def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     """builds_data: False for a bare engine, which reads no data and writes less."""
     # What a job writes doesn't climb out of its dump folder into another job's. An absolute path is
