@@ -203,6 +203,72 @@ def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
             call()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "input",
+            torch.full((1, 4), VOCAB),
+            rf"'input' must be ids in \[0, {VOCAB}\), got {VOCAB} ",
+        ),
+        ("input", torch.full((1, 4), -1), r"'input' must be ids in .* got -1 to -1; "),
+        ("input", torch.ones(1, 4), r"'input' must be whole numbers, got .*torch.float32"),
+        ("positions", torch.ones(1, 4).half(), r"'positions' must be whole numbers, .*float16"),
+        ("document_ids", torch.ones(1, 4).bool(), r"'document_ids' must be whole .*torch.bool"),
+        (
+            "labels",
+            torch.full((1, 4), VOCAB),
+            rf"labels must be ids in \[0, {VOCAB}\) or -100, which",
+        ),
+        ("labels", torch.ones(1, 4), "labels must be whole numbers, got .*torch.float32"),
+    ],
+)
+def test_ids_that_no_token_has_are_named_before_ranks_wait_for_each_other(
+    key, value, message, tmp_path
+):
+    engine = make_engine(tmp_path)
+    batch = {"input": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long(), key: value}
+    labels = batch["labels"]
+    del batch["labels"]
+    for call in (
+        lambda: engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1
+        ),
+        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labels(tmp_path):
+    engine = make_engine(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, 128, (2, 2, 8), generator=generator)
+    positions = torch.arange(8).expand(2, -1)
+
+    def loss(dtype, **options):
+        engine.optimizers.zero_grad()
+        return engine.forward_backward_step(
+            input_dict={"input": tokens.to(dtype), "positions": positions.to(dtype)},
+            labels=labels.to(dtype),
+            global_valid_tokens=16,
+            **options,
+        )
+
+    for options in ({}, {"head": TokenLogProbs()}):
+        losses = {
+            loss(dtype, **options).item()
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        }
+        assert len(losses) == 1
+    targets = []
+    loss(
+        torch.int16,
+        loss_fn=lambda logits, labels, _: targets.append(labels.dtype) or logits.sum(),
+    )
+    assert targets == [torch.int16]
+
+
 def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
     engine = make_engine(tmp_path)
     step = dict(input_dict=random_batch(1, 8)[0], global_valid_tokens=1)
