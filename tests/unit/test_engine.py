@@ -17,6 +17,7 @@ from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host, utils
+from torchtitan.tools.errors import ConfigError
 from torchtitan.train import Trainer
 
 VOCAB = 2048
@@ -679,15 +680,13 @@ def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):
     short.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
 
 
-def test_training_loop_of_ones_own_may_average_but_train_counts_over_all_ranks(tmp_path):
-    trainer = Trainer(
-        make_config(
-            tmp_path, "--training.dataset=python_docs", "--training.gradient_reduction=mean"
-        )
+def test_own_loop_may_average_but_a_trainer_with_data_counts_over_all_ranks(tmp_path):
+    config = make_config(
+        tmp_path, "--training.dataset=python_docs", "--training.gradient_reduction=mean"
     )
-    with pytest.raises(ValueError, match="set it to 'sum'"):
-        trainer.train()
-    trainer.close()
+    with pytest.raises(ConfigError, match="gradient_reduction = 'mean' .* set it to 'sum'"):
+        Trainer(config)
+    TrainingEngine(config).close()
 
 
 def test_second_trainer_is_not_affected_by_first_trainers_seq_len(tmp_path):

@@ -488,6 +488,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             seed=rl.seed,
             max_requests=rl.generator.max_requests,
             timeout_seconds=rl.generator.timeout_seconds,
+            vocab_size=policy.model_args.vocab_size,
         )
     return CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
