@@ -165,6 +165,7 @@ class Learner(ABC):
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
         self.engine.optimizers.zero_grad()
+        self.engine.update.forget_microbatches()
         self._begin_step()
 
     def close(self) -> None:
