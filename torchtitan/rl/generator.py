@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -150,7 +151,13 @@ class _DecoderGenerator(Generator):
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
         """Raise ValueError if one cannot be continued by so many tokens."""
         for i, prompt in enumerate(prompts):
-            if not prompt:
+            wrong = [x for x in prompt if type(x) is not int and not isinstance(x, np.integer)]
+            if wrong:
+                raise ValueError(
+                    f"prompt {i} must be a list of token ids, got {wrong[0]!r} in it; encode texts, and "
+                    "give tensors as tensor.tolist()"
+                )
+            if not len(prompt):
                 raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(
