@@ -110,7 +110,7 @@ def forward_backward(
         elif loss_fn is None:
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
-            loss = _scalar(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
+            loss = scalar_loss(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
@@ -141,7 +141,7 @@ def check_trains(engine: Any, step: str) -> None:
         )
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """What a caller's loss_fn returned, as []. Raises ValueError if it has no gradients."""
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__
