@@ -178,6 +178,16 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
         ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
         (
+            {"input": torch.ones(2, 4).long(), "positions": torch.arange(3)[None]},
+            (2, 4),
+            r"'positions' must have the shape of its 'input', \(2, 4\), or \(1, 4\) .* got \(1, 3\)",
+        ),
+        (
+            {"input": torch.ones(2, 4).long(), "attention_masks": torch.ones(2, 3)},
+            (2, 4),
+            r"'attention_masks' must have the shape .* got \(2, 3\)",
+        ),
+        (
             {"input": torch.ones(0, 4).long()},
             (0, 4),
             r"hold a token, got shape \(0, 4\); leave the",

@@ -10,7 +10,13 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import BOUNDARY_KEYS, IGNORE_INDEX, PADDING, SAMPLE_IDS
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    IGNORE_INDEX,
+    PADDING,
+    SAMPLE_IDS,
+    per_token,
+)
 from torchtitan.tools.host_copy import on_host, to_device
 
 Batch = dict[str, Any]
@@ -47,8 +53,9 @@ class PackedBatch:
 
     @classmethod
     def of(cls, batch: Batch, labels: Tensor | None = None) -> Self:
-        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token, and for ids, positions
-        or lengths of documents that are no whole numbers."""
+        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token, for ids, positions or
+        lengths of documents that are no whole numbers, and for positions or a padding mask of another
+        shape."""
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
             raise ValueError(
@@ -73,6 +80,9 @@ class PackedBatch:
         sample_ids = getattr(tokens, SAMPLE_IDS, None)
         if tokens.dim() == 2:  # a model of somebody else's may take features
             tokens = whole_numbers("the batch's 'input'", tokens)
+            for key in ("positions", "attention_masks"):
+                if isinstance(entries.get(key), Tensor):
+                    per_token({**entries, "input": tokens}, key)
         return cls(tokens, labels, None, entries, sample_ids)
 
     def as_dict(self) -> Batch:

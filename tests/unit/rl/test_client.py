@@ -231,9 +231,10 @@ def test_custom_loss_that_is_no_number_with_a_gradient_is_named(loss_fn, client)
 )
 def test_inputs_that_are_no_ids_or_numbers_are_named(inputs, message, client):
     given = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})
-    found = client.forward([given], "cross_entropy")
     with pytest.raises(ValueError, match=message):
-        found.result()
+        client.forward_backward([given], "cross_entropy").result()
+    with pytest.raises(RuntimeError, match="of this step failed"):
+        client.optim_step(AdamParams()).result()
 
 
 @pytest.mark.parametrize("stop", ["=", ["="], [1, "="]])
