@@ -99,8 +99,10 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         # First tell, then close: closing may wait for other ranks.
         exit_code = _tell_failure(error, config, peers)
         if trainer is not None:
+            excepthook = sys.excepthook  # torch's, which names the rank in the traceback below
             with contextlib.suppress(Exception):  # the first error counts
                 trainer.close()
+            sys.excepthook = excepthook
         if exit_code is None:
             raise
         sys.exit(exit_code)

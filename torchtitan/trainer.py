@@ -317,12 +317,6 @@ class Trainer(TrainingEngine):
                 "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
             )
         config = self.job_config
-        if config.training.gradient_reduction != "sum":
-            raise ValueError(
-                "train() divides the loss by a count over all ranks, so their gradients have to be "
-                f"added up, got training.gradient_reduction = "
-                f"{config.training.gradient_reduction!r}; set it to 'sum'"
-            )
         if not load_newest_checkpoint(self):
             return
         self.metrics_processor.start(self.step)

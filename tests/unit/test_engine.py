@@ -17,6 +17,7 @@ from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host, utils
+from torchtitan.tools.errors import ConfigError
 from torchtitan.train import Trainer
 
 VOCAB = 2048
@@ -177,6 +178,16 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
         ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
         (
+            {"input": torch.ones(2, 4).long(), "positions": torch.arange(3)[None]},
+            (2, 4),
+            r"'positions' must have the shape of its 'input', \(2, 4\), or \(1, 4\) .* got \(1, 3\)",
+        ),
+        (
+            {"input": torch.ones(2, 4).long(), "attention_masks": torch.ones(2, 3)},
+            (2, 4),
+            r"'attention_masks' must have the shape .* got \(2, 3\)",
+        ),
+        (
             {"input": torch.ones(0, 4).long()},
             (0, 4),
             r"hold a token, got shape \(0, 4\); leave the",
@@ -201,6 +212,72 @@ def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "input",
+            torch.full((1, 4), VOCAB),
+            rf"'input' must be ids in \[0, {VOCAB}\), got {VOCAB} ",
+        ),
+        ("input", torch.full((1, 4), -1), r"'input' must be ids in .* got -1 to -1; "),
+        ("input", torch.ones(1, 4), r"'input' must be whole numbers, got .*torch.float32"),
+        ("positions", torch.ones(1, 4).half(), r"'positions' must be whole numbers, .*float16"),
+        ("document_ids", torch.ones(1, 4).bool(), r"'document_ids' must be whole .*torch.bool"),
+        (
+            "labels",
+            torch.full((1, 4), VOCAB),
+            rf"labels must be ids in \[0, {VOCAB}\) or -100, which",
+        ),
+        ("labels", torch.ones(1, 4), "labels must be whole numbers, got .*torch.float32"),
+    ],
+)
+def test_ids_that_no_token_has_are_named_before_ranks_wait_for_each_other(
+    key, value, message, tmp_path
+):
+    engine = make_engine(tmp_path)
+    batch = {"input": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long(), key: value}
+    labels = batch["labels"]
+    del batch["labels"]
+    for call in (
+        lambda: engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1
+        ),
+        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labels(tmp_path):
+    engine = make_engine(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, 128, (2, 2, 8), generator=generator)
+    positions = torch.arange(8).expand(2, -1)
+
+    def loss(dtype, **options):
+        engine.optimizers.zero_grad()
+        return engine.forward_backward_step(
+            input_dict={"input": tokens.to(dtype), "positions": positions.to(dtype)},
+            labels=labels.to(dtype),
+            global_valid_tokens=16,
+            **options,
+        )
+
+    for options in ({}, {"head": TokenLogProbs()}):
+        losses = {
+            loss(dtype, **options).item()
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        }
+        assert len(losses) == 1
+    targets = []
+    loss(
+        torch.int16,
+        loss_fn=lambda logits, labels, _: targets.append(labels.dtype) or logits.sum(),
+    )
+    assert targets == [torch.int16]
 
 
 def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
@@ -613,15 +690,13 @@ def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):
     short.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
 
 
-def test_training_loop_of_ones_own_may_average_but_train_counts_over_all_ranks(tmp_path):
-    trainer = Trainer(
-        make_config(
-            tmp_path, "--training.dataset=python_docs", "--training.gradient_reduction=mean"
-        )
+def test_own_loop_may_average_but_a_trainer_with_data_counts_over_all_ranks(tmp_path):
+    config = make_config(
+        tmp_path, "--training.dataset=python_docs", "--training.gradient_reduction=mean"
     )
-    with pytest.raises(ValueError, match="set it to 'sum'"):
-        trainer.train()
-    trainer.close()
+    with pytest.raises(ConfigError, match="gradient_reduction = 'mean' .* set it to 'sum'"):
+        Trainer(config)
+    TrainingEngine(config).close()
 
 
 def test_second_trainer_is_not_affected_by_first_trainers_seq_len(tmp_path):

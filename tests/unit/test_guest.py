@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import sys
 import threading
 import warnings
 
@@ -39,6 +40,7 @@ def host_state() -> dict:
         # Torch's compiler notes there where its cache is, when something loads it.
         "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
         "directory": os.getcwd(),
+        "excepthook": sys.excepthook,
         "gc": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
         "random": random.getstate(),
         "numpy.random": str(numpy.random.get_state()),

@@ -148,7 +148,7 @@ def test_boundaries_do_not_reach_the_models_forward():
 
 
 def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
-    batch = {"input": TOKENS, "document_ids": torch.zeros(1, 6)}
+    batch = {"input": TOKENS, "document_ids": torch.zeros(1, 6).long()}
     for _ in range(2):
         model_inputs(policy("causal", "sdpa"), batch)
     (message,) = caplog.messages
@@ -168,6 +168,7 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
     batch = {
         "input": rows,
         "positions": rows + 1,
+        "cu_seqlens": torch.tensor([[0, 1, 2]]).expand(5, -1),
         "row": [0, 1, 2, 3, 4],
         "offsets": torch.zeros(1, 2),
         "scale": torch.tensor(3.0),
@@ -186,6 +187,7 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
         assert torch.equal(packed.labels, part["input"] + 2)
         assert part["row"] == (part["input"][:, 0] // 2).tolist()
         assert part["offsets"].shape == (1, 2) and part["scale"] == 3
+        assert part["cu_seqlens"].shape == (len(part["input"]), 3)
         assert part["source"] == "text5" and part["names"] == ["a", "b"]
 
 
@@ -199,18 +201,19 @@ def test_batch_that_needs_no_split_stays_one():
     [
         ("attention_masks", "own"),
         ("cu_seqlens", torch.tensor([0, 3, 8])),
+        ("cu_seqlens", torch.tensor([0, 2, 4, 8])),  # as many entries as rows
         ("seq_lens", torch.tensor([[1, 1]])),
     ],
 )
 def test_what_cannot_be_split_by_rows_is_named(key, value):
-    batch = {"input": torch.zeros(4, 2), key: value}
+    batch = {"input": torch.zeros(4, 2).long(), key: value}
     with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
         PackedBatch.of(batch).split(2)
 
 
 def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
-    batch = {"input": torch.ones(1, 3), "cu_seqlens": torch.tensor([[0, 1, 3]])}
+    batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
     padded = two_ranks.pad(policy().pack(batch))
     assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
     assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]

@@ -10,8 +10,14 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
-from torchtitan.tools.host_copy import to_device
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    IGNORE_INDEX,
+    PADDING,
+    SAMPLE_IDS,
+    per_token,
+)
+from torchtitan.tools.host_copy import on_host, to_device
 
 Batch = dict[str, Any]
 """`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
@@ -47,7 +53,9 @@ class PackedBatch:
 
     @classmethod
     def of(cls, batch: Batch, labels: Tensor | None = None) -> Self:
-        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token."""
+        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token, for ids, positions or
+        lengths of documents that are no whole numbers, and for positions or a padding mask of another
+        shape."""
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
             raise ValueError(
@@ -66,7 +74,16 @@ class PackedBatch:
                 "the microbatch out of the list, which may be empty"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
-        return cls(tokens, labels, None, entries, getattr(tokens, SAMPLE_IDS, None))
+        for key in ("positions", *BOUNDARY_KEYS):
+            if isinstance(entries.get(key), Tensor):
+                entries[key] = whole_numbers(f"the batch's {key!r}", entries[key])
+        sample_ids = getattr(tokens, SAMPLE_IDS, None)
+        if tokens.dim() == 2:  # a model of somebody else's may take features
+            tokens = whole_numbers("the batch's 'input'", tokens)
+            for key in ("positions", "attention_masks"):
+                if isinstance(entries.get(key), Tensor):
+                    per_token({**entries, "input": tokens}, key)
+        return cls(tokens, labels, None, entries, sample_ids)
 
     def as_dict(self) -> Batch:
         """The caller's entries, tokens included, without labels."""
@@ -86,6 +103,19 @@ class PackedBatch:
                 f"{tuple(self.labels.shape)} for {tuple(self.tokens.shape)}; give each token its "
                 f"target, {IGNORE_INDEX} where it has none"
             )
+
+    def with_token_labels(self, vocab_size: int | None) -> Self:
+        """The batch with labels that are token ids, int64.
+
+        Raises ValueError for others, here and not on the last stage of a pipeline, for which other
+        ranks would wait.
+        """
+        self.check_labels()
+        if self.labels is None:
+            return self
+        labels = whole_numbers("labels", self.labels)
+        check_ids("labels", labels, vocab_size)
+        return dataclasses.replace(self, labels=labels.to(torch.int64))
 
     def to(self, device: torch.device) -> Self:
         """A copy with its tensors on the device, but for `sample_ids`; other values as they are."""
@@ -139,6 +169,40 @@ class PackedBatch:
         )
 
 
+def whole_numbers(name: str, x: Tensor) -> Tensor:
+    """x as int32 or int64, with the same values. Raises ValueError for fractions and booleans."""
+    if x.dtype in (torch.int32, torch.int64):
+        return x
+    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
+        raise ValueError(
+            f"{name} must be whole numbers, got a tensor of {x.dtype}; give them as torch.int64"
+        )
+    return x.to(torch.int64)
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
+    """Raises ValueError for ids that the model has no token for; of labels, IGNORE_INDEX may be there.
+
+    Under tensor parallelism such a token would be a row of zeros, and under a pipeline one rank's
+    error. Ids on an accelerator, whose kernels check them, are not looked at: that would wait.
+    """
+    ids = on_host(ids)
+    if vocab_size is None or ids.device.type != "cpu" or not ids.numel():
+        return
+    also = ""
+    if name == "labels":
+        ids, also = (
+            ids.masked_fill(ids == IGNORE_INDEX, 0),
+            f" or {IGNORE_INDEX}, which counts nowhere",
+        )
+    smallest, largest = ids.aminmax()
+    if not 0 <= smallest <= largest < vocab_size:
+        raise ValueError(
+            f"{name} must be ids in [0, {vocab_size}){also}, got {smallest} to {largest}; use the "
+            "tokenizer that the model was trained with"
+        )
+
+
 def batch_to(batch: Batch, device: torch.device) -> Batch:
     """A copy with its tensors on the device; other values as they are."""
     return {key: _tensor_to(value, device) for key, value in batch.items()}
@@ -159,7 +223,8 @@ def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
     if isinstance(value, Tensor):
         # A row for each of the batch's, one for all (no row of lengths is), or one number for all.
         is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
-        has_rows = value.dim() > 0 and len(value) == num_rows and key != "cu_seqlens"
+        # Cumulative lengths [n + 1] go through all rows.
+        has_rows = value.dim() > (key == "cu_seqlens") and len(value) == num_rows
         if value.dim() == 0 or is_shared or has_rows:
             return
         key = f"{key!r} of shape {list(value.shape)}"

@@ -158,8 +158,8 @@ def last_tokens(document_ids: Tensor) -> Tensor:
 # ---- reading a batch ----
 
 
-def _per_token(batch: Mapping[str, Any], key: str) -> Tensor:
-    """An entry [B, T], or [1, T] for all rows, as [B, T]."""
+def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
+    """An entry [B, T], or [1, T] for all rows, as [B, T]. Raises ValueError for another shape."""
     (n_rows, seq_len), values = batch["input"].shape[:2], batch[key]
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
@@ -199,10 +199,10 @@ def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
 
 # What each source of boundaries is read with.
 _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
-    "document_ids": lambda batch: _per_token(batch, "document_ids").to(torch.int32),
+    "document_ids": lambda batch: per_token(batch, "document_ids").to(torch.int32),
     "seq_lens": _read_seq_lens,
     "cu_seqlens": _read_cu_seqlens,
-    "positions": lambda batch: document_ids_from_positions(_per_token(batch, "positions")),
+    "positions": lambda batch: document_ids_from_positions(per_token(batch, "positions")),
 }
 
 

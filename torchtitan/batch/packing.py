@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Batch, PackedBatch, check_ids
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
@@ -36,7 +36,7 @@ class PackingPolicy:
     """The choices of one job; see `PackingPolicy.of` for where they come from.
 
     attn_type: "sdpa" takes no mask. attn_mask_type: "causal" keeps no documents apart.
-    eos_id: the end-of-text token, None if unknown.
+    eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without one.
     """
 
     attn_type: str
@@ -44,6 +44,7 @@ class PackingPolicy:
     eos_id: int | None
     restart_positions: bool
     mask_boundary_loss: bool
+    vocab_size: int | None = None
 
     @classmethod
     def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "PackingPolicy":
@@ -56,6 +57,7 @@ class PackingPolicy:
             getattr(tokenizer, "eos_id", None),
             training.restart_positions,
             attn_mask_type != "causal" if mask_loss is None else mask_loss,
+            getattr(model_args, "vocab_size", None),
         )
 
     @property
@@ -68,15 +70,17 @@ class PackingPolicy:
 
         A batch that brings its own attention masks gets no ids. A value keeps what it has but for
         labels that are given.
-        Raises ValueError for `input` that is not [B, T], or if the batch does not say where its
-        documents begin.
+        Raises ValueError for `input` that is not [B, T] or has other ids than the model, or if the
+        batch does not say where its documents begin.
         """
         if isinstance(batch, PackedBatch):
             return batch if labels is None else dataclasses.replace(batch, labels=labels)
         packed = PackedBatch.of(batch, labels)
+        if packed.tokens.dim() == 2:
+            check_ids("the batch's 'input'", packed.tokens, self.vocab_size)
         if not self.separates_documents or "attention_masks" in batch:
             return packed
-        return dataclasses.replace(packed, document_ids=self._document_ids(batch))
+        return dataclasses.replace(packed, document_ids=self._document_ids(packed.as_dict()))
 
     def _document_ids(self, batch: Batch) -> Tensor:
         """[B, T], of a batch; under a causal mask, those of "block_causal"."""

@@ -153,7 +153,7 @@ class Training:
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     mixed_precision_reduce: Literal["float32"] = "float32"  # Type in which FSDP sums gradients
     # How gradients of data-parallel ranks are combined: their sum, for a loss divided by a count
-    # over all ranks, or their mean, for a program with its own loop and a loss that is a mean on
+    # over all ranks, or their mean, for a program with its own batches and a loss that is a mean on
     # each rank
     gradient_reduction: Literal["sum", "mean"] = "sum"
     # What to do in a step whose gradient norm is inf or nan: leave the weights alone and go on,

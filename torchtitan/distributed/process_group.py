@@ -69,6 +69,7 @@ def init_distributed(
     # shows here, not at the first collective. Without LOCAL_RANK only the host knows the device.
     device_type, _ = get_device_info()
     local_rank = os.environ.get("LOCAL_RANK")
+    excepthook = sys.excepthook
     connects = device_type != "cpu" and meeting["world_size"] > 1 and local_rank is not None
     dist.init_process_group(
         backend=backend,
@@ -81,6 +82,9 @@ def init_distributed(
     # together. That hangs where a client makes groups for some of its ranks only, and costs one
     # split per rank for each mesh axis of size 1.
     dist.group.WORLD.bound_device_id = None
+    # Torch's hook writes the rank before each line of a traceback, and would outlive the group.
+    ranks_hook, sys.excepthook = sys.excepthook, excepthook
+    host.change_attribute(sys, "excepthook", ranks_hook)
     _destroy_group_at_end()
     return dist.get_world_size()
 

@@ -45,6 +45,7 @@ from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
 from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
+from torchtitan.step.forward_backward import scalar_loss
 from torchtitan.step.runner import on_error
 from torchtitan.tools.utils import use_device
 
@@ -298,6 +299,7 @@ class LocalTrainingClient:
             )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
+        loss = scalar_loss(loss)
         # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         surrogate = [
@@ -477,17 +479,31 @@ def _sample(datum: Datum) -> TrainingSample:
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
             "take it out, or correct its name"
         )
-    inputs = {name: torch.as_tensor(values) for name, values in datum.loss_fn_inputs.items()}
+    inputs = {}
+    for name, values in datum.loss_fn_inputs.items():
+        try:
+            inputs[name] = torch.as_tensor(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
+            ) from error
     if "target_tokens" not in inputs:
         raise ValueError(
             f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; they are the "
             "input tokens moved by one"
         )
+    targets = inputs["target_tokens"]
+    labels = targets.long()
+    if not torch.equal(labels.to(targets.dtype), targets):
+        raise ValueError(
+            f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
+            "whole numbers"
+        )
     n = datum.model_input.length
     mask = inputs.get("mask", torch.ones(n)).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
-        labels=inputs["target_tokens"].long(),
+        labels=labels,
         loss_mask=(mask != 0).float(),
         logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
         advantages=inputs.get("advantages", torch.zeros(n)).float(),

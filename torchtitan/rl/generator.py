@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -150,7 +151,13 @@ class _DecoderGenerator(Generator):
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
         """Raise ValueError if one cannot be continued by so many tokens."""
         for i, prompt in enumerate(prompts):
-            if not prompt:
+            wrong = [x for x in prompt if type(x) is not int and not isinstance(x, np.integer)]
+            if wrong:
+                raise ValueError(
+                    f"prompt {i} must be a list of token ids, got {wrong[0]!r} in it; encode texts, and "
+                    "give tensors as tensor.tolist()"
+                )
+            if not len(prompt):
                 raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(
@@ -488,6 +495,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             seed=rl.seed,
             max_requests=rl.generator.max_requests,
             timeout_seconds=rl.generator.timeout_seconds,
+            vocab_size=policy.model_args.vocab_size,
         )
     return CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch
-from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.batch import Batch, check_ids
 from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.losses import finalize_metrics
@@ -22,7 +21,6 @@ from torchtitan.rl.types import (
     OptimParams,
     OptimStepOutput,
     TrainingBatch,
-    TrainingMicrobatch,
 )
 from torchtitan.step.runner import Head
 
@@ -167,6 +165,7 @@ class Learner(ABC):
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
         self.engine.optimizers.zero_grad()
+        self.engine.update.forget_microbatches()
         self._begin_step()
 
     def close(self) -> None:
@@ -191,7 +190,9 @@ class Learner(ABC):
                         f"trainer with {dp_size}; make it with Batcher(dp_size={dp_size})"
                     )
                 for microbatch in of_ranks:  # of all ranks, whose errors no other would see
-                    _check_ids(microbatch, self.engine.model_args.vocab_size)
+                    vocab_size = self.engine.model_args.vocab_size
+                    check_ids("the tokens of samples", microbatch.token_ids, vocab_size)
+                    check_ids("labels", microbatch.labels, vocab_size)
                     if loss_fn is not None:
                         loss_fn.check(microbatch.engine_batch())
             return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
@@ -229,15 +230,3 @@ class Learner(ABC):
             dist.all_gather_object(parts, samples, group=self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]
-
-
-def _check_ids(microbatch: TrainingMicrobatch, vocab_size: int) -> None:
-    """Raises ValueError for tokens that the model does not have."""
-    labels = microbatch.labels.masked_fill(microbatch.labels == IGNORE_INDEX, 0)
-    for name, ids in {"tokens": microbatch.token_ids, "labels": labels}.items():
-        smallest, largest = ids.aminmax()
-        if not 0 <= smallest <= largest < vocab_size:
-            raise ValueError(
-                f"the {name} of samples must be ids from 0 to {vocab_size - 1}, got {smallest} to "
-                f"{largest}; use the tokenizer that the model was trained with"
-            )

@@ -6,6 +6,7 @@ Hugging Face files, which the server's machine has to see, and one request that 
 
 import http.client
 import json
+import math
 import os
 import shutil
 import time
@@ -43,6 +44,7 @@ class OpenAIGenerator(ForeignGenerator):
     hf_assets_path: config.json and tokenizer are copied from there.
     dtype: of the weights in the files; None for the trainer's.
     max_requests: at the same time. timeout_seconds: of one request, which is tried three times.
+    vocab_size: of the trainer's model, whose ids answers have to hold; None takes any.
 
     The server has to give log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
@@ -60,8 +62,10 @@ class OpenAIGenerator(ForeignGenerator):
         seed: int = 0,
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
+        vocab_size: int | None = None,
     ):
         super().__init__(dtype, seed)
+        self._vocab_size = vocab_size
         self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
         self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
         self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
@@ -124,6 +128,13 @@ class OpenAIGenerator(ForeignGenerator):
                 f"{url} has to answer with the id and the log-prob of every new token, got "
                 f"{len(token_ids)} ids and {len(logprobs)} log-probs; it must know "
                 '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
+            )
+        limit = math.inf if self._vocab_size is None else self._vocab_size
+        wrong = [one for one in token_ids if type(one) is not int or not 0 <= one < limit]
+        if wrong:
+            raise RunError(
+                f"{url} has to answer with ids of the model's {self._vocab_size} tokens, got "
+                f"{wrong[:8]}; check that rl.generator.model serves the model that is trained"
             )
         return self._completion(token_ids, logprobs, sampling)
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.batch.documents import IGNORE_INDEX
+
 FinishReason = Literal["stop", "length"]
 
 # ---- generation ----
@@ -53,7 +55,11 @@ class SamplingConfig:
         if "" in self.stop_strings:
             raise ValueError("a stop string must have a character, got ''; take it out")
         rules = {
-            "temperature": (self.temperature >= 0, "at least 0"),
+            # In fp32 logits divided by less are no numbers.
+            "temperature": (
+                self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
+                "0, which takes the likeliest token, or at least 1e-20 and finite",
+            ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
             "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
@@ -205,6 +211,17 @@ class TrainingSample:
             raise ValueError(
                 f"token_ids of a sample must be 1-D and not empty, got shape "
                 f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
+            )
+        counts = self.loss_mask == 1
+        if not (counts | (self.loss_mask == 0)).all():
+            raise ValueError(
+                f"loss_mask of a sample must be 0 or 1, got {self.loss_mask.unique().tolist()[:8]}; "
+                "put factors of the tokens' losses into weights"
+            )
+        if (counts & (self.labels == IGNORE_INDEX)).any():
+            raise ValueError(
+                f"labels of a sample must be ids where loss_mask is 1, got {IGNORE_INDEX} there; set "
+                "loss_mask to 0 for tokens that are in no loss"
             )
 
     def __len__(self) -> int:
@@ -381,6 +398,8 @@ class OptimParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
+        if self.betas is not None and len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {self.betas}; (0.9, 0.95) is usual")
         for i, beta in enumerate(self.betas or (), start=1):
             if not 0 <= beta < 1:
                 raise ValueError(

@@ -34,8 +34,8 @@ def forward(
             "IGNORE_INDEX where none is"
         )
     batches = [packing.pack(x, None if head is None else x["labels"]) for x in batches]
-    for batch in batches:
-        batch.check_labels()
+    if head is not None:
+        batches = [batch.with_token_labels(packing.vocab_size) for batch in batches]
     n_fillers = engine.runner.ask_num_fillers(len(batches), is_single)
 
     def output_of(logits: Tensor, microbatch: Microbatch) -> Any:
@@ -76,6 +76,8 @@ def forward_backward(
                     "target, or a loss_fn that needs none"
                 )
             batch.check_labels()
+    if head is not None or (loss_fn is None and has_token_loss(engine.train_spec)):
+        batches = [batch.with_token_labels(engine.packing.vocab_size) for batch in batches]
     # One on an accelerator is not looked at, which would wait for it.
     on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"
     if not on_device and not 0 < float(global_valid_tokens) < math.inf:
@@ -108,7 +110,7 @@ def forward_backward(
         elif loss_fn is None:
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
-            loss = _scalar(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
+            loss = scalar_loss(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
@@ -139,7 +141,7 @@ def check_trains(engine: Any, step: str) -> None:
         )
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """What a caller's loss_fn returned, as []. Raises ValueError if it has no gradients."""
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__

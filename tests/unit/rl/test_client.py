@@ -208,6 +208,35 @@ def test_custom_loss_sees_masked_targets_too(client):
     assert seen[0].all()
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda data, lps: (3.0, {}), lambda data, lps: (lps[0], {}), lambda *_: (torch.ones(()), {})],
+)
+def test_custom_loss_that_is_no_number_with_a_gradient_is_named(loss_fn, client):
+    with pytest.raises(ValueError, match="loss_fn must return a sum over tokens, a scalar tensor"):
+        client.forward_backward_custom([datum([1, 2, 3])], loss_fn).result()
+    with pytest.raises(RuntimeError, match="of this step failed"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"target_tokens": [2.5, 3]},
+            r"target_tokens .* must be token ids, got \[2.5, 3.0\]; give",
+        ),
+        ({"weights": ["a", "b"]}, "weights of a Datum must be a list or a tensor of numbers"),
+    ],
+)
+def test_inputs_that_are_no_ids_or_numbers_are_named(inputs, message, client):
+    given = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})
+    with pytest.raises(ValueError, match=message):
+        client.forward_backward([given], "cross_entropy").result()
+    with pytest.raises(RuntimeError, match="of this step failed"):
+        client.optim_step(AdamParams()).result()
+
+
 @pytest.mark.parametrize("stop", ["=", ["="], [1, "="]])
 def test_stop_strings_need_a_tokenizer(stop):
     with pytest.raises(ValueError, match="stop must be token ids where the model has no tokenizer"):

@@ -90,6 +90,9 @@ def test_ranks_that_share_out_prompts_draw_what_one_would(engine):
     ("prompts", "changes", "message"),
     [
         ([[1], []], {}, "prompt 1 has no token"),
+        ([[1], [2.0]], {}, r"prompt 1 must be a list of token ids, got 2.0 in it; encode"),
+        (["ab"], {}, r"prompt 0 must be a list of token ids, got 'a' in it; encode texts"),
+        ([torch.tensor([1, 2])], {}, r"prompt 0 must be .* got tensor\(1\) in it; .*tolist"),
         ([[1, 2048]], {}, "token ids from 1 to 2048, and the model has 2048 tokens"),
         ([[1] * 28], {}, "prompt 0 of 28 tokens with max_tokens = 6 does not fit .* of 32"),
     ],

@@ -143,7 +143,9 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
 
 def generator_of(server, folder, reload_path="/reload"):
     reload_url = reload_path and f"{server.url}{reload_path}"
-    generator = OpenAIGenerator(server.url, "toy", reload_url, str(folder), "nowhere")
+    generator = OpenAIGenerator(
+        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32
+    )
     generator.policy_version = 1
     return generator
 
@@ -173,6 +175,16 @@ def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server
         RunError, match=f"id and the log-prob of every new token, {numbers}; it must"
     ):
         answers_of(server, lambda choice: choice | {missing: None})
+
+
+@pytest.mark.parametrize("wrong", [32, -1, "5", 5.0, None])
+def test_answer_with_ids_that_the_model_has_not_is_one_sentence(wrong, server):
+    def changed(choice):
+        return choice | {"token_ids": [*choice["token_ids"][:-1], wrong]}
+
+    message = rf"ids of the model's 32 tokens, got \[{wrong!r}\]; check that rl.generator.model"
+    with pytest.raises(RunError, match=message):
+        answers_of(server, changed)
 
 
 def test_greedy_tokens_have_a_probability_of_one(server):

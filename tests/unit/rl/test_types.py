@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from torchtitan.rl.types import Episode, SamplingConfig, TrainingSample
+from torchtitan.rl.types import Episode, OptimParams, SamplingConfig, TrainingSample
 
 
 def make_episode(**changes) -> Episode:
@@ -48,13 +48,38 @@ def test_sample_whose_labels_are_not_shifted_is_refused():
         TrainingSample(token_ids, torch.arange(5), mask, mask, mask)
 
 
+def test_sample_that_would_count_something_else_is_refused():
+    tokens, ones = torch.arange(2), torch.ones(2)
+    with pytest.raises(ValueError, match=r"loss_mask .* must be 0 or 1, got \[0.5\]; put factors"):
+        TrainingSample(tokens, tokens, ones / 2, ones, ones)
+    labels = torch.tensor([1, -100])
+    with pytest.raises(ValueError, match="labels .* must be ids where loss_mask is 1, got -100"):
+        TrainingSample(tokens, labels, ones, ones, ones)
+    TrainingSample(tokens, labels, torch.tensor([True, False]), ones, ones)
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
+def test_bad_betas_are_refused_by_name(betas):
+    with pytest.raises(ValueError, match="^beta"):
+        OptimParams(betas=betas)
+
+
 def test_episode_survives_json():
     episode = make_episode(reward=1.0, advantage=0.5, scores={"exact": 1.0})
     assert Episode.from_dict(json.loads(json.dumps(episode.to_dict()))) == episode
 
 
 @pytest.mark.parametrize(
-    "setting", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}]
+    "setting",
+    [
+        {"temperature": -1},
+        {"temperature": 1e-300},
+        {"temperature": float("inf")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"max_tokens": 0},
+    ],
 )
 def test_bad_sampling_setting_is_refused_by_name(setting):
     (name,) = setting

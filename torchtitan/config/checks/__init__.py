@@ -58,6 +58,7 @@ def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool
     refuse(
         model.attention(job_config, model_args),
         model.value_head(job_config, train_spec, model_args, builds_data),
+        model.gradient_reduction(job_config, train_spec, builds_data),
         model.fp32_head(job_config, model_args),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),

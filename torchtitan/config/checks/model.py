@@ -54,6 +54,16 @@ def value_head(
         )
 
 
+def gradient_reduction(job_config: JobConfig, train_spec: Any, builds_data: bool) -> Iterator[str]:
+    reduction = job_config.training.gradient_reduction
+    if reduction != "sum" and builds_data and train_spec.build_dataloader_fn is not None:
+        yield (
+            f"training.gradient_reduction = {reduction!r} is for programs that feed an engine "
+            "themselves: a trainer with data divides the loss by a count over all ranks, so their "
+            "gradients have to be added up; set it to 'sum'"
+        )
+
+
 def fp32_head(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     if not job_config.model.fp32_head:
         return
