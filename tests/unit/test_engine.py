@@ -170,6 +170,17 @@ def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
         )
 
 
+def check_both_steps_raise(engine, batch, labels, message):
+    for call in (
+        lambda: engine.forward_backward_step(
+            input_dict=batch, labels=labels, global_valid_tokens=1
+        ),
+        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.parametrize(
     ("batch", "labels", "message"),
     [
@@ -204,14 +215,7 @@ def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
 ):
     engine = make_engine(tmp_path)
     labels = torch.ones(labels).long()
-    for call in (
-        lambda: engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1
-        ),
-        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    check_both_steps_raise(engine, batch, labels, message)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +245,7 @@ def test_ids_that_no_token_has_are_named_before_ranks_wait_for_each_other(
     batch = {"input": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long(), key: value}
     labels = batch["labels"]
     del batch["labels"]
-    for call in (
-        lambda: engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1
-        ),
-        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    check_both_steps_raise(engine, batch, labels, message)
 
 
 def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labels(tmp_path):

@@ -61,8 +61,9 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 @library.impl(_library, "reduce_scatter", "CPU")
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """One operator, so that selective checkpointing keeps the sum and not its `size` summands."""
-    one_each = [len(x) // size] * size
-    return all_to_all(x, one_each, one_each, group).unflatten(0, (size, one_each[0])).sum(0)
+    out = x.new_empty((len(x) // size, *x.shape[1:]))
+    sum_over_ranks(x.contiguous(), dist.distributed_c10d._resolve_process_group(group), out)
+    return out
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -78,6 +79,13 @@ def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
     ]
     for work in works:
         work.wait()
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup, out: Tensor) -> None:
+    """x [size * n, ...], a summand for each rank -> this rank's sum in `out` [n, ...]."""
+    summands = torch.empty_like(x)
+    dist.all_to_all_single(summands, x, group=group)
+    torch.sum(summands.view(group.size(), *out.shape), 0, out=out)
 
 
 _library.impl(

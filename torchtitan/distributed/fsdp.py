@@ -34,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.distributed.collectives import broadcast_all, is_gloo
+from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
@@ -71,9 +71,7 @@ class CpuReduceScatter(DefaultReduceScatter):
     ) -> dist.Work | None:
         if op != dist.ReduceOp.SUM or not is_gloo(group):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        summands = torch.empty_like(input_tensor)
-        dist.all_to_all_single(summands, input_tensor, group=group)
-        torch.sum(summands.view(group.size(), -1), 0, out=output_tensor)
+        sum_over_ranks(input_tensor, group, output_tensor)
         return None
 
 
