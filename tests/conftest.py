@@ -41,7 +41,6 @@ ON_THE_DEVICE = (
     "tests/unit/test_guest.py",
     "tests/unit/test_isolation_probe.py",
     "tests/unit/test_offload.py",
-    "tests/unit/test_readme.py",
     "tests/unit/test_tools.py",
 )
 # Of tests/unit, what starts processes, compiles or trains for more than a few seconds. The others are

@@ -189,7 +189,7 @@ class Trainer(TrainingEngine):
         return step.batches, step.counts.num_valid_tokens, counts.num_valid_tokens
 
     def _pack(self, item: Item) -> PackedBatch:
-        return self.packing.mask_labels(self.packing.pack(*item))
+        return self.packing.pack_masked(*item)
 
     @contextlib.contextmanager
     def _reading_ahead(self) -> Iterator[Iterable[Item]]:

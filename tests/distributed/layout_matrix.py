@@ -264,7 +264,7 @@ def run_step(engine, layout: Layout, step: int) -> float:
     from torchtitan.distributed.utils import dist_sum
 
     batch, labels = global_batch(step, engine.packing.separates_documents)
-    labels = engine.packing.mask_labels(engine.packing.pack(batch, labels)).labels
+    labels = engine.packing.mask_labels(batch, labels)
     num_valid = int((labels != IGNORE_INDEX).sum())
     n_rows = ROWS // (engine.dp_size * layout.accumulation)
     loss = 0.0

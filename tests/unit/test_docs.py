@@ -2,22 +2,33 @@
 
 import ast
 import dataclasses
+import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import tomli
+import torch
 
 from scripts import architecture, composability
 from tests.compat.test_public_names import REFERENCE_PATHS
+from tests.unit.test_hf_config import LLAMA_3_2_3B
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Checkpoint
+from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
+from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
+from torchtitan.protocols import train_spec
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 from torchtitan.rl.losses import GSPOLoss
+from torchtitan.tools.logging import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -142,16 +153,118 @@ def test_module_of_the_page_on_extending_trains(tmp_path):
     assert 30 < float(loss) < 45
 
 
-# ---- rl.md ----
+# ---- Python in the pages ----
+
+NOT_RUN = "# Not run by the tests: "  # and why
+# Blocks of one page continue each other. Those on extending are a module, which trains above.
+PYTHON_PAGES = [page for page in PAGES if "```py" in PAGES[page] and page != "docs/extending.md"]
 
 
-def test_example_of_the_trainer_runs(tmp_path, monkeypatch):
-    (example,) = re.findall(r"## From Python\n```python\n(.*?)```", PAGES["docs/rl.md"], re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(compile(example, "docs/rl.md", "exec"), names)
+def names_of_checkpoint_page():
+    """An engine, the folders that the page reads, and a place to send weights to."""
+    for folder in ("assets/hf/Llama-3.2-3B", "hf_folder"):
+        Path(folder).mkdir(parents=True)
+    Path("assets/hf/Llama-3.2-3B/config.json").write_text(json.dumps(LLAMA_3_2_3B))
+    llama3 = train_spec.get_train_spec("llama3")
+    flavors = {"debugmodel": dataclasses.replace(llama3.model_args["debugmodel"], dim=32)}
+    engine = TrainingEngine(
+        JobConfig(checkpoint=Checkpoint(enable=True)),
+        train_spec=dataclasses.replace(llama3, model_args=flavors),
+    )
+    engine.save_hf("hf_folder")
+    sent: dict = {}
+    return {
+        "engine": engine,
+        "sent": sent,
+        "send": sent.__setitem__,
+        "send_last": lambda version, digest: None,
+    }
+
+
+# What a page takes for granted.
+GIVEN = {
+    "docs/checkpoint.md": names_of_checkpoint_page,
+    "docs/report.md": lambda: {"job_config": JobConfig(), "step": 3},
+}
+
+
+def readme_trained(names, output):
+    assert "OptimStepResult" in output and names["logits"].shape == (4, 128, 2048)
+
+
+def weights_were_sent(names, output):
+    assert names["flavor"] is None and names["flavors"]["3B"].dim == LLAMA_3_2_3B["hidden_size"]
+    (file,) = Path("hf_folder").glob("*.safetensors")
+    assert {path.name for path in Path("outputs/checkpoint").iterdir()} >= {"step-0"}
+    for name, weight in safetensors.torch.load_file(file).items():
+        assert torch.equal(names["sent"].pop(name), weight.bfloat16()), name
+    assert not names["sent"]
+
+
+def labels_are_left_out(names, output):
+    ignored = (names["labels"] == -100).nonzero().tolist()
+    assert ignored == [[0, 3], [0, 6], [0, 7]] and names["num_valid"] == 5
+    documents = [0, 0, 0, 0, 1, 1, 1, 2]
+    places = [torch.tensor(place) for place in range(8)]
+    zero, seen = torch.tensor(0), names["mask"].mask_mod
+    for q, k in itertools.product(places, places):
+        assert bool(seen(zero, zero, q, k)) == (documents[q] == documents[k] and k <= q)
+
+
+def critic_has_the_losss_gradient(names, output):
+    (values,) = names["critic"].forward_step({"input": names["tokens"]})
+    slope = 2 * (values.squeeze(-1) - names["returns"]) * names["mask"]
+    bias = names["critic"].model_parts[0].score.bias.grad
+    torch.testing.assert_close(bias, slope.mean()[None])
+
+
+def dataset_is_registered(names, output):
+    assert DATASETS["wiki"].sample_processor({"title": "a", "body": "b"}) == "a\n\nb"
+
+
+def phase_is_on_record(names, output):
+    kinds = [json.loads(line)["kind"] for line in open("outputs/events.jsonl")]
+    assert kinds == ["start", "phase", "end"]
+
+
+def policy_took_a_step_and_guesses_are_answered(names, output):
     assert names["done"].policy_version == 1 and names["done"].lr == 1e-4
-    assert list(tmp_path.iterdir()) == []  # nothing was asked to be written
+    prompt, turn = names["Prompt"]("?", (1,), "5"), names["Turn"]
+    replies = [names["Guess"].reply(None, prompt, [turn(guess)]) for guess in "375"]
+    assert replies == [">", "<", None]
+    assert not any(Path().iterdir())  # nothing was asked to be written
+
+
+THEN = {
+    "README.md": readme_trained,
+    "docs/checkpoint.md": weights_were_sent,
+    "docs/datasets.md": dataset_is_registered,
+    "docs/documents.md": labels_are_left_out,
+    "docs/embedding.md": critic_has_the_losss_gradient,
+    "docs/report.md": phase_is_on_record,
+    "docs/rl.md": policy_took_a_step_and_guesses_are_answered,
+}
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGES[page], re.M | re.S)
+    assert len(blocks) == PAGES[page].count("```py")
+    level, names = logger.level, GIVEN.get(page, dict)()
+    with mock.patch.dict(train_spec._extra_train_specs), mock.patch.dict(DATASETS):
+        try:
+            for block in blocks:
+                code = compile(block.replace("/tmp/", f"{tmp_path}/"), page, "exec")
+                if NOT_RUN not in block:
+                    exec(code, names)
+            if any(NOT_RUN not in block for block in blocks):
+                THEN[page](names, capfd.readouterr().out)
+        finally:
+            logger.setLevel(level)
+            for value in names.values():
+                if isinstance(value, TrainingEngine):
+                    value.close()
 
 
 # ---- patch-set.md ----

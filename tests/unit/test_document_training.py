@@ -89,7 +89,7 @@ def test_validation_leaves_out_the_same_labels(tmp_path):
     loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels)
     n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
     assert n_ends > 0 and n_tokens == labels.numel() - n_ends
-    masked = trainer.packing.mask_labels(trainer.packing.pack(input_dict, labels)).labels
+    masked = trainer.packing.mask_labels(input_dict, labels)
     same = trainer.forward_backward_step(
         input_dict=input_dict, labels=masked, global_valid_tokens=1.0
     )

@@ -80,33 +80,46 @@ class PackingPolicy:
             check_ids("the batch's 'input'", packed.tokens, self.vocab_size)
         if not self.separates_documents or "attention_masks" in batch:
             return packed
-        return dataclasses.replace(packed, document_ids=self._document_ids(packed.as_dict()))
+        return dataclasses.replace(packed, document_ids=self.document_ids(packed))
 
-    def _document_ids(self, batch: Batch) -> Tensor:
-        """[B, T], of a batch; under a causal mask, those of "block_causal"."""
+    def document_ids(self, batch: Batch | PackedBatch) -> Tensor:
+        """The documents of a batch, [B, T] int32 on its device, padding -1.
+
+        Under a causal mask, which keeps none apart, they are read as under "block_causal".
+        Raises ValueError as `pack` does.
+        """
+        packed = batch if isinstance(batch, PackedBatch) else self.pack(batch)
+        if packed.document_ids is not None:
+            return packed.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        ids = read_document_ids(boundaries_on_host(batch), mask_type, self.eos_id)
-        return to_device(ids, batch["input"].device)
+        ids = read_document_ids(boundaries_on_host(packed.as_dict()), mask_type, self.eos_id)
+        return to_device(ids, packed.tokens.device)
 
     # ---- what the loss and the FLOP count see ----
 
-    def mask_labels(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with labels ignored where the next token is of another document.
+    def mask_labels(self, batch: Batch | PackedBatch, labels: Tensor) -> Tensor:
+        """The labels [B, T] of a batch, IGNORE_INDEX where the next token is of another document.
 
         Padding is ignored, too. A row's last label is ignored only if the row's last token is
-        padding or closes its document with the end-of-text id: nothing else tells. Batches
-        with an attention mask of their own have labels of their own: returned as they are.
+        padding or closes its document with the end-of-text id, because the next row is unknown.
+        Labels are returned as they are if `training.mask_boundary_loss` is off, and for a batch
+        with an attention mask of its own. Raises ValueError for labels of another shape.
         """
+        batch = self.pack(batch, labels)
+        batch.check_labels()
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
-            return batch
-        assert batch.labels is not None
-        ids = batch.document_ids
-        ends = last_tokens(self._document_ids(batch.as_dict()) if ids is None else ids)
+            return labels
+        ends = last_tokens(self.document_ids(batch))
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
         reads_eos = self.attn_mask_type != "position_block_causal" and not has_explicit
         if reads_eos and self.eos_id is not None:
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
-        return dataclasses.replace(batch, labels=batch.labels.masked_fill(ends, IGNORE_INDEX))
+        return labels.masked_fill(ends, IGNORE_INDEX)
+
+    def pack_masked(self, batch: Batch | PackedBatch, labels: Tensor) -> PackedBatch:
+        """The batch as a value, with the labels of `mask_labels`: what the loss counts."""
+        batch = self.pack(batch, labels)
+        return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
     def attended_pairs(self, batch: PackedBatch) -> int:
         """Sum of squared document lengths: the pairs of tokens that attention works on.

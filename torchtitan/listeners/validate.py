@@ -191,7 +191,7 @@ class Validator(BaseValidator):
         All ranks of a pipeline return the same.
         """
         packing = self._packing(runner.model_parts)
-        batches = [packing.mask_labels(packing.pack(input_dict, labels))]
+        batches = [packing.pack_masked(input_dict, labels)]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)
