@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import graphlib
 import itertools
 import json
 import os
@@ -272,7 +273,8 @@ def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypat
 UNITS = dict(
     re.findall(r"^### (\d+\. .*?)\n(.*?)(?=^##|\Z)", PAGES["docs/patch-set.md"], re.M | re.S)
 )
-FIELDS = ["Why", "0.2.2|#2985", "Different", "Unused", "Files here", "Files in 0.2.2", "Tests"]
+FIELDS = ["Why", "0.2.2|#2985", "Different", "Unused", "Needs"]
+FIELDS += ["Files here", "Files in 0.2.2", "Tests"]
 
 
 def field_of(unit: str, name: str) -> str:
@@ -289,6 +291,17 @@ def functions_of(path: str) -> set[str]:
 
 def test_units_of_the_patch_set_are_numbered():
     assert [int(title.split(".")[0]) for title in UNITS] == list(range(1, len(UNITS) + 1))
+
+
+def test_no_unit_of_the_patch_set_needs_itself():
+    needs = {}
+    for number, unit in enumerate(UNITS, 1):
+        text = field_of(unit, "Needs").strip()
+        ranges = re.findall(r"(\d+)(?: to (\d+))?", text)
+        assert ranges or text == "nothing", unit
+        needs[number] = {n for a, b in ranges for n in range(int(a), int(b or a) + 1)}
+        assert needs[number] <= set(range(1, len(UNITS) + 1)), unit
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("unit", UNITS)
