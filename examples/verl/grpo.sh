@@ -12,6 +12,10 @@
 # PPO, with a critic that begins as the policy's body:
 #
 #   examples/verl/grpo.sh FOLDER algorithm.adv_estimator=gae
+#
+# With a KL term to the model that training began with:
+#
+#   examples/verl/grpo.sh FOLDER actor_rollout_ref.actor.use_kl_loss=True
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 folder="${1:-./outputs/grpo}"
@@ -45,6 +49,8 @@ settings=(
   actor_rollout_ref.actor.torchtitan.dtype=float32
   actor_rollout_ref.actor.torchtitan.use_torch_compile=False
   actor_rollout_ref.actor.torchtitan.attn_type=varlen
+  # the reference, of runs with a KL term
+  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64
   # the critic, of estimators that have one
   critic.model.path="$folder/model"
   critic.optim.lr=1e-3
@@ -64,6 +70,6 @@ settings=(
   # the run
   trainer.total_epochs=1 trainer.total_training_steps=20
   trainer.logger=[console] trainer.val_before_train=False trainer.test_freq=-1 trainer.save_freq=-1
-  trainer.default_local_dir="$folder/checkpoints"
+  trainer.default_local_dir="$folder/checkpoints/grpo" trainer.resume_mode=disable
 )
 exec "$PYTHON" -m verl.trainer.main_ppo "${settings[@]}" "$@"

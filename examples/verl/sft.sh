@@ -6,6 +6,9 @@
 #   NPROC=2 examples/verl/sft.sh /tmp/toy engine.tensor_parallel_size=2
 #   ENGINE=fsdp examples/verl/sft.sh /tmp/toy          the same by verl's own FSDP engine
 #
+# Each run starts from the model and replaces the checkpoints of the one before; to go on with these:
+# trainer.resume_mode=auto.
+#
 # On GPUs: trainer.device=cuda, and engine.dtype, engine.use_torch_compile as they are by default.
 set -euo pipefail
 folder="$1"
@@ -24,7 +27,8 @@ exec torchrun --standalone --nproc_per_node="${NPROC:-1}" -m verl.trainer.sft_tr
   data.train_files="$folder/sums/train.parquet" data.val_files="$folder/sums/val.parquet" \
   data.train_batch_size=8 data.max_length=128 data.max_token_len_per_gpu=160 data.num_workers=0 \
   optim.lr=1e-3 optim.lr_warmup_steps=2 \
-  trainer.device=cpu 'trainer.logger=[console]' trainer.default_local_dir="$folder/checkpoints" \
+  trainer.device=cpu 'trainer.logger=[console]' trainer.default_local_dir="$folder/checkpoints/sft" \
+  trainer.resume_mode=disable \
   hydra.run.dir="$folder/hydra" \
   trainer.total_epochs=3 trainer.total_training_steps=20 trainer.test_freq=5 \
   "$@"
