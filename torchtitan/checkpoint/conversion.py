@@ -104,7 +104,8 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
     """A new folder to write to, which takes the place of `folder` once all of it is written.
 
-    overwrite: `folder` may hold files. Weights among them are replaced, others are kept.
+    overwrite: `folder` may hold files. Weights among them are replaced; the new folder begins with
+        copies of the others.
     sources: folders that are read; `folder` can neither lie in one of them nor hold one.
     Whatever happens while writing, `folder` stays as it was. Raises ValueError or OSError.
     """
@@ -136,10 +137,10 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     before = target.with_name(f"{target.name}.before-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
-        yield str(beside)
         for file in entries:
             if not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
                 shutil.copy2(file, beside, follow_symlinks=False)
+        yield str(beside)
         if target.exists():
             target.rename(before)
         beside.rename(target)

@@ -131,6 +131,10 @@ class DataLoader:
 class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
+    # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
+    # the eos_token of its tokenizer_config.json
+    eos_token: str | None = None
+    bos_token: str | None = None  # Token that begins each document; None takes the file's bos_token
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
     # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
