@@ -29,7 +29,7 @@ from torchtitan.checkpoint.states import (
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.host import total_ram_bytes
 
 
@@ -61,10 +61,13 @@ def prepare_conversion(
     model_flavor: str,
     hf_assets_path: str | None = None,
     hf_config: str | None = None,
+    spec: TrainSpec | None = None,
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
-    """Zero weights of a flavor, to read into; the adapter to convert them with; what it is.
+    """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
 
-    hf_config: path of a config.json, which then decides in place of name and flavor.
+    hf_config: path of a config.json or its folder, which then decides in place of name and flavor,
+        and where an export takes config.json and the tokenizer from.
+    spec: in place of the registered one of `model_name`.
     Raises ValueError for an unknown model or flavor, or one without an adapter.
     """
     model_args = None
@@ -72,7 +75,8 @@ def prepare_conversion(
     if hf_config is not None:
         model_name, _, model_args = from_hf_config(hf_config)
         description = f"the {model_name} model of {hf_config}"
-    spec = get_train_spec(model_name)
+        hf_assets_path = hf_config if os.path.isdir(hf_config) else os.path.dirname(hf_config)
+    spec = spec or get_train_spec(model_name)
     if model_args is None and model_flavor not in spec.model_args:
         raise ValueError(
             f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"

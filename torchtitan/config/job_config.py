@@ -67,6 +67,11 @@ class Metrics:
 class Model:
     name: str = "llama3"  # Which model family (train spec) to train
     flavor: str = "debugmodel"  # Which size of it, by its name in the family's flavor table
+    # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
+    # in TOML, --model.args "dim=512, n_layers=4" as a flag, which replaces the table
+    args: dict[str, Any] = field(default_factory=dict)
+    # A config.json of Hugging Face, or its folder, that gives the sizes in place of the flavor
+    hf_config: str | None = None
     # Local folder with the Hugging Face tokenizer and, if wanted, config, weights and index
     hf_assets_path: str = "./tests/assets/tokenizer"
     tokenizer_path: str | None = None  # Old name of hf_assets_path; when set it takes its place

@@ -19,12 +19,10 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     It has no token ids and no dtype, which the args don't know.
     Raises ValueError if Hugging Face has no model with these args.
     """
-    for family, write in _WRITERS.items():
-        if type(model_args) is type(next(iter(get_train_spec(family).model_args.values()))):
-            break
-    else:
+    writers = {type(_some_args(family)): write for family, write in _WRITERS.items()}
+    if type(model_args) not in writers:
         raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
-    name, fields = write(model_args)
+    name, fields = writers[type(model_args)](model_args)
     head = "ForTokenClassification" if model_args.value_head else "ForCausalLM"
     config = {
         "architectures": [name + head],
@@ -48,6 +46,11 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
             "choose a flavor whose values it has"
         )
     return config
+
+
+def _some_args(family: str) -> DecoderArgs:
+    """Return the args of some flavor of a family."""
+    return next(iter(get_train_spec(family).model_args.values()))
 
 
 def _give(model_args: DecoderArgs, table: Mapping[str, str]) -> dict[str, Any]:
