@@ -7,7 +7,7 @@ table. `--help` prints the comment behind or above a field. Annotations must sta
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -411,10 +411,13 @@ class Experimental:
 @dataclass
 class Validation:
     enable: bool = False  # Measure the loss on held-out data
-    dataset: str = "c4_validation"  # Dataset, by its registered name
-    dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
+    # Dataset, by its registered name; None takes the part that is held out of training.dataset, or
+    # training.dataset itself where it has none
+    dataset: str | None = None
+    # Where the dataset lies; None takes training.dataset_path if dataset is None, too
+    dataset_path: str | None = None
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
-    seq_len: int = 2048  # Tokens per sequence
+    seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
     freq: int = 10  # Validate every this many steps
     steps: int = -1  # Batches per validation on each rank; -1 takes all the data there is
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
@@ -461,6 +464,18 @@ class JobConfig:
     experimental: Experimental = section(Experimental)
     validation: Validation = section(Validation)
     debug: Debug = section(Debug)
+
+    @property
+    def validation_data(self) -> Validation:
+        """`[validation]` with dataset, dataset_path and seq_len of `[training]` where it has none."""
+        own, training = self.validation, self.training
+        is_training_data = own.dataset is None and own.dataset_path is None
+        return replace(
+            own,
+            dataset=own.dataset or training.dataset,
+            dataset_path=training.dataset_path if is_training_data else own.dataset_path,
+            seq_len=own.seq_len or training.seq_len,
+        )
 
     @property
     def ranks_apart(self) -> int:

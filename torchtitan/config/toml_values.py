@@ -70,7 +70,8 @@ def with_values(instance: Any, table: Any, section: str) -> Any:
             known = [field.name for field in dataclasses.fields(cls)]
             hint = guess(name, known) or f"; known are {', '.join(known)}"
             raise ConfigError(f"{section}.{name} is no field of {cls.__name__}{hint}")
-        kinds = [k for k in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(k)]
+        members: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
+        kinds: list[Any] = [kind for kind in members if dataclasses.is_dataclass(kind)]
         if kinds:
             current = getattr(instance, name)
             values[name] = with_values(current or kinds[0](), value, f"{section}.{name}")

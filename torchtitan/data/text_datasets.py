@@ -322,8 +322,21 @@ def build_text_validation_dataloader(
     job_config: JobConfig,
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
-    """Batches of the dataset in `[validation]`."""
-    return _build(job_config, job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
+    """Batches of the dataset in `[validation]`.
+
+    Without one, those of the dataset `<training.dataset>_validation` if that is registered, or else
+    of the training data, with a warning.
+    """
+    section, training = job_config.validation_data, job_config.training
+    held_out = f"{section.dataset}_validation"
+    if job_config.validation.dataset is None and held_out in DATASETS:
+        section.dataset = held_out
+    if (section.dataset, section.dataset_path) == (training.dataset, training.dataset_path):
+        logger.warning(
+            "validation reads the training data, so its loss says nothing about other text; set "
+            "validation.dataset or validation.dataset_path to data that is held out"
+        )
+    return _build(job_config, section, dp_world_size, dp_rank, tokenizer, infinite)
 
 
 def _build(

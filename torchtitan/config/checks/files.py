@@ -93,8 +93,8 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield from _unwritable("job.dump_folder", job.dump_folder)
         if checkpoint.enable and not checkpoint.load_only:
             yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
-    for name in data_sections(job_config) if builds_data else []:
-        path = getattr(job_config, name).dataset_path
+    for name, section in data_sections(job_config).items() if builds_data else ():
+        path = section.dataset_path
         if path and _looks_local(path) and not glob.glob(path) and not os.path.exists(path):
             yield (
                 f"{name}.dataset_path must be an existing file or folder, or the name of a dataset "
@@ -103,9 +103,8 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
 
 
 def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    for section in data_sections(job_config):
-        name = getattr(job_config, section).dataset
-        path = getattr(job_config, section).dataset_path
+    for section, data in data_sections(job_config).items():
+        name, path = data.dataset, data.dataset_path
         if name not in known and name.lower() not in known:
             yield (
                 f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "

@@ -21,7 +21,7 @@ def model_sizes(model_args: Any) -> Iterator[str]:
         value = getattr(model_args, name, 1)
         if not 1 <= value < 2**24:
             yield f"model.args.{name} must be at least 1 and below 2**24, got {value}; correct it"
-    n_heads, n_kv_heads = (getattr(model_args, name, None) for name in ("n_heads", "n_kv_heads"))
+    n_heads, n_kv_heads = (getattr(model_args, name, 0) for name in ("n_heads", "n_kv_heads"))
     if n_kv_heads and n_heads % n_kv_heads:
         yield (
             f"model.args.n_kv_heads must divide n_heads, got {n_kv_heads} and {n_heads}; what fits "
