@@ -13,6 +13,7 @@ from torchtitan.models.hf_config import differing, from_hf_config
 from torchtitan.models.hf_config_writer import to_hf_config
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,7 +46,7 @@ def write_model_files(
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
     A file that cannot be written is a warning, because the weights are worth more.
     """
-    assets = Path(hf_assets_path or os.devnull)
+    assets = Path(find_shipped(hf_assets_path or os.devnull))
     token_ids: dict[str, int] = {}
     try:
         token_ids = _write_tokenizer(folder, assets, tokenizer)

@@ -53,13 +53,14 @@ class Profiling:
 class Metrics:
     log_freq: int = 10  # Log metrics every this many steps
     enable_tensorboard: bool = False  # Write metrics for TensorBoard
-    disable_color_printing: bool = False  # Print metrics without terminal colours
+    # Print metrics without terminal colours, which a terminal gets unless NO_COLOR is set
+    disable_color_printing: bool = False
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
     # Let every rank write its own metrics, instead of one rank
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
-    enable_jsonl: bool = False  # Append metrics to a file, one JSON object per line
+    enable_jsonl: bool = True  # Append metrics to a file, one JSON object per line
     save_jsonl_file: str = "metrics.jsonl"  # Name of that file, under the dump folder
 
 

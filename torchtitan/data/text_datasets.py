@@ -25,6 +25,7 @@ from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
 
 # After this many documents in a row without a single token, the data count as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
@@ -45,6 +46,7 @@ def _load_c4(path: str, split: str) -> Any:
 
 
 def _load_c4_test(path: str) -> Any:
+    path = find_shipped(path)
     if not os.path.isdir(path):
         return load_local_documents(path)
     problem, remedy = f"{path} cannot be read as a dataset", "fetch or write its files again"

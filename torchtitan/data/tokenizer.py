@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +53,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self, tokenizer_path: str, *, bos_token: str | None = None, eos_token: str | None = None
     ) -> None:
         super().__init__()
-        self.tokenizer_path = tokenizer_path
+        self.tokenizer_path = tokenizer_path = find_shipped(tokenizer_path)
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_id: int | None = None
         folder = Path(tokenizer_path)

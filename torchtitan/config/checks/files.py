@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.tools.shipped import find_shipped
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -120,7 +121,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folder with the tokenizer, and with the weights to start from, has to be there."""
-    path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     starts_from_it = checkpoint.enable and loads_from_it and not _own_steps(job_config)
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
