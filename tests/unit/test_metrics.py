@@ -382,7 +382,7 @@ def test_missing_wandb_is_reported_and_the_other_loggers_work(tmp_path, monkeypa
     config = job(tmp_path, enable_wandb=True, enable_jsonl=True)
     container = _build_metric_logger(config, dims())
     assert container.number_of_loggers == 1
-    assert "pip install torchtitan[wandb]" in caplog.text
+    assert "pip install torchtitan-embeddable[wandb]" in caplog.text
     container.close()
 
 

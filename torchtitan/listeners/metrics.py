@@ -125,7 +125,7 @@ class WandBLogger(BaseLogger):
             import wandb  # optional
         except ImportError as error:
             raise ImportError(
-                "metrics.enable_wandb needs wandb: pip install torchtitan[wandb]"
+                "metrics.enable_wandb needs wandb: pip install torchtitan-embeddable[wandb]"
             ) from error
 
         self.wandb = wandb
