@@ -150,7 +150,7 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
                 file.write("Is there room?")
     except OSError as error:
         yield (
-            f"{key} must be writable, got {folder!r}, but in {existing!r} it cannot be made "
+            f"{key} must be writable, got {folder!r}, but it cannot be created in {existing!r} "
             f"({error.strerror}); choose another"
         )
 
