@@ -4,19 +4,23 @@
 #   scripts/run_train.sh [config overrides]        e.g. --training.steps 50
 #
 # NGPU         processes to start (default 1; on a machine without GPUs they run on CPU)
-# CONFIG_FILE  TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml)
+# CONFIG_FILE  TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml), relative to
+#              the folder that the script is called from. Called from a folder of your own, the run
+#              works there: its modules are found, and relative paths in the config begin there.
 # LOG_RANK     ranks whose console output is shown (default 0)
 # TRAIN_FILE   module to run (default torchtitan.train)
 # COMM_MODE    fake_backend or local_tensor: one process, NGPU simulated, one step
 # PYTHON, VENV see scripts/setup_env.sh
 set -euo pipefail
+caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 prepare_python ""
 
 NGPU="${NGPU:-1}"
 export NGPU LOG_RANK="${LOG_RANK:-0}"
-CONFIG_FILE="${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.toml}"
+CONFIG_FILE="${CONFIG_FILE:-$PWD/torchtitan/models/llama3/train_configs/python_docs.toml}"
+cd "$caller"
 TRAIN_FILE="${TRAIN_FILE:-torchtitan.train}"
 COMM_MODE="${COMM_MODE:-}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

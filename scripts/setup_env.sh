@@ -40,8 +40,11 @@ prepare_python() {
       "$PYTHON" -m venv "$venv" || return 1
     fi
     echo "installing (once; a few minutes)" >&2
-    "$venv/bin/python" -m pip install --quiet --constraint "$constraints" \
-      --editable "$root${extras:+[$extras]}" || return 1
+    # A line for each package that is fetched, and pip's own for everything that goes wrong.
+    "$venv/bin/python" -m pip install --constraint "$constraints" \
+      --editable "$root${extras:+[$extras]}" |
+      sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^\(Installing\) collected.*/  \1 them all/p' >&2
+    [ "${PIPESTATUS[0]}" = 0 ] || return 1
     echo "$wanted" >"$stamp"
   fi
   PYTHON="$venv/bin/python"

@@ -7,6 +7,6 @@ it is used.
 from importlib import metadata as _metadata
 
 try:
-    __version__ = _metadata.version("torchtitan")
+    __version__ = _metadata.version("torchtitan-embeddable")
 except _metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0+unknown"

@@ -38,6 +38,7 @@ from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
 from torchtitan.step.runner import Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, utils
+from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.products import use_onednn
 
@@ -190,7 +191,11 @@ def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> 
         return set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])
     if debug.deterministic:
         use_deterministic_kernels(debug.deterministic_warn_only)
-    return agree_on_seed(dims, device, debug)
+    seed = agree_on_seed(dims, device, debug)
+    logger.info(
+        "the seed is drawn: debug.seed = %d repeats this run", seed, extra=event("seed", seed=seed)
+    )
+    return seed
 
 
 def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:
@@ -198,7 +203,7 @@ def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:
     model_args = copy.deepcopy(spec.model_args[config.model.flavor])
     model_args.update_from_config(config)
     described = json.dumps(dataclasses.asdict(model_args), default=str)
-    logger.info("model %s %s: %s", config.model.name, config.model.flavor, described)
+    logger.debug("model %s %s: %s", config.model.name, config.model.flavor, described)
     return model_args
 
 
@@ -291,7 +296,10 @@ def build_checkpointer(engine: Any) -> CheckpointManager:
         del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
     with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
     checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
-    checkpointer.run_record = record_of(config, engine.global_batch_size, engine.tokenizer)
+    checkpointer.tokenizer = engine.tokenizer
+    checkpointer.run_record = record_of(
+        config, engine.global_batch_size, engine.tokenizer, engine.seed
+    )
     for other in host.engines():
         theirs = getattr(other, "checkpointer", None)
         if theirs is not None and checkpointer.saves_where(theirs):

@@ -334,10 +334,11 @@ class TrainingEngine(build.EngineParts):
         self.checkpointer.save(self._steps_done, path=path, force=force)
 
     def save_hf(self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as safetensors files with an index, into a folder. Collective.
+        """Write the model to a folder that `transformers` opens. Collective.
 
-        dtype: what floating-point tensors are cast to; None keeps each one's own. Files that stand
-        there under other names, such as a config.json, are left as they are.
+        The folder gets safetensors files with an index, config.json and the tokenizer; a tokenizer
+        or a config.json of this model that is there already is kept.
+        dtype: what floating-point tensors are cast to; None keeps each one's own.
         Raises ValueError for a model without a state_dict_adapter, RunError if it fails.
         """
         self.update.settle()

@@ -1,14 +1,19 @@
 """From a config to the train spec it names, with all checks that need no device or process group."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
-from torchtitan.config.checks.common import import_named
+from torchtitan.config.checks.common import import_named, refuse
+from torchtitan.config.checks.model import model_sizes
+from torchtitan.config.toml_values import with_values
+from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.tools.errors import ConfigError
 
@@ -28,6 +33,8 @@ def resolve_job(
     check_job_config(job_config, _world_size(job_config), known_converter_names(), builds_data)
     if train_spec is None:
         train_spec = find_train_spec(job_config)
+    else:
+        train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
     if builds_data:
         # A model's own dataloader may not say which datasets it knows. functools.wraps copies what
@@ -42,14 +49,56 @@ def resolve_job(
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if there is none.
 
-    `experimental.custom_import`, which may register it, is imported first.
+    Its flavor has the sizes of `model.hf_config` and `model.args`. `experimental.custom_import`,
+    which may register the spec, is imported first.
     """
     _import_custom_module(job_config)
     try:
         # Looked up through the module: embedders replace `get_train_spec` there.
-        return train_spec_module.get_train_spec(job_config.model.name)
+        spec = train_spec_module.get_train_spec(job_config.model.name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    return _with_sizes(spec, job_config)
+
+
+def model_of_file(config_file: str) -> dict[str, Any]:
+    """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file.
+
+    Raises ValueError or FileNotFoundError for a file that cannot be used.
+    """
+    from torchtitan.config import ConfigManager  # loads the command line's parser
+
+    config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
+    model = config.model
+    return {
+        "model_name": model.name,
+        "model_flavor": model.flavor,
+        "hf_assets_path": model.hf_assets_path,
+        "spec": find_train_spec(config),
+    }
+
+
+def _with_sizes(
+    spec: "train_spec_module.TrainSpec", job_config: JobConfig
+) -> "train_spec_module.TrainSpec":
+    """Return the spec with the sizes that model.hf_config and model.args give to the flavor."""
+    model = job_config.model
+    args = spec.model_args.get(model.flavor)
+    if model.hf_config is not None:
+        try:
+            family, _, args = from_hf_config(model.hf_config)
+        except ValueError as error:
+            raise ConfigError(f"model.hf_config cannot be used: {error}") from error
+        if family != model.name:
+            raise ConfigError(
+                f"model.hf_config = {model.hf_config!r} describes a {family} model, got model.name = "
+                f"{model.name!r}; set it to {family!r}"
+            )
+    if args is None or not (model.args or model.hf_config):
+        return spec  # an unknown flavor is refused later
+    args = with_values(args, model.args, "model.args")
+    refuse(model_sizes(args))
+    return dataclasses.replace(spec, model_args={**spec.model_args, model.flavor: args})
 
 
 def _import_custom_module(job_config: JobConfig) -> None:

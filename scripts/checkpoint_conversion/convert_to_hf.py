@@ -1,6 +1,7 @@
 """Turn a training checkpoint into Hugging Face safetensors files.
 
-Only the weights are converted. A tokenizer and config.json come from the original model.
+The folder it writes opens with transformers: config.json is made from the flavor, and the tokenizer
+comes from --hf_assets_path or the folder of --hf_config.
 """
 
 import argparse
@@ -11,6 +12,8 @@ from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, r
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.job import model_of_file
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger
 
@@ -25,18 +28,21 @@ def convert_to_hf(
     export_dtype: str,
     hf_config: str | None = None,
     overwrite: bool = False,
+    spec: TrainSpec | None = None,
 ) -> None:
     """Read the checkpoint `input_dir` (a step folder), write safetensors to `output_dir`.
 
-    hf_assets_path: folder whose model.safetensors.index.json says which tensor goes into which
-        file; without it files hold 5 GB each.
+    hf_assets_path: folder of the tokenizer, and of the config.json if the model came from there.
+        Its model.safetensors.index.json says which tensor goes into which file; without it files
+        hold 5 GB each.
     hf_config: a config.json that says which model it is, in place of name and flavor.
+    spec: in place of the registered train spec of `model_name`.
     overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:
         weights, adapter, description = prepare_conversion(
-            model_name, model_flavor, hf_assets_path, hf_config
+            model_name, model_flavor, hf_assets_path, hf_config, spec
         )
         load_weights(weights, input_dir, description)
         with one_error(f"The files in {output_dir} could not be written"):
@@ -49,6 +55,9 @@ def main() -> None:
     parser.add_argument("input_dir", help="step folder of a training run")
     parser.add_argument("output_dir", help="folder to write *.safetensors to")
     parser.add_argument("--hf_assets_path", default="./assets/hf/Llama-3.1-8B")
+    parser.add_argument(
+        "--config", help="the job's TOML file: takes the place of name, flavor and hf_assets_path"
+    )
     parser.add_argument("--model_name", default="llama3")
     parser.add_argument("--model_flavor", default="8B")
     parser.add_argument(
@@ -61,10 +70,12 @@ def main() -> None:
         action="store_true",
         help="replace the weights in output_dir; its other files are kept",
     )
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
     init_logger()
     try:
-        convert_to_hf(**vars(options))
+        if (config := options.pop("config")) is not None:
+            options |= model_of_file(config)
+        convert_to_hf(**options)
     except (ValueError, OSError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from torchtitan.checkpoint.hf import load_from_hf
+from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -177,6 +177,22 @@ def test_model_of_a_saved_folder_has_the_logits_of_hugging_face(case, fused, tmp
     with torch.no_grad():
         ours, theirs = logits_of(model, tokens), reference(tokens).logits
     assert (ours - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
+    for assets, name in ((tmp_path, "copied_config"), (None, "config_from_args")):
+        export = tmp_path / name
+        spec = get_train_spec(family)
+        adapter = spec.state_dict_adapter(model.model_args, assets and str(assets))
+        save_to_hf(model.state_dict(), adapter, str(export))
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
+            export, attn_implementation=reference.config._attn_implementation
+        )
+        assert opened.dtype == torch.float32
+        with torch.no_grad():
+            assert (opened(tokens).logits - theirs).abs().max() <= 1e-5, name
+    configs = [
+        json.loads((f / "config.json").read_text())
+        for f in (tmp_path, export.parent / "copied_config")
+    ]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("case", CASES)

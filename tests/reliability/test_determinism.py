@@ -96,6 +96,15 @@ def test_losses_do_not_depend_on_everything_at_once(tmp_path, layout):
     assert train(tmp_path / "watched", *arguments, *ALL, ranks=ranks) == plain
 
 
+def test_run_with_a_drawn_seed_can_be_repeated(tmp_path):
+    drawn = train(tmp_path / "drawn", "--debug.seed=None", "--checkpoint.enable")
+    rows = (tmp_path / "drawn/events.jsonl").read_text().splitlines()
+    (seed,) = [row["seed"] for row in map(json.loads, rows) if row["kind"] == "seed"]
+    record = json.loads((tmp_path / "drawn/checkpoint/step-5/run.json").read_text())
+    assert record["seed"] == seed
+    assert train(tmp_path / "again", f"--debug.seed={seed}") == drawn
+
+
 def test_rl_does_not_depend_on_who_watches(tmp_path):
     config = "torchtitan/rl/train_configs/copy_cpu.toml"
     job = [f"--job.config_file={config}", "--training.steps=4", "--rl.num_prompts_per_step=4"]

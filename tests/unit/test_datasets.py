@@ -528,3 +528,29 @@ def test_builders_take_their_own_section():
     assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # goes on for ever
     validation = build_text_validation_dataloader(job_config=config, **arguments)
     assert [labels.shape for _, labels in validation] == [(2, 9), (2, 9), (1, 9)]
+
+
+def test_validation_without_data_of_its_own_takes_the_training_section(caplog):
+    register(documents_of([100]), "numbers")
+    config = JobConfig()
+    config.training.dataset, config.training.seq_len = "numbers", 4
+    config.training.dataset_path, config.validation.local_batch_size = "somewhere", 2
+    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
+
+    def shapes():
+        validation = build_text_validation_dataloader(job_config=config, **arguments)
+        return {tuple(labels.shape) for _, labels in validation}
+
+    assert shapes() == {(2, 4)}
+    assert "validation reads the training data" in caplog.text
+    caplog.clear()
+    register(documents_of([18]), "numbers_validation")  # held out of it
+    config.validation.seq_len = 3
+    assert shapes() == {(2, 3)}
+    assert not any("training data" in record.getMessage() for record in caplog.records)
+    # A path of its own has the training data's format, and is not the training data.
+    config.validation.dataset_path = "elsewhere"
+    assert (config.validation_data.dataset, config.validation_data.dataset_path) == (
+        "numbers",
+        "elsewhere",
+    )

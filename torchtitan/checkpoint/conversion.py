@@ -29,7 +29,7 @@ from torchtitan.checkpoint.states import (
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.host import total_ram_bytes
 
 
@@ -61,10 +61,13 @@ def prepare_conversion(
     model_flavor: str,
     hf_assets_path: str | None = None,
     hf_config: str | None = None,
+    spec: TrainSpec | None = None,
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
-    """Zero weights of a flavor, to read into; the adapter to convert them with; what it is.
+    """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
 
-    hf_config: path of a config.json, which then decides in place of name and flavor.
+    hf_config: path of a config.json or its folder, which then decides in place of name and flavor,
+        and where an export takes config.json and the tokenizer from.
+    spec: in place of the registered one of `model_name`.
     Raises ValueError for an unknown model or flavor, or one without an adapter.
     """
     model_args = None
@@ -72,7 +75,8 @@ def prepare_conversion(
     if hf_config is not None:
         model_name, _, model_args = from_hf_config(hf_config)
         description = f"the {model_name} model of {hf_config}"
-    spec = get_train_spec(model_name)
+        hf_assets_path = hf_config if os.path.isdir(hf_config) else os.path.dirname(hf_config)
+    spec = spec or get_train_spec(model_name)
     if model_args is None and model_flavor not in spec.model_args:
         raise ValueError(
             f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
@@ -104,7 +108,8 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
     """A new folder to write to, which takes the place of `folder` once all of it is written.
 
-    overwrite: `folder` may hold files. Weights among them are replaced, others are kept.
+    overwrite: `folder` may hold files. Weights among them are replaced; the new folder begins with
+        copies of the others.
     sources: folders that are read; `folder` can neither lie in one of them nor hold one.
     Whatever happens while writing, `folder` stays as it was. Raises ValueError or OSError.
     """
@@ -136,10 +141,10 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     before = target.with_name(f"{target.name}.before-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
-        yield str(beside)
         for file in entries:
             if not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
                 shutil.copy2(file, beside, follow_symlinks=False)
+        yield str(beside)
         if target.exists():
             target.rename(before)
         beside.rename(target)

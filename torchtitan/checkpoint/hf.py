@@ -28,6 +28,7 @@ from torchtitan.checkpoint.folder import (
     path_inside,
     start_writing,
 )
+from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.checkpoint.states import (
     Shapes,
     check_same_model,
@@ -169,12 +170,16 @@ def save_to_hf(
     adapter: BaseStateDictAdapter,
     folder: str,
     dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """Write the model to safetensors files with an index. Collective.
 
     dtype: what floating-point tensors are cast to; None keeps each one's own.
+    tokenizer: see `hf_assets.write_model_files`.
     The files are those of `hf_assets_path` where the adapter knows them, else as few as hold
-    5 GB each. Ranks first write their own parts to `<folder>/sharded`, which is removed.
+    5 GB each. Ranks first write their own parts to `<folder>/sharded`, which is removed. Beside the
+    weights come config.json, generation_config.json and tokenizer files, so that `transformers`
+    opens the folder; see `hf_assets.write_model_files`.
     """
     if left_out := _left_out(state_dict, adapter):
         logger.warning(
@@ -190,7 +195,16 @@ def save_to_hf(
         hashes = hash_over_ranks(folder, names)
     else:
         hashes = _write_alone(state_dict, adapter, folder, dtype)
-    from_rank_zero(lambda: finish_writing(folder, hashes))
+
+    def write_the_rest() -> None:
+        if (model_args := getattr(adapter, "model_args", None)) is not None:
+            kinds = [t.dtype for t in state_dict.values() if t.is_floating_point()]
+            most_used = dtype or max(kinds, key=kinds.count)
+            assets = adapter.hf_assets_path
+            write_model_files(folder, model_args, assets, most_used, tokenizer)
+        finish_writing(folder, hashes)
+
+    from_rank_zero(write_the_rest)
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
 
 

@@ -136,6 +136,7 @@ class CheckpointManager:
         self.folder = os.path.join(base_folder, checkpoint_config.folder)
         self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
         self.run_record: dict[str, Any] = {}
+        self.tokenizer: Any = None  # whose files go beside exported weights
         self.save_future: Future | None = None
         self._saving_to: str | None = None  # the folder that `save_future` is about
         self.staging_future: Future | None = None
@@ -266,7 +267,7 @@ class CheckpointManager:
         self.states[MODEL].refresh()
         states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
         with self._explaining_failure(f"The Hugging Face files in {path} could not be written"):
-            save_to_hf(states, adapter, path, dtype)
+            save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
     def maybe_wait_for_staging(self) -> None:
         """Call before the optimizer changes the weights: a pinned save may still be copying.
@@ -297,7 +298,8 @@ class CheckpointManager:
         copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
         with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
             if to_hf:
-                save_to_hf(state_dict, self.require_adapter(), checkpoint_id)
+                adapter = self.require_adapter()
+                save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
             else:
                 arguments |= self._plans.arguments()
                 arguments["storage_writer"] = HashingWriter(checkpoint_id, self.run_record, copies)

@@ -52,10 +52,16 @@ _OPTIMIZER = "optimizer.name"
 
 
 def record_of(
-    config: JobConfig, global_batch_size: int, tokenizer: BaseTokenizer | None
+    config: JobConfig,
+    global_batch_size: int,
+    tokenizer: BaseTokenizer | None,
+    seed: int | None = None,
 ) -> dict[str, Any]:
-    """The settings that matter to a run that continues from this run's checkpoints."""
-    record: dict[str, Any] = {}
+    """Return the settings that matter to a run that continues from this run's checkpoints.
+
+    seed: that the run began with, of which a continued run has no use.
+    """
+    record: dict[str, Any] = {"seed": seed}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
         section, name = key.split(".")
         record[key] = getattr(getattr(config, section), name)

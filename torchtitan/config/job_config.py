@@ -7,7 +7,7 @@ table. `--help` prints the comment behind or above a field. Annotations must sta
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -53,13 +53,14 @@ class Profiling:
 class Metrics:
     log_freq: int = 10  # Log metrics every this many steps
     enable_tensorboard: bool = False  # Write metrics for TensorBoard
-    disable_color_printing: bool = False  # Print metrics without terminal colours
+    # Print metrics without terminal colours, which a terminal gets unless NO_COLOR is set
+    disable_color_printing: bool = False
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
     # Let every rank write its own metrics, instead of one rank
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
-    enable_jsonl: bool = False  # Append metrics to a file, one JSON object per line
+    enable_jsonl: bool = True  # Append metrics to a file, one JSON object per line
     save_jsonl_file: str = "metrics.jsonl"  # Name of that file, under the dump folder
 
 
@@ -67,6 +68,11 @@ class Metrics:
 class Model:
     name: str = "llama3"  # Which model family (train spec) to train
     flavor: str = "debugmodel"  # Which size of it, by its name in the family's flavor table
+    # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
+    # in TOML, --model.args "dim=512, n_layers=4" as a flag, which replaces the table
+    args: dict[str, Any] = field(default_factory=dict)
+    # A config.json of Hugging Face, or its folder, that gives the sizes in place of the flavor
+    hf_config: str | None = None
     # Local folder with the Hugging Face tokenizer and, if wanted, config, weights and index
     hf_assets_path: str = "./tests/assets/tokenizer"
     tokenizer_path: str | None = None  # Old name of hf_assets_path; when set it takes its place
@@ -131,6 +137,10 @@ class DataLoader:
 class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
+    # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
+    # the eos_token of its tokenizer_config.json
+    eos_token: str | None = None
+    bos_token: str | None = None  # Token that begins each document; None takes the file's bos_token
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
     # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
@@ -402,10 +412,13 @@ class Experimental:
 @dataclass
 class Validation:
     enable: bool = False  # Measure the loss on held-out data
-    dataset: str = "c4_validation"  # Dataset, by its registered name
-    dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
+    # Dataset, by its registered name; None takes the part that is held out of training.dataset, or
+    # training.dataset itself where it has none
+    dataset: str | None = None
+    # Where the dataset lies; None takes training.dataset_path if dataset is None, too
+    dataset_path: str | None = None
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
-    seq_len: int = 2048  # Tokens per sequence
+    seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
     freq: int = 10  # Validate every this many steps
     steps: int = -1  # Batches per validation on each rank; -1 takes all the data there is
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
@@ -452,6 +465,18 @@ class JobConfig:
     experimental: Experimental = section(Experimental)
     validation: Validation = section(Validation)
     debug: Debug = section(Debug)
+
+    @property
+    def validation_data(self) -> Validation:
+        """`[validation]` with dataset, dataset_path and seq_len of `[training]` where it has none."""
+        own, training = self.validation, self.training
+        is_training_data = own.dataset is None and own.dataset_path is None
+        return replace(
+            own,
+            dataset=own.dataset or training.dataset,
+            dataset_path=training.dataset_path if is_training_data else own.dataset_path,
+            seq_len=own.seq_len or training.seq_len,
+        )
 
     @property
     def ranks_apart(self) -> int:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -200,7 +201,8 @@ class ConfigManager:
     @staticmethod
     @functools.cache  # once for a registry: the parser tries each of its rules on every key
     def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
-        """Let a `list[str]` flag take one argument with commas: `--model.converters a,b`."""
+        """Let a `list[str]` flag take one argument with commas, `--model.converters a,b`, and a table
+        what stands between the braces of TOML's inline tables, `--model.args "dim=64, n_layers=2"`."""
 
         @registry.primitive_rule
         def comma_separated(
@@ -216,6 +218,22 @@ class ConfigManager:
                     isinstance(value, list) and all(isinstance(item, str) for item in value)
                 ),
                 str_from_instance=lambda value: [",".join(value)],
+            )
+
+        @registry.primitive_rule
+        def inline_table(
+            type_info: tyro.constructors.PrimitiveTypeInfo,
+        ) -> tyro.constructors.PrimitiveConstructorSpec | None:
+            if type_info.type != dict[str, Any]:
+                return None
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="KEY=VALUE,...",
+                instance_from_str=lambda arguments: tomli.loads(
+                    f"table = {arguments[0] if arguments[0][:1] == '{' else f'{{{arguments[0]}}}'}"
+                )["table"],
+                is_instance=lambda value: isinstance(value, dict),
+                str_from_instance=lambda value: [json.dumps(value)],
             )
 
 

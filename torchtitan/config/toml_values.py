@@ -54,6 +54,37 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
         raise ConfigError(f"[{section or cls.__name__}] cannot be used: {error}") from error
 
 
+def with_values(instance: Any, table: Any, section: str) -> Any:
+    """Return a copy of a dataclass instance with the fields that `table` names changed.
+
+    A field that is a dataclass takes a table of its own. section: the table's dotted name for errors.
+    Raises ConfigError for an unknown field or a value of another type.
+    """
+    cls = type(instance)
+    hints = get_type_hints(cls, include_extras=True)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} is a table of fields of {cls.__name__}, got {table!r}")
+    values = {}
+    for name, value in table.items():
+        if name not in hints:
+            known = [field.name for field in dataclasses.fields(cls)]
+            hint = guess(name, known) or f"; known are {', '.join(known)}"
+            raise ConfigError(f"{section}.{name} is no field of {cls.__name__}{hint}")
+        members: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
+        kinds: list[Any] = [kind for kind in members if dataclasses.is_dataclass(kind)]
+        if kinds:
+            current = getattr(instance, name)
+            values[name] = with_values(current or kinds[0](), value, f"{section}.{name}")
+            continue
+        try:
+            values[name] = convert(value, hints[name])
+        except TypeError as error:
+            raise ConfigError(
+                f"{section}.{name} = {value!r}: {error}; it is {getattr(instance, name)!r} unless set"
+            ) from None
+    return dataclasses.replace(instance, **values)
+
+
 def convert(value: Any, annotation: Any) -> Any:
     """Return a TOML value as the type `annotation`; raises TypeError if it has another.
 

@@ -25,6 +25,7 @@ from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
 
 # After this many documents in a row without a single token, the data count as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
@@ -45,6 +46,7 @@ def _load_c4(path: str, split: str) -> Any:
 
 
 def _load_c4_test(path: str) -> Any:
+    path = find_shipped(path)
     if not os.path.isdir(path):
         return load_local_documents(path)
     problem, remedy = f"{path} cannot be read as a dataset", "fetch or write its files again"
@@ -322,8 +324,21 @@ def build_text_validation_dataloader(
     job_config: JobConfig,
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
-    """Batches of the dataset in `[validation]`."""
-    return _build(job_config, job_config.validation, dp_world_size, dp_rank, tokenizer, infinite)
+    """Batches of the dataset in `[validation]`.
+
+    Without one, those of the dataset `<training.dataset>_validation` if that is registered, or else
+    of the training data, with a warning.
+    """
+    section, training = job_config.validation_data, job_config.training
+    held_out = f"{section.dataset}_validation"
+    if job_config.validation.dataset is None and held_out in DATASETS:
+        section.dataset = held_out
+    if (section.dataset, section.dataset_path) == (training.dataset, training.dataset_path):
+        logger.warning(
+            "validation reads the training data, so its loss says nothing about other text; set "
+            "validation.dataset or validation.dataset_path to data that is held out"
+        )
+    return _build(job_config, section, dp_world_size, dp_rank, tokenizer, infinite)
 
 
 def _build(

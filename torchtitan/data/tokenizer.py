@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,15 +43,18 @@ class HuggingFaceTokenizer(BaseTokenizer):
     Its default (`default_add_bos`, `default_add_eos`) is `add_bos_token` and `add_eos_token` of
     tokenizer_config.json, else False.
 
+    bos_token, eos_token: take the place of the file's.
+
     Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
-    file cannot be read.
+    file cannot be read, or if the vocabulary lacks bos_token or eos_token.
     """
 
-    def __init__(self, tokenizer_path: str) -> None:
+    def __init__(
+        self, tokenizer_path: str, *, bos_token: str | None = None, eos_token: str | None = None
+    ) -> None:
         super().__init__()
-        self.tokenizer_path = tokenizer_path
-        self.bos_token: str | None = None
-        self.eos_token: str | None = None
+        self.tokenizer_path = tokenizer_path = find_shipped(tokenizer_path)
+        self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_id: int | None = None
         folder = Path(tokenizer_path)
         if not folder.is_dir():
@@ -85,11 +90,17 @@ class HuggingFaceTokenizer(BaseTokenizer):
             add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
             add(list(run))
         # One string may serve as both, so each is looked up by itself.
-        self.bos_token = files.token_text(config.get("bos_token"), "bos_token", config_path)
-        self.eos_token = files.token_text(config.get("eos_token"), "eos_token", config_path)
-        id_of = self.tokenizer.token_to_id
-        self.bos_id = None if self.bos_token is None else id_of(self.bos_token)
-        self.eos_id = None if self.eos_token is None else id_of(self.eos_token)
+        for kind in ("bos", "eos"):
+            token = getattr(self, f"{kind}_token")
+            if token is not None and self.token_to_id(token) is None:
+                raise ValueError(
+                    f"training.{kind}_token must be a token of the tokenizer in {str(folder)!r}, "
+                    f"got {token!r}; special tokens there: {', '.join(self.special_tokens) or 'none'}"
+                )
+            if token is None:
+                token = files.token_text(config.get(f"{kind}_token"), f"{kind}_token", config_path)
+            setattr(self, f"{kind}_token", token)
+            setattr(self, f"{kind}_id", None if token is None else self.token_to_id(token))
         ids_of_nothing = self.tokenizer.encode("").ids
         self.hf_adds_bos = self.bos_id is not None and self.bos_id in ids_of_nothing
         self.hf_adds_eos = self.eos_id is not None and self.eos_id in ids_of_nothing
@@ -131,6 +142,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def token_to_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
+    @property
+    def special_tokens(self) -> list[str]:
+        """Tokens that are no text, such as an end-of-text token, in the order of their ids."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return [added[i].content for i in sorted(added) if added[i].special]
+
     def get_vocab(self) -> dict[str, int]:
         return self.tokenizer.get_vocab()
 
@@ -144,5 +161,22 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
-    """The tokenizer in `model.hf_assets_path`."""
-    return HuggingFaceTokenizer(job_config.model.hf_assets_path)
+    """Return the tokenizer in `model.hf_assets_path`.
+
+    Warns if it has no end-of-text token, because documents then follow each other without a mark.
+    """
+    training = job_config.training
+    tokenizer = HuggingFaceTokenizer(
+        job_config.model.hf_assets_path,
+        bos_token=training.bos_token,
+        eos_token=training.eos_token,
+    )
+    if tokenizer.eos_id is None:
+        special = ", ".join(map(repr, tokenizer.special_tokens)) or "none"
+        logger.warning(
+            "the tokenizer in %s names no end-of-text token, so packed documents run together; set "
+            "training.eos_token to a token of its vocabulary (special tokens: %s)",
+            job_config.model.hf_assets_path,
+            special,
+        )
+    return tokenizer

@@ -28,6 +28,7 @@ _OWN_OF_EACH_RANK = (
     "job.print_config",
     "job.save_config_file",
     "model.hf_assets_path",
+    "model.hf_config",
     "model.tokenizer_path",
     "training.dataset_path",
     "validation.dataset_path",

@@ -1,6 +1,7 @@
 """Joining the default process group, or taking over the host's; timeouts; simulated ranks."""
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -236,12 +237,16 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
-    """Have NCCL record its last collectives and write them down when one times out."""
+    """Have NCCL record its last collectives and write them down when one times out.
+
+    Gloo would keep the record, too, some 50 MiB of it, but never writes it down.
+    """
     # 3: a failed collective ends the process but does not wait for the other ranks to notice.
     # torchrun sets 1 in every job; replacing that overrules no user.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
-    _set_environment("TORCH_FR_BUFFER_SIZE", str(comm_config.trace_buf_size))
-    if comm_config.trace_buf_size > 0 and "nccl" in backend:
+    size = comm_config.trace_buf_size if "nccl" in backend else 0
+    _set_environment("TORCH_FR_BUFFER_SIZE", str(size))
+    if size > 0:
         folder = os.path.join(base_folder, comm_config.save_traces_folder)
         try:
             os.makedirs(folder, exist_ok=True)
@@ -286,7 +291,8 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     The first step compiles and connects, so it runs under a longer timeout; a barrier keeps a
     rank that is still in it from being timed by the shorter one.
     """
-    logger.info("collectives time out after %s from here on", timeout)
+    level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
+    logger.log(level, "collectives time out after %s from here on", timeout)
     device_type, device_module = get_device_info()
     if device_type == "cpu":
         dist.barrier()  # gloo takes no device_ids

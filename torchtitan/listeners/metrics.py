@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from collections import namedtuple
 from datetime import datetime, timedelta
@@ -124,7 +125,7 @@ class WandBLogger(BaseLogger):
             import wandb  # optional
         except ImportError as error:
             raise ImportError(
-                "metrics.enable_wandb needs wandb: pip install torchtitan[wandb]"
+                "metrics.enable_wandb needs wandb: pip install torchtitan-embeddable[wandb]"
             ) from error
 
         self.wandb = wandb
@@ -242,7 +243,10 @@ class MetricsProcessor:
         self.parallel_dims = parallel_dims
         self.logger = _build_metric_logger(job_config, parallel_dims, tag)
         self.device_memory_monitor = build_device_memory_monitor()
-        self.color = utils.NoColor() if job_config.metrics.disable_color_printing else utils.Color()
+        has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
+        if job_config.metrics.disable_color_printing:
+            has_colors = False
+        self.color = utils.Color() if has_colors else utils.NoColor()
         # None if the peak is unknown: then there is no MFU either.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
@@ -353,8 +357,9 @@ class MetricsProcessor:
             f"{color.orange}grad_norm: {metrics['grad_norm']:7.4f}",
             f"{color.turquoise}{memory}",
             f"{color.blue}tps: {round(metrics['throughput(tps)']):,}",
-            f"{color.cyan}tflops: {metrics['tflops']:,.2f}",
         ]
+        if self.device_memory_monitor.device.type != "cpu":  # it would always be 0.01
+            fields.append(f"{color.cyan}tflops: {metrics['tflops']:,.2f}")
         if "mfu(%)" in metrics:
             fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
         last_step = self.job_config.training.steps

@@ -143,7 +143,7 @@ class Validator(BaseValidator):
             if not num_tokens:
                 logger.warning(
                     "validation.dataset %r has no token to validate on, nothing is reported",
-                    self.job_config.validation.dataset,
+                    self.job_config.validation_data.dataset,
                 )
                 return
             self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
@@ -159,7 +159,7 @@ class Validator(BaseValidator):
         else:
             self.validation_dataloader.load_state_dict(self._start_of_data)
         batches = iter(self.validation_dataloader)
-        config = self.job_config.validation
+        config = self.job_config.validation_data
         # What a rank feeds in if its share of the data has no batch.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens

@@ -103,7 +103,7 @@ def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
 
 _MOE = "moe_args."  # in front of the names of its fields
 
-_COMMON = {
+COMMON = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
@@ -111,15 +111,15 @@ _COMMON = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_seq_len",
 }
-_GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
-_LLAMA = _COMMON | _GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
+GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
+_LLAMA = COMMON | GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
 _EXPERTS = {
     "num_local_experts": "moe_args.num_experts",
     "num_experts_per_tok": "moe_args.top_k",
 }
 _QWEN_MOE = _LLAMA | _EXPERTS | {"moe_intermediate_size": "moe_inter_dim"}
-_DEEPSEEK = (
-    _COMMON
+DEEPSEEK = (
+    COMMON
     | _EXPERTS
     | {
         "intermediate_size": "inter_dim",
@@ -134,8 +134,8 @@ _DEEPSEEK = (
     }
 )
 _WIDE_EXPERTS = (
-    _COMMON
-    | _GROUPED_HEADS
+    COMMON
+    | GROUPED_HEADS
     | _EXPERTS
     | {"head_dim": "head_dim", "intermediate_size": "moe_inter_dim"}
 )
@@ -143,21 +143,21 @@ _LLAMA4 = _WIDE_EXPERTS | {
     "intermediate_size_mlp": "hidden_dim",
     "attention_chunk_size": "fixed_attn_block_size",
 }
-_GPT_OSS = _WIDE_EXPERTS | {"sliding_window": "sliding_window_size"}
-_LLAMA3_SCALING = {
+GPT_OSS = _WIDE_EXPERTS | {"sliding_window": "sliding_window_size"}
+LLAMA3_SCALING = {
     "factor": "scaling_factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
-_YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
+YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
 
 # Larger sizes are mistakes, and are refused before anything is allocated.
 _LARGEST_SIZE = 2**24
 _LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
 _MAY_BE_ZERO = {"first_k_dense_replace", "n_shared_experts", "sliding_window", "q_lora_rank"}
 _SIZES = {
-    *(_LLAMA | _QWEN_MOE | _DEEPSEEK | _LLAMA4 | _GPT_OSS),
+    *(_LLAMA | _QWEN_MOE | DEEPSEEK | _LLAMA4 | GPT_OSS),
     "q_lora_rank",
     "interleave_moe_layer_step",
     "no_rope_layer_interval",
@@ -243,7 +243,7 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
             raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
         args["mscale"] = rope["mscale"]
     yarn = _yarn(config, truncate=True, betas=("beta_fast", "beta_slow"))
-    return _take(config, _DEEPSEEK) | args | yarn
+    return _take(config, DEEPSEEK) | args | yarn
 
 
 def _llama4(config: Config) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         "moe_args.score_before_experts": False,
     }
     yarn = _yarn(config, truncate=False, betas=("ntk_beta", "ntk_alpha"))
-    return _take(config, _GPT_OSS) | yarn | others
+    return _take(config, GPT_OSS) | yarn | others
 
 
 # HF's model_type -> family, its function, rope_theta where a config has none.
@@ -376,7 +376,7 @@ def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
 def _llama3_rope(config: Config) -> dict[str, Any]:
     if _require_rope_type(config, {"default", "llama3"}) == "default":
         return {"rope_scaling_args": None}
-    scaling = _take(config["rope_parameters"], _LLAMA3_SCALING)
+    scaling = _take(config["rope_parameters"], LLAMA3_SCALING)
     return {"rope_scaling_args": RoPEScalingArgs(**scaling)}
 
 
@@ -396,7 +396,7 @@ def _yarn(config: Config, truncate: bool, betas: tuple[str, str]) -> dict[str, A
     if rope.get("attention_factor") is not None:
         raise _refusal(rope, "attention_factor", "it follows from factor")
     fast, slow = betas
-    return _take(rope, _YARN) | {fast: rope.get("beta_fast", 32), slow: rope.get("beta_slow", 1)}
+    return _take(rope, YARN) | {fast: rope.get("beta_fast", 32), slow: rope.get("beta_slow", 1)}
 
 
 def _require(config: Config, name: str, allowed: set[Any], reason: str) -> None:

@@ -109,7 +109,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         try:
             weight_map = read_weight_map(path)
         except FileNotFoundError:
-            logger.info(f"There is no {path}: a Hugging Face export is divided by size")
+            logger.debug(f"There is no {path}: a Hugging Face export is divided by size")
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():

@@ -35,7 +35,7 @@ def import_torchao(module_name: str, converter_name: str) -> ModuleType:
         return import_module(module_name)
     except ImportError as error:
         raise ImportError(
-            f"the converter {converter_name} needs {module_name}: pip install -U torchtitan[float8]"
+            f"the converter {converter_name} needs {module_name}: pip install -U torchtitan-embeddable[float8]"
         ) from error
 
 

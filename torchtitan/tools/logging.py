@@ -25,15 +25,21 @@ class _StdoutHandler(logging.StreamHandler):
             super().handleError(record)
 
 
+class _LineFormatter(logging.Formatter):
+    """`[titan] 12:34:56 message`; from WARNING up the level stands before the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        return f"[titan] {self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
+
+
 def init_logger() -> None:
     """Print the package's records from INFO up on stdout, each line marked with [titan].
 
     May be called again: there is always one handler, bound to the present sys.stdout.
     """
     handler = _StdoutHandler(sys.stdout)
-    handler.setFormatter(
-        logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
-    )
+    handler.setFormatter(_LineFormatter())
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     # A library that puts a handler on the root logger would print each line a second time.

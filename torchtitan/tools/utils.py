@@ -1,6 +1,7 @@
 """Small helpers: the device, its peak speed, Python's garbage collection, colours."""
 
 import gc
+import logging
 import math
 import os
 import time
@@ -116,10 +117,12 @@ class GarbageCollection:
 
     @staticmethod
     def collect(reason: str, generation: int = 1) -> None:
-        """Collect up to `generation` now and log how long it took."""
+        """Collect up to `generation` now; log how long it took if that is a second or more."""
         start = time.monotonic()
         gc.collect(generation)
-        logger.info("[GC] %s: %.2f seconds", reason, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        level = logging.INFO if seconds >= 1 else logging.DEBUG
+        logger.log(level, "[GC] %s: %.2f seconds", reason, seconds)
 
 
 # Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry counts

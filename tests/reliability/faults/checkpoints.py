@@ -438,8 +438,8 @@ FAULTS = [
     ),
     Fault(
         name="checkpoint folder that cannot be written",
-        message="config error: checkpoint.folder must be writable, got …outputs/checkpoint', but in "
-        "…outputs/checkpoint' it cannot be made (…); choose another",
+        message="config error: checkpoint.folder must be writable, got …outputs/checkpoint', but it "
+        "cannot be created in …outputs/checkpoint' (…); choose another",
         cause="The file system is read-only or full, or the folder belongs to somebody else.",
         remedy="Make room, or choose a folder that this user may write to.",
         arrange=lambda folder: (put_checkpoints_where_nobody_can_write(folder), SAVING)[1],

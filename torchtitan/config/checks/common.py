@@ -56,9 +56,12 @@ def divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def data_sections(job_config: JobConfig) -> list[str]:
-    """The sections that name data which this job reads."""
-    return ["training", "validation"] if job_config.validation.enable else ["training"]
+def data_sections(job_config: JobConfig) -> dict[str, Any]:
+    """Name -> section, of those that name data which this job reads; see `validation_data`."""
+    sections: dict[str, Any] = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation_data
+    return sections
 
 
 def has_experts(model_args: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.tools.shipped import find_shipped
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -93,8 +94,8 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield from _unwritable("job.dump_folder", job.dump_folder)
         if checkpoint.enable and not checkpoint.load_only:
             yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
-    for name in data_sections(job_config) if builds_data else []:
-        path = getattr(job_config, name).dataset_path
+    for name, section in data_sections(job_config).items() if builds_data else ():
+        path = section.dataset_path
         if path and _looks_local(path) and not glob.glob(path) and not os.path.exists(path):
             yield (
                 f"{name}.dataset_path must be an existing file or folder, or the name of a dataset "
@@ -103,9 +104,8 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
 
 
 def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    for section in data_sections(job_config):
-        name = getattr(job_config, section).dataset
-        path = getattr(job_config, section).dataset_path
+    for section, data in data_sections(job_config).items():
+        name, path = data.dataset, data.dataset_path
         if name not in known and name.lower() not in known:
             yield (
                 f"{section}.dataset must be a registered dataset ({', '.join(known)}), got "
@@ -121,7 +121,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folder with the tokenizer, and with the weights to start from, has to be there."""
-    path, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     starts_from_it = checkpoint.enable and loads_from_it and not _own_steps(job_config)
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
@@ -150,7 +150,7 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
                 file.write("Is there room?")
     except OSError as error:
         yield (
-            f"{key} must be writable, got {folder!r}, but in {existing!r} it cannot be made "
+            f"{key} must be writable, got {folder!r}, but it cannot be created in {existing!r} "
             f"({error.strerror}); choose another"
         )
 

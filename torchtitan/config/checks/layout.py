@@ -217,8 +217,8 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
         return
     yield from problem_in(sequence_multiple, balancer, cp)
     multiple = sequence_multiple(balancer, cp)
-    for name in data_sections(job_config) if builds_data else []:
-        seq_len = getattr(job_config, name).seq_len
+    for name, section in data_sections(job_config).items() if builds_data else ():
+        seq_len = section.seq_len
         if seq_len % multiple:
             nearest = max(1, round(seq_len / multiple)) * multiple
             yield (

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.config.checks.common import (
     attn_type_of,
+    divisors,
     guess,
     has_experts,
     has_token_loss,
@@ -12,6 +13,26 @@ from torchtitan.config.checks.common import (
 )
 from torchtitan.config.checks.values import hf_conversion
 from torchtitan.config.job_config import JobConfig
+
+
+def model_sizes(model_args: Any) -> Iterator[str]:
+    """Rules for sizes that a user gave: what no published flavor breaks."""
+    for name in ("dim", "n_layers", "n_heads", "vocab_size"):
+        value = getattr(model_args, name, 1)
+        if not 1 <= value < 2**24:
+            yield f"model.args.{name} must be at least 1 and below 2**24, got {value}; correct it"
+    n_heads, n_kv_heads = (getattr(model_args, name, 0) for name in ("n_heads", "n_kv_heads"))
+    if n_kv_heads and n_heads % n_kv_heads:
+        yield (
+            f"model.args.n_kv_heads must divide n_heads, got {n_kv_heads} and {n_heads}; what fits "
+            f"is {divisors(n_heads)}"
+        )
+    dim = getattr(model_args, "dim", 0)
+    if getattr(model_args, "head_dim", 0) is None and dim % n_heads:
+        yield (
+            f"model.args.n_heads must divide dim, got {n_heads} and {dim}; what fits is "
+            f"{divisors(dim)}, or give head_dim"
+        )
 
 
 def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:

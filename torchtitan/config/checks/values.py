@@ -193,7 +193,7 @@ def profiling_cycle(profiling: Profiling) -> Iterator[str]:
 
 def validation(job_config: JobConfig) -> Iterator[str]:
     training, section = job_config.training, job_config.validation
-    if section.enable and section.seq_len > training.seq_len:
+    if section.enable and (section.seq_len or 0) > training.seq_len:
         yield (
             f"validation.seq_len must not be above training.seq_len, which sets how many positions "
             f"the model knows, got {section.seq_len} with {training.seq_len}; set it to "

@@ -1,0 +1,113 @@
+"""What makes a folder of weights a model that `transformers` opens: config and tokenizer files."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.models.hf_config import differing, from_hf_config
+from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.logging import logger
+from torchtitan.tools.shipped import find_shipped
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def write_model_files(
+    folder: str,
+    model_args: Any,
+    hf_assets_path: str | None,
+    dtype: torch.dtype,
+    tokenizer: Any = None,
+) -> None:
+    """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
+
+    A tokenizer that is there already is kept, and so is a config.json that describes these args.
+    hf_assets_path: folder of the tokenizer and, for a model that came from Hugging Face, its
+        config.json, which is copied if it describes these args. Otherwise config.json is made from
+        the args.
+    tokenizer: a `HuggingFaceTokenizer` of the run; None reads the one in hf_assets_path.
+    dtype: of the weights; `transformers` loads them in the dtype that config.json names.
+    A file that cannot be written is a warning, because the weights are worth more.
+    """
+    assets = Path(find_shipped(hf_assets_path or os.devnull))
+    token_ids: dict[str, int] = {}
+    try:
+        token_ids = _write_tokenizer(folder, assets, tokenizer)
+    except (OSError, ValueError) as error:
+        logger.warning(f"{folder} has no tokenizer that transformers opens: {error}")
+    try:
+        config = _config(model_args, [Path(folder), assets]) or to_hf_config(model_args) | token_ids
+        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 or 4 has it
+        config[dtype_key] = str(dtype).removeprefix("torch.")
+        _write_json(Path(folder, "config.json"), config)
+        generation = Path(folder, "generation_config.json")
+        if not generation.exists() and (assets / generation.name).is_file():
+            shutil.copy(assets / generation.name, folder)
+        elif not generation.exists() and token_ids:
+            _write_json(generation, token_ids)
+    except (OSError, ValueError) as error:
+        logger.warning(f"{folder} has no config.json, which transformers needs: {error}")
+
+
+def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
+    """Return the first folder's config.json that describes these args."""
+    for path in (folder / "config.json" for folder in folders):
+        if not path.is_file():
+            continue
+        try:
+            difference = differing(model_args, from_hf_config(path).model_args)
+        except ValueError as error:
+            difference = {str(error): ()}
+        if not difference:
+            return read_json_object(path)
+        logger.info(f"{path} describes another model ({', '.join(difference)}): not taken")
+    return None
+
+
+def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int]:
+    """Return the ids of its begin- and end-of-text tokens, under config.json's names."""
+    if any(Path(folder, name).exists() for name in _TOKENIZER_FILES):
+        return _token_ids(HuggingFaceTokenizer(folder))
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        if not assets.is_dir():
+            raise ValueError("model.hf_assets_path names no folder with one")
+        tokenizer = HuggingFaceTokenizer(str(assets))
+    for source in (Path(tokenizer.tokenizer_path, name) for name in _TOKENIZER_FILES):
+        if source.is_file():
+            shutil.copy(source, folder)
+    if not Path(folder, "tokenizer.json").exists():
+        tokenizer.tokenizer.save(str(Path(folder, "tokenizer.json")))
+    config = dict(tokenizer.config or {"tokenizer_class": "PreTrainedTokenizerFast"})
+    for key in ("bos_token", "eos_token"):
+        token, entry = getattr(tokenizer, key), config.get(key)
+        if token != (entry.get("content") if isinstance(entry, dict) else entry):
+            config[key] = token
+    if config != tokenizer.config:
+        _write_json(Path(folder, "tokenizer_config.json"), config)
+    return _token_ids(tokenizer)
+
+
+def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

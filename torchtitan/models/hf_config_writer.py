@@ -1,0 +1,181 @@
+"""The config.json of a model: the inverse of `hf_config`, by the same tables.
+
+It has the spelling of transformers 4 (rope_theta, rope_scaling), which transformers 5 and vLLM read
+as well.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtitan.models import hf_config
+from torchtitan.models.args import DecoderArgs
+from torchtitan.protocols.train_spec import get_train_spec
+
+
+def to_hf_config(model_args: Any) -> dict[str, Any]:
+    """Return the content of a config.json that describes a model with these args.
+
+    It has no token ids and no dtype, which the args don't know.
+    Raises ValueError if Hugging Face has no model with these args.
+    """
+    writers = {type(_some_args(family)): write for family, write in _WRITERS.items()}
+    if type(model_args) not in writers:
+        raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
+    name, fields = writers[type(model_args)](model_args)
+    head = "ForTokenClassification" if model_args.value_head else "ForCausalLM"
+    config = {
+        "architectures": [name + head],
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": model_args.enable_weight_tying,
+        "rope_theta": model_args.rope_theta,
+        **_give(model_args, hf_config.COMMON),
+        **fields,
+    }
+    if model_args.value_head:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    try:
+        described = hf_config.from_hf_config(config).model_args
+    except ValueError as error:
+        raise ValueError(f"Hugging Face has no model with these args: {error}") from error
+    if others := hf_config.differing(model_args, described):
+        pairs = [f"{name} = {ours}, not {theirs}" for name, (ours, theirs) in others.items()]
+        raise ValueError(
+            f"Hugging Face's {config['model_type']} cannot have {', '.join(pairs)}; "
+            "choose a flavor whose values it has"
+        )
+    return config
+
+
+def _some_args(family: str) -> DecoderArgs:
+    """Return the args of some flavor of a family."""
+    return next(iter(get_train_spec(family).model_args.values()))
+
+
+def _give(model_args: DecoderArgs, table: Mapping[str, str]) -> dict[str, Any]:
+    """HF field -> value, by one of the tables HF field -> name of ours."""
+    return {hf: operator.attrgetter(ours)(model_args) for hf, ours in table.items()}
+
+
+def _llama3(args: Any) -> tuple[str, dict[str, Any]]:
+    return "Llama", {
+        "model_type": "llama",
+        "num_key_value_heads": _n_kv_heads(args),
+        "intermediate_size": args.ffn_hidden_dim,
+        "head_dim": args.attention_head_dim,
+        "attention_bias": args.attention_bias,
+        "mlp_bias": args.mlp_bias,
+        "rope_scaling": _llama3_scaling(args),
+    }
+
+
+def _qwen3(args: Any) -> tuple[str, dict[str, Any]]:
+    fields = _give(args, hf_config.GROUPED_HEADS) | {
+        "head_dim": args.head_dim,
+        "intermediate_size": args.hidden_dim,
+        "attention_bias": False,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    if not args.moe_enabled:
+        name, model_type = ("Qwen3", "qwen3") if args.qk_norm else ("Qwen2", "qwen2")
+        return name, fields | {"model_type": model_type}
+    return "Qwen3Moe", fields | {
+        "model_type": "qwen3_moe",
+        "num_experts": args.moe_args.num_experts,
+        "num_experts_per_tok": args.moe_args.top_k,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "norm_topk_prob": args.moe_args.route_norm,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek_v3(args: Any) -> tuple[str, dict[str, Any]]:
+    experts = args.moe_args
+    is_v2 = experts.score_func == "softmax"
+    has_groups = experts.num_expert_groups is not None
+    method = ("group_limited_greedy" if has_groups else "greedy") if is_v2 else "noaux_tc"
+    fields = _give(args, hf_config.DEEPSEEK)
+    fields["n_routed_experts"] = fields.pop("num_local_experts")
+    fields |= {
+        "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
+        "num_key_value_heads": args.n_heads,
+        "q_lora_rank": args.q_lora_rank or None,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+        "scoring_func": experts.score_func,
+        "topk_method": method,
+        "norm_topk_prob": experts.route_norm,
+        "n_group": experts.num_expert_groups or 1,
+        "topk_group": experts.num_limited_groups or 1,
+        "rope_scaling": _yarn(args, args.beta_fast, args.beta_slow),
+    }
+    if fields["rope_scaling"]:
+        fields["rope_scaling"] |= {"mscale": args.mscale, "mscale_all_dim": args.mscale}
+    return "DeepseekV2" if is_v2 else "DeepseekV3", fields
+
+
+def _llama4(args: Any) -> tuple[str, dict[str, Any]]:
+    return "Llama4", {
+        "model_type": "llama4_text",
+        "num_key_value_heads": _n_kv_heads(args),
+        "head_dim": args.attention_head_dim,
+        "intermediate_size": args.expert_hidden_dim,
+        "intermediate_size_mlp": args.ffn_hidden_dim,
+        "attention_chunk_size": args.fixed_attn_block_size,
+        "num_local_experts": args.moe_args.num_experts,
+        "num_experts_per_tok": args.moe_args.top_k,
+        "interleave_moe_layer_step": args.interleave_moe_layer_step,
+        "no_rope_layers": [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
+        "rope_scaling": _llama3_scaling(args),
+        **{
+            name: getattr(args, name)
+            for name in (
+                "attention_bias",
+                "use_qk_norm",
+                "attn_temperature_tuning",
+                "floor_scale",
+                "attn_scale",
+            )
+        },
+    }
+
+
+def _gpt_oss(args: Any) -> tuple[str, dict[str, Any]]:
+    yarn = _yarn(args, args.ntk_beta, args.ntk_alpha)
+    return "GptOss", _give(args, hf_config.GPT_OSS) | {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "swiglu_limit": args.swiglu_limit,
+        "rope_scaling": yarn and yarn | {"truncate": False},
+    }
+
+
+_WRITERS: dict[str, Callable[[Any], tuple[str, dict[str, Any]]]] = {
+    "llama3": _llama3,
+    "qwen3": _qwen3,
+    "deepseek_v3": _deepseek_v3,
+    "llama4": _llama4,
+    "gpt_oss": _gpt_oss,
+}
+
+
+def _n_kv_heads(args: Any) -> int:
+    return args.n_heads if args.n_kv_heads is None else args.n_kv_heads
+
+
+def _llama3_scaling(args: Any) -> dict[str, Any] | None:
+    if args.rope_scaling_args is None:
+        return None
+    return {"rope_type": "llama3"} | _give(args.rope_scaling_args, hf_config.LLAMA3_SCALING)
+
+
+def _yarn(args: Any, beta_fast: float, beta_slow: float) -> dict[str, Any] | None:
+    if args.rope_factor == 1:
+        return None
+    betas = {"beta_fast": beta_fast, "beta_slow": beta_slow}
+    return {"rope_type": "yarn"} | _give(args, hf_config.YARN) | betas
