@@ -104,8 +104,11 @@ class WeightStream:
 
         Without communication. A tensor that needs no cast is the live parameter's memory.
         """
-        states = (self._state_of(part) for part in self._parts.values())
-        return {k: tensor.to(dtype) for state in states for k, (tensor, dtype) in state.items()}
+        live = {}
+        for part in self._parts.values():
+            for name, (tensor, dtype) in self._state_of(part).items():
+                live[name] = tensor if tensor.dtype == dtype else tensor.to(dtype)
+        return live
 
     @torch.no_grad()
     def _shards(self) -> Iterator[tuple[str, LocalShard]]:
@@ -165,7 +168,7 @@ class WeightStream:
             name = name_without_wrappers(long_name)
             is_cast = self._dtype is not None and name not in buffers
             is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
-            state[name] = tensor.detach(), self._dtype if is_cast else tensor.dtype
+            state[name] = tensor, self._dtype if is_cast else tensor.dtype
         return state
 
 
