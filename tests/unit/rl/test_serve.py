@@ -399,9 +399,11 @@ def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatc
         assert Http(server.url).send("GET", "/")[0] == 200
         assert threading.active_count() - before <= 5
         monkeypatch.setattr(http, "_SECONDS_IDLE", 0.1)
-        idle = stack.enter_context(socket.create_connection(server.server_address))
-        idle.settimeout(5)
-        assert idle.recv(1) == b""
+        for sent in (b"", b"POST / HT"):
+            idle = stack.enter_context(socket.create_connection(server.server_address))
+            idle.settimeout(5)
+            idle.sendall(sent)
+            assert idle.recv(1) == b""
 
 
 def test_request_that_comes_byte_by_byte_has_one_deadline(monkeypatch):

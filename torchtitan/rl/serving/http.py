@@ -3,6 +3,7 @@
 Nothing of a request is executed or unpickled: it is JSON, or the protobuf messages of `wire`.
 """
 
+import contextlib
 import hmac
 import io
 import ipaddress
@@ -27,7 +28,7 @@ Respond = Callable[[str, str, bytes, bool], Answer]
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _MOST_CONNECTIONS = 512
-_SECONDS_IDLE = 10  # a connection without a request
+_SECONDS_IDLE = 10  # a connection without a request, or in the middle of its head
 _SECONDS_PER_REQUEST = 60  # from its first byte to its last, and as long again for the answer
 _SECONDS_TO_FINISH = 5
 # Connections without a whole request: further ones wait until one of these sends it, or has had
@@ -143,16 +144,16 @@ class HttpServer(ThreadingHTTPServer):
         """Close connections that keep others waiting, those without a request first."""
         with self._was_read:
             while len(self._unread) >= _MOST_UNREAD:
-                oldest = min(self._unread, key=self._unread.__getitem__)
-                seconds = self._unread[oldest][1] + _SECONDS_UNREAD - time.monotonic()
-                if seconds > 0:
-                    self._was_read.wait(seconds)
+                before = time.monotonic() - _SECONDS_UNREAD
+                late = {c: found for c, found in self._unread.items() if found[1] <= before}
+                if not late:
+                    oldest = min(since for _, since in self._unread.values())
+                    self._was_read.wait(oldest - before)
                     continue
-                del self._unread[oldest]
-                try:
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
-                except OSError:
-                    pass  # it is closed already
+                connection = min(late, key=late.__getitem__)
+                del self._unread[connection]
+                with contextlib.suppress(OSError):  # it may be closed already
+                    connection.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
     def server_close(self) -> None:
         self.socket.close()  # not waiting for idle connections, as the base class may
@@ -202,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not has_begun:
             self.close_connection = True
             return
-        self._reads.until = time.monotonic() + _SECONDS_PER_REQUEST
+        self._reads.until = time.monotonic() + _SECONDS_IDLE
         self.server.note_unread(self.connection, has_begun=True)
         super().handle_one_request()
 
@@ -256,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._read(size)
 
     def _read(self, size: int) -> bytes:
+        self._reads.until += _SECONDS_PER_REQUEST - _SECONDS_IDLE
         try:
             body = self.rfile.read(size)
         except TimeoutError as error:
