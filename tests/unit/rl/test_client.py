@@ -106,6 +106,14 @@ def test_importance_sampling_bounds_no_ratio_as_its_documentation_says(client):
     torch.testing.assert_close(ours, gradients(client._trainer), rtol=1e-4, atol=1e-6)
 
 
+def test_step_whose_gradient_norm_is_not_finite_changes_nothing_and_says_so(client):
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+    client.forward_backward([datum([1, 2], weights=[1e37])], "cross_entropy").result()
+    with pytest.raises(FloatingPointError, match="the gradient norm is inf: the weights and"):
+        client.optim_step(AdamParams()).result()
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
+
+
 def test_log_probs_of_a_broken_policy_are_not_handed_out(client):
     weight = client._trainer.engine.model_parts[0].norm.weight
     before = weight.detach().clone()
