@@ -9,6 +9,8 @@ The two ranks work at the same time in every case, in fp32, over gloo:
 - the gathered state dict of torch, whole on every rank;
 - `iter_hf_weights`, whole tensors, one after another, on every rank: with its digest, and cast;
 - the same as shards that the rank holds;
+- `push_model_state_dict` to a receiver that takes whole tensors, with the digest, and to one that
+  takes each rank's shards as they are, such as TorchStore;
 - for comparison, a plain copy of as many bytes, tensor by tensor, and gloo's bare all-gather.
 
 Weights are filled with a repeated block of numbers; about 10 GB of memory is needed for 0.6B.
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,6 +36,20 @@ STATE_DICT, GATHERED = "state_dict(), live shards", "gathered state dict"
 COPY, ALL_GATHER = "plain copy", "bare all-gather"
 WHOLE, CAST = "iter_hf_weights()", "iter_hf_weights(dtype=bfloat16)"
 SHARDED, DIGEST = "iter_hf_weights(sharded=True)", "digest alone"
+PUSH_WHOLE, PUSH_SHARDS = "push, whole tensors", "push, live shards"
+
+
+class Receiver:
+    """Looks at every weight and copies none."""
+
+    policy_version, weight_names, weight_dtype = -1, "ours", None
+
+    def __init__(self, takes_shards: bool):
+        self.takes_shards = takes_shards
+
+    def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
+        exhaust(weights)
+        self.policy_version = weights.version
 
 
 def build(flavor: str) -> tuple[torch.nn.Module, Any]:
@@ -71,6 +88,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from torchtitan.checkpoint.stream import WeightStream, digest_of
+    from torchtitan.rl.weight_sync import WeightSync
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -79,6 +97,14 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
 
     def stream(**options: Any) -> WeightStream:
         return WeightStream([model], adapter, torch.device("cpu"), **options)
+
+    # What `PolicyTrainer.push_model_state_dict` does, of an engine nothing but its weights.
+    engine: Any = SimpleNamespace(
+        model_parts=[model], device=torch.device("cpu"), weights_version=0, pp_schedule=None
+    )
+
+    def push(takes_shards: bool) -> None:
+        WeightSync(engine, Receiver(takes_shards)).update()
 
     def copy() -> None:
         for parameter in model.parameters():
@@ -106,6 +132,8 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
         WHOLE: lambda: exhaust(stream()),
         CAST: lambda: exhaust(stream(dtype=torch.bfloat16)),
         SHARDED: lambda: exhaust(stream(sharded=True)),
+        PUSH_WHOLE: lambda: push(takes_shards=False),
+        PUSH_SHARDS: lambda: push(takes_shards=True),
     }
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):
@@ -128,11 +156,12 @@ def main() -> None:
     print(f"\nqwen3 {args.flavor}: {n_bytes / GB:.2f} GB in fp32, 2 ranks\n")
     print("| case | s | GB/s | time in plain copies |\n|---|---:|---:|---:|")
     for name, seconds in best.items():
-        rate = "" if name == STATE_DICT else f"{n_bytes / GB / seconds:.2f}"
+        rate = "" if name in (STATE_DICT, PUSH_SHARDS) else f"{n_bytes / GB / seconds:.2f}"
         print(f"| {name} | {seconds:.4f} | {rate} | {seconds / best[COPY]:.2f} |")
     print(
         f"\ngathered / live state dict: {best[GATHERED] / best[STATE_DICT]:.0f} times the time; "
-        f"stream / gathered state dict: {best[WHOLE] / best[GATHERED]:.2f}"
+        f"stream / gathered state dict: {best[WHOLE] / best[GATHERED]:.2f}; "
+        f"push of whole tensors / of live shards: {best[PUSH_WHOLE] / best[PUSH_SHARDS]:.0f}"
     )
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import (
@@ -20,6 +21,9 @@ from tests.distributed.layout_matrix import (
 from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
+from torchtitan.checkpoint.stream import digest_of
+from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
@@ -151,8 +155,8 @@ def test_weights_sent_to_another_rank_arrive_with_version_and_digest():
     assert sent == received
 
 
-def gathers_on_rank(folder: str) -> list[int]:
-    """All-gathers of one call: with room for all weights, without, and of a training step after."""
+def gathers_on_rank(folder: str):
+    """`push_shards`, after all-gathers of one call: with room for all weights, without, and of a training step after."""
     layout = Layout("FSDP 2", dp_shard=2)
     extra = ["--parallelism.fsdp_reshard_after_forward=always"]
     engine = build_engine("qwen3", [*layout.overrides(), *extra], folder)
@@ -168,8 +172,49 @@ def gathers_on_rank(folder: str) -> list[int]:
     with CountingGathers() as gathers:
         run_step(engine, layout, 0)
     counts.append(gathers.count)
+    generator.generate(PROMPTS, SAMPLING)  # leaves weights gathered
+    pushed = push_shards(engine)
     engine.close()
-    return counts
+    return counts, pushed
+
+
+class TakesShards:
+    """A receiver that stores what each rank has, as TorchStore does."""
+
+    policy_version = -1
+    takes_shards = True
+
+    def __init__(self, names, dtype):
+        self.weight_names, self.weight_dtype = names, dtype
+
+    def update_weights(self, weights, *, check_digest=True):
+        with CommDebugMode() as communication:
+            self.pairs = dict(weights)
+        assert communication.get_total_counts() == 0
+        self.policy_version, self.digest = weights.version, weights.digest
+
+
+def push_shards(engine):
+    """Per case: (name, offsets, piece) of what this rank gave, and the whole tensors by torch."""
+    pushed = []
+    for names, dtype in (("ours", None), ("ours", torch.bfloat16), ("hf", None)):
+        receiver = TakesShards(names, dtype)
+        assert WeightSync(engine, receiver).update() == engine.weights_version
+        shards = receiver.pairs
+        if names == "ours":
+            shards = {name: local_shard(tensor) for name, tensor in shards.items()}
+        assert receiver.digest == digest_of(shards.items())
+        pieces = [(name, shard.offsets, shard.tensor.clone()) for name, shard in shards.items()]
+        (part,) = engine.model_parts
+        gathered = {name: tensor.full_tensor() for name, tensor in part.state_dict().items()}
+        if names == "hf":
+            gathered = engine.checkpointer.sd_adapter.to_hf(gathered)
+        elif dtype is None:
+            for name, parameter in part.named_parameters():
+                mine = receiver.pairs[name_without_wrappers(name)].to_local()
+                assert mine.data_ptr() == parameter.to_local().data_ptr()
+        pushed.append((pieces, {k: v.to(dtype or v.dtype) for k, v in gathered.items()}))
+    return pushed
 
 
 class CountingGathers(TorchDispatchMode):
@@ -181,11 +226,21 @@ class CountingGathers(TorchDispatchMode):
 
 
 def test_weights_are_gathered_once_where_memory_allows(tmp_path):
-    for once, for_each_token, step in run_ranks(gathers_on_rank, 2, str(tmp_path)):
+    ranks = run_ranks(gathers_on_rank, 2, str(tmp_path))
+    for (once, for_each_token, step), _ in ranks:
         # Embedding, blocks, norm and output; for each token but the last again.
         assert for_each_token == once * SAMPLING.max_tokens
         # Backward gathers again what forward freed, afterwards as before.
         assert step > once
+    # A receiver that takes shards gets all weights in pieces, without a gather.
+    for (first, expected), (second, _) in zip(ranks[0][1], ranks[1][1], strict=True):
+        found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+        for name, offsets, piece in (*first, *second):
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
+            assert found[name][place].isnan().all()
+            found[name][place] = piece
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
 
 
 # ---- vLLM, of which only our half can be run here ----

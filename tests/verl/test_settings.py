@@ -10,7 +10,12 @@ pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_
 
 import torch
 from verl.trainer.config import CheckpointConfig
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TorchtitanEngineConfig,
+)
 
 from tests.verl import cases
 from torchtitan.integrations.verl.config import in_verls_words, job_config_of
@@ -111,6 +116,11 @@ WRONG = {
     "two truths": (dict(data_parallel_size=4, world_size=2), "engine.data_parallel_size must be 1"),
     "size 0": (dict(context_parallel_size=0), "engine.context_parallel_size must be at least 1"),
     "kernel": (dict(attn_type="flex_flash"), "engine.attn_type must be 'flex' or 'varlen'"),
+    "kernel that verl refuses": (dict(attn_type="sdpa"), "'flex' or 'varlen' here, got 'sdpa'"),
+    "checkpointing": (
+        dict(activation_checkpoint="selectiv"),
+        "engine.activation_checkpoint must be 'selective', 'full' or 'none', got 'selectiv'",
+    ),
     "dtype": (dict(dtype="float16"), "got 'float16'"),
     "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
     "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
@@ -136,6 +146,15 @@ def test_wrong_setting_is_one_sentence_that_names_it(folder, case):
     message = str(error.value)
     assert words in message
     assert ". " not in message and "\n" not in message
+
+
+def test_wrong_choice_of_verls_own_class_is_the_same_sentence():
+    with pytest.raises(ConfigError, match="engine.attn_type must be .* got 'sdpa'"):
+        TorchtitanEngineConfig(attn_type="sdpa")
+    with pytest.raises(ConfigError, match="engine.activation_checkpoint must be .* got 'memory'"):
+        TorchtitanEngineConfig(activation_checkpoint="memory")
+    with pytest.raises(AssertionError, match="spmd_backend"):  # there is no such setting of ours
+        TorchtitanEngineConfig(spmd_backend="none")
 
 
 def test_other_engines_configs_are_refused(folder):

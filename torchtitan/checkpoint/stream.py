@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan import checkpoint
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
@@ -100,6 +99,18 @@ class WeightStream:
         self.digest = digest.hexdigest()
 
     @torch.no_grad()
+    def live_tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors of its own stage, under our names, cast; DTensors where sharded.
+
+        Without communication. A tensor that needs no cast is the live parameter's memory.
+        """
+        live = {}
+        for part in self._parts.values():
+            for name, (tensor, dtype) in self._state_of(part).items():
+                live[name] = tensor if tensor.dtype == dtype else tensor.to(dtype)
+        return live
+
+    @torch.no_grad()
     def _shards(self) -> Iterator[tuple[str, LocalShard]]:
         for part in self._parts.values():
             state = self._state_of(part)
@@ -152,10 +163,12 @@ class WeightStream:
         """The live tensors of a part by name, each with the dtype that the receiver gets."""
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
         state = {}
-        for name, tensor in checkpoint.ModelWrapper(part).state_dict().items():
+        # FSDP gives shards, and frees what an evaluation has left gathered.
+        for long_name, tensor in part.state_dict().items():
+            name = name_without_wrappers(long_name)
             is_cast = self._dtype is not None and name not in buffers
             is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
-            state[name] = tensor.detach(), self._dtype if is_cast else tensor.dtype
+            state[name] = tensor, self._dtype if is_cast else tensor.dtype
         return state
 
 

@@ -3,13 +3,14 @@
 import ipaddress
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
 from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
-from torchtitan.rl.job_config import RL, JobConfig, batch_seq_len
+from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
 from torchtitan.rl.losses import loss_class, loss_from_config
 from torchtitan.rl.tasks import chat_variables, find_function, task_builder
 from torchtitan.tools.errors import ConfigError
@@ -71,6 +72,12 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
         yield f"rl.serve.port must be 0 to 65535, got {serve.port}; the default is 8000"
     if not serve.base_model:
         yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
+    if wrong := [name for name in serve.names if not re.fullmatch(r"[a-z0-9._-]+", name)]:
+        yield (
+            f"rl.serve.names must be host names in lower case, without ports, got {wrong[0]!r}; "
+            "such as 'trainer.example.org'"
+        )
+    api_key(serve)
     for key in ("rescore", "in_flight"):
         if getattr(job_config.rl.generator, key):
             yield f"rl.generator.{key} is for training by the config's own loop; turn it off"
@@ -79,6 +86,25 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
             f"rl.async_steps is for training by the config's own loop, got "
             f"{job_config.rl.async_steps}; clients decide by themselves how far they run ahead"
         )
+
+
+def api_key(serve: RLServe) -> str:
+    """The key that the server's clients have to send; "" for none. Raises ConfigError."""
+    path, key, problem = serve.api_key_file, "", "no such file"
+    if not path:
+        return ""
+    try:
+        if os.path.isfile(path):
+            with open(path, encoding="ascii") as file:
+                key, problem = file.read(4096).strip(), "another content"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = str(error)
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(
+            f"rl.serve.api_key_file must be a file with one key of printable characters and nothing "
+            f"else, got {problem} in {path!r}; write one: echo tml-$(openssl rand -hex 16) > FILE"
+        )
+    return key
 
 
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:

@@ -158,6 +158,9 @@ class LocalTrainingClient:
 
         loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo.
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
+
+        Raises ValueError for data that are not finite numbers, one for each token, and if the loss
+        is not finite: nothing else bounds a ratio.
         """
         loss = _loss(loss_fn, loss_fn_config or {})
         return self._add_gradients(self._forward_backward, list(data), loss)
@@ -191,12 +194,26 @@ class LocalTrainingClient:
         )
         with self._changing():
             update = self._trainer.optim_step(params)
+        if update.skipped:
+            raise FloatingPointError(
+                f"the gradient norm is {update.grad_norm}: the weights and the optimizer were left "
+                "as they are, and the gradients zeroed; look at the data of this step"
+            )
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
     @_on_thread
     def save_state(self, name: str) -> SaveWeightsResponse:
-        """Save weights and optimizer below the job's dump folder."""
+        """Save weights and optimizer as this name below `states_folder`.
+
+        Raises ValueError for a name that leads out of it.
+        """
         path = os.path.join(self.states_folder, name)
+        folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
+        if target == folder or os.path.commonpath([folder, target]) != folder:
+            raise ValueError(
+                f"save_state takes the name of a folder in {self.states_folder}, got {name!r}, which "
+                "is outside of it; leave out '..' and what comes before the name"
+            )
         self._trainer.save_checkpoint(path)
         return SaveWeightsResponse(path)
 
@@ -287,6 +304,13 @@ class LocalTrainingClient:
                     )
         batch = self._batch([_sample(datum) for datum in data])
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
+        assert output.logprobs is not None
+        _check_finite(output.logprobs)
+        if not math.isfinite(output.loss):
+            raise ValueError(
+                f"the loss is {output.loss}: the data's logprobs, advantages or weights are too far "
+                "from what the policy gives; leave such tokens out with mask"
+            )
         return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
 
     def _forward_backward_custom(
@@ -302,6 +326,11 @@ class LocalTrainingClient:
         loss = scalar_loss(loss)
         # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+        if not all(values.isfinite().all() for values in (loss, *gradients)):
+            raise ValueError(
+                f"the function's loss is {loss.item()}, and it or its gradient is not finite; "
+                "correct the function"
+            )
         surrogate = [
             _sample(_targets_of(datum, weights=-gradient))
             for datum, gradient in zip(data, gradients, strict=True)
@@ -312,7 +341,9 @@ class LocalTrainingClient:
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """Of all targets [n], whether they count or not."""
-        return self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+        logprobs = self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+        _check_finite(logprobs)
+        return logprobs
 
     def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
         batch = self._batcher.batch(samples)
@@ -442,6 +473,7 @@ _LOSSES = {
     "cispo": "cispo",
     "gspo": "gspo",
 }
+_LOG_OF_LARGEST = 88.0  # exp of it is near the largest float32
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
@@ -456,8 +488,14 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
         raise ValueError(
             f"loss_fn_config takes clip_low_threshold and clip_high_threshold, got {unknown[0]!r}"
         )
+    for key, value in config.items():
+        if math.isnan(value):
+            raise ValueError(f"{key} of loss_fn_config must be a number, got nan; correct it")
     # Thresholds are ratios; ours are distances from 1. Tinker's defaults.
     bounds = {}
+    if name != "cross_entropy":
+        # Tinker bounds no ratio. Where a clip makes the loss finite, exp has to be finite, too.
+        bounds["max_log_ratio"] = math.inf if name == "importance_sampling" else _LOG_OF_LARGEST
     if name not in ("cross_entropy", "importance_sampling"):
         bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
         bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
@@ -479,14 +517,25 @@ def _sample(datum: Datum) -> TrainingSample:
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
             "take it out, or correct its name"
         )
-    inputs = {}
+    n, inputs = datum.model_input.length, {}
     for name, values in datum.loss_fn_inputs.items():
         try:
             inputs[name] = torch.as_tensor(values)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
             ) from error
+        if (shape := list(inputs[name].shape)) != [n]:
+            raise ValueError(
+                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; all "
+                "are moved by one: leave out the last input token and the first target"
+            )
+        if not (finite := inputs[name].isfinite()).all():
+            place = int(finite.logical_not().nonzero()[0])
+            raise ValueError(
+                f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
+                f"{place}; take the Datum out, or correct it"
+            )
     if "target_tokens" not in inputs:
         raise ValueError(
             f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; they are the "
@@ -499,7 +548,6 @@ def _sample(datum: Datum) -> TrainingSample:
             f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
             "whole numbers"
         )
-    n = datum.model_input.length
     mask = inputs.get("mask", torch.ones(n)).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
@@ -509,6 +557,15 @@ def _sample(datum: Datum) -> TrainingSample:
         advantages=inputs.get("advantages", torch.zeros(n)).float(),
         weights=inputs.get("weights", torch.ones(n)).float() * mask,
     )
+
+
+def _check_finite(logprobs: list[Tensor]) -> None:
+    for number, values in enumerate(logprobs):
+        if not values.isfinite().all():
+            raise FloatingPointError(
+                f"the policy gives log-probs that are not finite in Datum {number}; look at the "
+                "last optimizer steps, or load a saved state"
+            )
 
 
 def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:

@@ -59,6 +59,8 @@ class Generator(ABC):
     ranks_per_copy: as many consecutive ranks, which hold one copy of the model, call it together.
     weight_names: the naming of the weights it wants; "shared" if it has the trainer's own.
     weight_dtype: what parameters have to be cast to; None for no cast.
+    takes_shards: whether it wants each rank's shards as they are, in place of whole tensors:
+        `weight_sync.LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
     policy_version: int = -1
@@ -66,6 +68,7 @@ class Generator(ABC):
     ranks_per_copy: int = 1
     weight_names: Literal["shared", "ours", "hf"]
     weight_dtype: torch.dtype | None = None
+    takes_shards: bool = False
 
     def generate(
         self,

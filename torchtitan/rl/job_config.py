@@ -193,6 +193,9 @@ class RLWeightSync:
 @dataclass
 class RLServe:
     host: str = "127.0.0.1"  # Address to listen at; another machine reaches only others than this
+    # Host names that clients may call this server by, besides localhost and IP addresses
+    names: list[str] = field(default_factory=list)
+    api_key_file: str = ""  # File with the key that clients have to send, as TINKER_API_KEY
     port: int = 8000  # Port to listen at; 0 takes a free one and logs it
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that ask for a model of another name

@@ -1,6 +1,7 @@
 """Giving the policy's weights to generators, and finding stale or damaged ones.
 
-Every update carries a version, and a digest that the receiver's memory has to match. Weights for
+A generator says which weights it takes: whole tensors, or shards, which nothing has to gather. Every
+update carries a version, and a digest that the receiver's memory has to match. Weights for
 our models are sent under our names, since some buffers have no Hugging Face name.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
@@ -47,7 +49,10 @@ class PolicyWeights(Protocol):
 
 
 class TakesWeights(Protocol):
-    """What weights are given to, such as a `rl.generator.Generator`; see there."""
+    """What weights are given to, such as a `rl.generator.Generator`; see there.
+
+    `takes_shards` may be missing, which is False.
+    """
 
     policy_version: int
     weight_names: Literal["shared", "ours", "hf"]
@@ -74,6 +79,33 @@ class StagedWeights:
         while self._pairs:
             yield self._pairs.popleft()
         self.digest = self._digest
+
+
+class LiveWeights:
+    """What each rank holds, as it is, for a receiver that takes shards: nothing is gathered.
+
+    `state_dict()`, or iterating over its items, has our names and DTensors where weights are
+    sharded, of the rank's own pipeline stage. They are the live parameters, unless they need a
+    cast: read or copy them before `update_weights` returns.
+
+    version: as of `PolicyWeights`. digest: `digest_of` this rank's `local_shard`s, which are read
+        when it is asked for; ranks of another layout have others.
+    """
+
+    def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
+        self._stream = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+        self.version = self._stream.version
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._stream.live_tensors()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.state_dict().items())
+
+    @property
+    def digest(self) -> str | None:
+        shards = ((name, local_shard(tensor)) for name, tensor in self)
+        return digest_of((name, shard) for name, shard in shards if shard is not None)
 
 
 class OurNames(BaseStateDictAdapter):
@@ -182,10 +214,14 @@ class WeightSync:
         generator has another version afterwards.
         """
         engine, dtype = self.engine, self.generator.weight_dtype
-        weights: PolicyWeights | None = None
-        if self.generator.weight_names == "hf":
-            weights = engine.iter_hf_weights(dtype=dtype)
-        elif self.generator.weight_names == "ours":
+        names = self.generator.weight_names
+        takes_shards = getattr(self.generator, "takes_shards", False)
+        weights: Any = None
+        if names == "hf":
+            weights = engine.iter_hf_weights(dtype=dtype, sharded=takes_shards)
+        elif names == "ours" and takes_shards:
+            weights = LiveWeights(engine, dtype)
+        elif names == "ours":
             weights = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
         failure = None
         try:

@@ -28,6 +28,7 @@ def no_gradients(client):
     yield
     client._trainer.engine.optimizers.zero_grad()
     client._trainer._num_accumulated = 0
+    client._failure = None
 
 
 def datum(tokens, **inputs):
@@ -86,6 +87,44 @@ def test_ppo_clips_where_its_thresholds_say(client):
     assert loss(1.5, 1.0) == pytest.approx(-2 * 1.2, rel=1e-4)
     assert loss(1.5, 1.0, clip_high_threshold=2.0) == pytest.approx(-2 * 1.5, rel=1e-4)
     assert loss(0.5, -1.0) == pytest.approx(2 * 0.8, rel=1e-4)
+
+
+def test_importance_sampling_bounds_no_ratio_as_its_documentation_says(client):
+    tokens = [1, 2, 3]
+    logprobs = client.forward([datum(tokens)]).result().loss_fn_outputs[0]["logprobs"]
+    behaviour = logprobs - torch.tensor([12.0, -12.0])
+    data = [datum(tokens, logprobs=behaviour.tolist(), advantages=[1e-4, 2.0])]
+    found = client.forward_backward(data, "importance_sampling").result()
+    # tinker-docs.thinkingmachines.ai/losses: -(exp(target - sampling) * advantages).sum()
+    expected = -(math.exp(12.0) * 1e-4 + math.exp(-12.0) * 2.0)
+    assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
+    # The gradient is that of the log-probs times their ratios.
+    ours = gradients(client._trainer)
+    client._trainer.engine.optimizers.zero_grad()
+    weights = [math.exp(12.0) * 1e-4, math.exp(-12.0) * 2.0]
+    client.forward_backward([datum(tokens, weights=weights)], "cross_entropy").result()
+    torch.testing.assert_close(ours, gradients(client._trainer), rtol=1e-4, atol=1e-6)
+
+
+def test_step_whose_gradient_norm_is_not_finite_changes_nothing_and_says_so(client):
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+    client.forward_backward([datum([1, 2], weights=[1e37])], "cross_entropy").result()
+    with pytest.raises(FloatingPointError, match="the gradient norm is inf: the weights and"):
+        client.optim_step(AdamParams()).result()
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
+
+
+def test_log_probs_of_a_broken_policy_are_not_handed_out(client):
+    weight = client._trainer.engine.model_parts[0].norm.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    try:
+        with pytest.raises(FloatingPointError, match="not finite in Datum 0"):
+            client.forward(DATA).result()
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
 
 
 def test_calls_are_carried_out_in_order_and_errors_come_out_of_futures(client):
@@ -151,6 +190,31 @@ def test_loaded_state_is_the_saved_one(client):
             "lr must be at least 0 and finite, got nan",
         ),
         (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
+        (
+            lambda c: c.forward_backward(DATA, "ppo", {"clip_low_threshold": math.nan}),
+            "clip_low_threshold of loss_fn_config must be a number, got nan",
+        ),
+        (
+            lambda c: c.forward_backward_custom(
+                DATA, lambda _, x: (x[0].sum() * math.nan, {})
+            ).result(),
+            "the function's loss is nan",
+        ),
+        (
+            lambda c: c.forward_backward_custom(
+                DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})
+            ).result(),
+            "it or its gradient is not finite",
+        ),
+        (
+            lambda c: c.forward_backward(
+                [datum([1, 2, 3], weights=[1.0])], "cross_entropy"
+            ).result(),
+            r"weights of a Datum must have one number per input token, \[2\], got \[1\]",
+        ),
+        (lambda c: c.save_state("../x").result(), "got '../x', which is outside of it"),
+        (lambda c: c.save_state("/tmp/x").result(), "got '/tmp/x', which is outside of it"),
+        (lambda c: c.save_state("a/..").result(), "got 'a/..', which is outside of it"),
     ],
 )
 def test_mistakes_are_named(client, call, message):

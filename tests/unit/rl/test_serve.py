@@ -1,21 +1,27 @@
 """The HTTP server by raw requests; test_serve_tinker.py has the published client talk to it."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import signal
+import socket
 import threading
 import time
 
 import pytest
 
 from tests.reliability import jobs
-from tests.unit.rl.serving import Http, forward_backward_message, serving
+from tests.unit.rl.serving import Http, forward_backward_message, part, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.rl.checks import check_server_config
+from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.client_types import AdamParams, Datum, ModelInput
+from torchtitan.rl.serving import http, wire
+from torchtitan.rl.serving.http import Access, HttpServer
+from torchtitan.rl.serving.results import Answer
 from torchtitan.testing.gloo import run_ranks
 
 DATA = [
@@ -231,6 +237,21 @@ def test_loss_that_cannot_be_is_refused_in_the_future(run, loss_fn, message):
     assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
 
 
+def test_numbers_that_are_not_finite_reach_no_gradient_and_no_answer(run):
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, float("nan")]}
+    failed = run.forward_backward([([1, 2], inputs)], "importance_sampling")
+    assert "advantages of a Datum must be finite, got nan at token 1" in failed["error"]
+    inputs |= {"advantages": [1.0, 1.0], "logprobs": [-1.0, -1000.0]}
+    failed = run.forward_backward([([1, 2], inputs)], "importance_sampling")
+    assert "the loss is -inf" in failed["error"] and failed["category"] == "user"
+    assert "of this step failed" in run.optim_step()["error"]
+    clipped = run.forward_backward([([1, 2], inputs)], "ppo")
+    first = clipped["loss_fn_outputs"][0]["logprobs"]["data"][0]
+    expected = -(math.exp(first + 1) + 1.2)  # the second ratio, e^996, is clipped
+    assert clipped["metrics"]["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert run.optim_step()["metrics"]["grad_norm"] < 10
+
+
 def test_gspo_takes_the_mask_that_tinker_gives_it(run):
     inputs = {
         "target_tokens": [2, 3, 4],
@@ -260,6 +281,12 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
             400,
             "learning_rate must be a number, got '1'",
         ),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": None}},
+            400,
+            "learning_rate must be a finite number, got null, which stands for NaN",
+        ),
         ("get_info", {"model_id": "none"}, 404, "model none does not have the policy"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
         ("retrieve_future", {"request_id": "never"}, 410, "request never is not known"),
@@ -288,6 +315,9 @@ def test_wrong_requests_are_named(url, path, values, status, message):
         (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
         (b"{}", {"Content-Encoding": "zstd"}, 415, "are not compressed"),
         (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
+        (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
+        (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
+        (b'{"tags": 1e999}', {}, 400, "numbers must be finite, got 1e999"),
     ],
 )
 def test_broken_requests_are_refused(url, body, headers, status, message):
@@ -302,31 +332,132 @@ def test_broken_requests_are_refused(url, body, headers, status, message):
         (b"\xff" * 12, "does not end"),
         (b"\x0b", "field of type 3"),
         (b"\x1a\x02\x08\x01", "number where a message is due"),
+        (b"\x18\x01", "number where a message is due"),
+        (b"\x20\x80\x80\x80\x80\x80\x01", "number where a name is due"),
     ],
 )
-def test_bytes_that_are_no_message_are_refused(url, body, message):
-    found, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
+def test_bytes_that_are_no_message_are_refused(run, body, message):
+    body = part(1, run.model) + body
+    found, answer = run.send("POST", "/api/v1/forward_backward", body)
     assert found == 400 and message in json.loads(answer)["detail"]
 
 
-def test_cut_and_changed_messages_never_break_the_server(url):
+def test_cut_and_changed_messages_get_one_kind_of_error():
     import random
 
     rng = random.Random(0)
-    whole = forward_backward_message("m", 1, DATA)
-    for _ in range(200):
+    whole = forward_backward_message("m", 1, DATA, config={"clip_low_threshold": 0.5})
+    for _ in range(2000):
         body = bytearray(whole[: rng.randrange(len(whole))])
         for _ in range(rng.randrange(4)):
             if body:
                 body[rng.randrange(len(body))] = rng.randrange(256)
-        status, _ = Http(url).send("POST", "/api/v1/forward_backward", bytes(body))
-        assert status in (400, 404)
+        try:
+            wire.read_forward_backward(bytes(body), lambda _: None)
+        except ValueError:
+            pass
+
+
+def test_model_is_checked_before_its_data_are_read(url):
+    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # data that are no message
+    status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
+    assert status == 404 and "model nobody does not have the policy" in json.loads(answer)["detail"]
+
+
+@pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
+def test_entries_of_a_request_are_bounded(monkeypatch, entry):
+    monkeypatch.setattr(wire, "MOST_FIELDS", 2**12)
+    body = part(1, "m") + entry * (2**23 // len(entry))  # all of them took 86 s
+    began = time.process_time()
+    with pytest.raises(wire.WireError, match="may have 4096 fields in all its data"):
+        wire.read_forward_backward(body, lambda _: None)
+    assert time.process_time() - began < 2
+
+
+# ---- connections, without a policy ----
+
+
+@contextlib.contextmanager
+def listening(*access):
+    server = HttpServer("127.0.0.1", 0, 2**20, Access(*access), lambda *_: Answer({}))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr(http, "_MOST_UNREAD", 4)
+    monkeypatch.setattr(http, "_SECONDS_UNREAD", 0.05)
+    with listening() as server, contextlib.ExitStack() as stack:
+        before = threading.active_count()
+        for i in range(20):
+            half_open = stack.enter_context(socket.create_connection(server.server_address))
+            if i % 2:
+                half_open.sendall(b"POST / HTTP/1.1\r\nContent-Le")
+        assert Http(server.url).send("GET", "/")[0] == 200
+        assert threading.active_count() - before <= 5
+        monkeypatch.setattr(http, "_SECONDS_IDLE", 0.1)
+        for sent in (b"", b"POST / HT"):
+            idle = stack.enter_context(socket.create_connection(server.server_address))
+            idle.settimeout(5)
+            idle.sendall(sent)
+            assert idle.recv(1) == b""
+
+
+def test_request_that_comes_byte_by_byte_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(http, "_SECONDS_PER_REQUEST", 0.3)
+    with (
+        listening() as server,
+        socket.create_connection(server.server_address, timeout=0.1) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
+        answer, n_sent = b"", 0
+        while not answer and n_sent < 50:
+            with contextlib.suppress(ConnectionError):  # it may be closed by now
+                client.sendall(b"x")
+            n_sent += 1
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(999)
+        assert b"408" in answer
+
+
+def test_key_and_host_name_of_requests():
+    key = {"X-API-Key": "tml-mine"}
+    with listening(("localhost", "box.example.org"), "tml-mine") as server:
+        for headers, status in (
+            ({}, 401),
+            ({"X-API-Key": "tml-other"}, 401),
+            (key, 200),
+            (key | {"Host": "box.example.org:8000"}, 200),
+            (key | {"Host": "[::1]:8000"}, 200),
+            (key | {"Host": "example.org"}, 403),
+            (key | {"Host": "["}, 403),
+        ):
+            found, body = Http(server.url).send("POST", "/", b"x" * 9, headers)
+            assert found == status, headers
+            assert b"tml-mine" not in body
+
+
+def test_key_is_read_from_its_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("tml-one\n")
+    config = toy_config(tmp_path, f"--rl.serve.api_key_file={path}")
+    check_server_config(config)
+    assert api_key(config.rl.serve) == "tml-one"
+    path.write_text("two words")
+    with pytest.raises(ConfigError, match="must be a file with one key"):
+        check_server_config(config)
+    with pytest.raises(ConfigError, match="got no such file in"):
+        check_server_config(toy_config(tmp_path, "--rl.serve.api_key_file=/dev/zero"))
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
+        (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
         (["--rl.serve.port=70000"], "rl.serve.port must be 0 to 65535"),
         (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
         (["--rl.async_steps=1"], "clients decide by themselves"),

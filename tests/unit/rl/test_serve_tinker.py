@@ -96,6 +96,11 @@ def test_mistakes_come_as_the_clients_own_errors(service):
         client.forward_backward(wrong, "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="of this step failed"):
         client.optim_step(tinker.AdamParams()).result()
+    with pytest.raises(tinker.BadRequestError, match="learning_rate must be a finite number"):
+        client.optim_step(tinker.AdamParams(learning_rate=float("nan"))).result()
+    nan = datum([1], target_tokens=torch.tensor([2]), weights=torch.tensor([torch.nan]))
+    with pytest.raises(tinker.RequestFailedError, match="weights of a Datum must be finite"):
+        client.forward_backward([nan], "cross_entropy").result()
     sampler = client.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=100)
     with pytest.raises(tinker.BadRequestError, match="max_tokens must be 1 to 24, got 100"):

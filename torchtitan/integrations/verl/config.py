@@ -195,11 +195,7 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"torchtitan's engine is configured by verl's TorchtitanEngineConfig or a class made "
             f"from it, got {type(config).__name__}; set engine=torchtitan on the command line"
         )
-    if config.attn_type not in ("flex", "varlen"):
-        yield (
-            f"engine.attn_type must be 'flex' or 'varlen' here, got {config.attn_type!r}, whose "
-            "kernel this version does not call; choose 'flex'"
-        )
+    yield from choice_problems(config)
     if config.dtype not in ("bfloat16", "float32"):
         yield (
             f"engine.dtype, in which weights are multiplied, must be 'bfloat16' or 'float32', got "
@@ -239,6 +235,20 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"engine.data_parallel_size must be 1, which leaves it open, or "
             f"data_parallel_replicate_size * data_parallel_shard_size = {data_parallel}, got "
             f"{config.data_parallel_size}; correct one of them"
+        )
+
+
+def choice_problems(config: Any) -> Iterator[str]:
+    """What is wrong with the texts of a `TorchtitanEngineConfig`."""
+    if config.attn_type not in ("flex", "varlen"):
+        yield (
+            f"engine.attn_type must be 'flex' or 'varlen' here, got {config.attn_type!r}, whose "
+            "kernel this version does not call; choose 'flex'"
+        )
+    if config.activation_checkpoint not in ("selective", "full", "none"):
+        yield (
+            f"engine.activation_checkpoint must be 'selective', 'full' or 'none', got "
+            f"{config.activation_checkpoint!r}; choose 'selective'"
         )
 
 

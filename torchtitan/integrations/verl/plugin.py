@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 from torchtitan.tools.logging import logger
 
@@ -46,8 +47,30 @@ def register_weight_sender(rollout_base: ModuleType) -> None:
     )
 
 
-# Module of verl -> what is registered there once it is imported.
+def explain_wrong_choices(workers_config: ModuleType) -> None:
+    """Raise ConfigError with our sentence where verl's engine config only asserts."""
+    config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
+    if config_cls is None:
+        return  # a verl without such an engine
+    check = config_cls.__post_init__
+
+    def check_and_explain(self: Any) -> None:
+        try:
+            check(self)
+        except AssertionError:
+            # Heavy, and only for a mistake.
+            from torchtitan.config.checks.common import refuse
+            from torchtitan.integrations.verl.config import choice_problems
+
+            refuse(choice_problems(self))
+            raise
+
+    config_cls.__post_init__ = check_and_explain
+
+
+# Module of verl -> what is done with it once it is imported.
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "verl.workers.config": explain_wrong_choices,
     "verl.workers.engine": register_engines,
     "verl.workers.rollout.base": register_weight_sender,
     "verl.workers.rollout.replica": register_replica,

@@ -3,11 +3,19 @@
 Nothing of a request is executed or unpickled: it is JSON, or the protobuf messages of `wire`.
 """
 
+import contextlib
+import hmac
+import io
+import ipaddress
 import json
+import logging
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,8 +28,53 @@ Respond = Callable[[str, str, bytes, bool], Answer]
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _MOST_CONNECTIONS = 512
-_SECONDS_IDLE = 120  # a connection that sends nothing, or reads nothing
+_SECONDS_IDLE = 10  # a connection without a request, or in the middle of its head
+_SECONDS_PER_REQUEST = 60  # from its first byte to its last, and as long again for the answer
 _SECONDS_TO_FINISH = 5
+# Connections without a whole request: further ones wait until one of these sends it, or has had
+# this many seconds.
+_MOST_UNREAD = 64
+_SECONDS_UNREAD = 1.0
+_MOST_BYTES_DROPPED = 2**16
+
+
+@dataclass(frozen=True)
+class Access:
+    """Whose requests are answered.
+
+    names: the host names, in lower case, that requests may be for, besides IP addresses. A web
+        page whose name is pointed at this machine sends its own (DNS rebinding).
+    key: what the header X-API-Key has to be; "" for no such rule.
+    """
+
+    names: Collection[str] = ("localhost",)
+    key: str = ""
+
+    def check(self, headers: Any) -> None:
+        """Raise Refused for anybody else's request."""
+        if headers.get("Origin") is not None:
+            raise Refused("requests from web pages are not answered", 403)
+        host = headers.get("Host", "")
+        if not self._is_ours(host):
+            raise Refused(
+                f"requests must be for an IP address or one of {', '.join(self.names)}, got Host "
+                f"{host[:200]!r}; add the name to rl.serve.names if it is this server's",
+                403,
+            )
+        given = headers.get("X-API-Key", "")
+        if self.key and not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise Refused(
+                "the header X-API-Key is missing or wrong; set TINKER_API_KEY to what the server's "
+                "rl.serve.api_key_file has",
+                401,
+            )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            return name in self.names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -34,13 +87,16 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, max_bytes: int, respond: Respond):
+    def __init__(self, host: str, port: int, max_bytes: int, access: Access, respond: Respond):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-        self.max_bytes, self.respond = max_bytes, respond
+        self.max_bytes, self.access, self.respond = max_bytes, access, respond
         self.n_answering = 0
         self.lock = threading.Lock()
         self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        # Connections without a whole request: whether one has begun, and since when they wait.
+        self._unread: dict[Any, tuple[bool, float]] = {}
+        self._was_read = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
     @property
@@ -64,27 +120,92 @@ class HttpServer(ThreadingHTTPServer):
             logger.warning("%d connections are open: another one is refused", _MOST_CONNECTIONS)
             self.shutdown_request(request)
             return
+        self._wait_for_room()
+        self.note_unread(request, has_begun=False)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.note_read(request)
             self._connections.release()
+
+    def note_unread(self, connection: Any, has_begun: bool) -> None:
+        with self._was_read:
+            self._unread[connection] = has_begun, time.monotonic()
+
+    def note_read(self, connection: Any) -> None:
+        with self._was_read:
+            self._unread.pop(connection, None)
+            self._was_read.notify_all()
+
+    def _wait_for_room(self) -> None:
+        """Close connections that keep others waiting, those without a request first."""
+        with self._was_read:
+            while len(self._unread) >= _MOST_UNREAD:
+                before = time.monotonic() - _SECONDS_UNREAD
+                late = {c: found for c, found in self._unread.items() if found[1] <= before}
+                if not late:
+                    oldest = min(since for _, since in self._unread.values())
+                    self._was_read.wait(oldest - before)
+                    continue
+                connection = min(late, key=late.__getitem__)
+                del self._unread[connection]
+                with contextlib.suppress(OSError):  # it may be closed already
+                    connection.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
     def server_close(self) -> None:
         self.socket.close()  # not waiting for idle connections, as the base class may
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a connection of %s broke", client_address, exc_info=True)
+        level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
+        logger.log(level, "a connection of %s broke", client_address, exc_info=True)
+
+
+class _TimedReads(io.RawIOBase):
+    """A socket's bytes; raises TimeoutError at the time `until`, however often some arrive."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self.until = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self.until - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        self._connection.settimeout(seconds)
+        return self._connection.recv_into(buffer)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: HttpServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "torchtitan", ""
-    timeout = _SECONDS_IDLE
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._reads = _TimedReads(self.connection)
+        self.rfile = io.BufferedReader(self._reads)
+
+    def handle_one_request(self) -> None:
+        self._reads.until = time.monotonic() + _SECONDS_IDLE
+        self.server.note_unread(self.connection, has_begun=False)
+        try:
+            has_begun = bool(self.rfile.peek(1))
+        except OSError:
+            has_begun = False
+        if not has_begun:
+            self.close_connection = True
+            return
+        self._reads.until = time.monotonic() + _SECONDS_IDLE
+        self.server.note_unread(self.connection, has_begun=True)
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         with self.server.lock:
@@ -100,8 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> Answer:
         try:
             body = self._body()
-            if self.headers.get("Origin") is not None:
-                raise Refused("requests from web pages are not answered", 403)
+            self.server.note_read(self.connection)
             accepts_protobuf = _PROTOBUF in self.headers.get("Accept", "")
             path = self.path.partition("?")[0]
             return self.server.respond(self.command, path, body, accepts_protobuf)
@@ -115,30 +235,47 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         """Raises Refused, after which the connection is closed, for one that is not read."""
         length, limit = self.headers.get("Content-Length", "0"), self.server.max_bytes
-        problem = None
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal()):
-            problem = "requests need a Content-Length", 411
-        elif int(length) > limit:
-            problem = (
-                f"requests may have {limit} bytes, got {length}; send less at once, or raise "
-                "rl.serve.max_request_mib",
-                413,
-            )
-        elif self.headers.get("Content-Encoding", "identity") != "identity":
-            problem = "requests are not compressed", 415
-        if problem is not None:
             self.close_connection = True
-            raise Refused(*problem)
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+            raise Refused("requests need a Content-Length", 411)
+        size = int(length[:20])
+        try:
+            self.server.access.check(self.headers)
+            if size > limit:
+                raise Refused(
+                    f"requests may have {limit} bytes, got {size}; send less at once, or raise "
+                    "rl.serve.max_request_mib",
+                    413,
+                )
+            if self.headers.get("Content-Encoding", "identity") != "identity":
+                raise Refused("requests are not compressed", 415)
+        except Refused:
+            self.close_connection = True
+            if size <= _MOST_BYTES_DROPPED:
+                self._read(size)  # with bytes unread, closing could take the answer back
+            raise
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        self._reads.until += _SECONDS_PER_REQUEST - _SECONDS_IDLE
+        try:
+            body = self.rfile.read(size)
+        except TimeoutError as error:
+            self.close_connection = True
+            raise Refused(
+                f"requests have {_SECONDS_PER_REQUEST} s to arrive; send less at once", 408
+            ) from error
+        if len(body) < size:
             self.close_connection = True
             raise Refused("the request ended early")
         return body
 
     def _send(self, answer: Answer) -> None:
         is_json = answer.body is None
-        body = json.dumps(answer.values).encode() if is_json else answer.body or b""
+        text = json.dumps(answer.values, allow_nan=False)
+        body = text.encode() if is_json else answer.body or b""
         try:
+            self.connection.settimeout(_SECONDS_PER_REQUEST)
             self.send_response(answer.status)
             self.send_header("Content-Type", _JSON if is_json else _PROTOBUF)
             self.send_header("Content-Length", str(len(body)))

@@ -29,12 +29,19 @@ class Refused(ValueError):
 
 def read_json(body: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(body) if body else {}
+        values = json.loads(body, parse_constant=_finite, parse_float=_finite) if body else {}
     except (ValueError, RecursionError) as error:
         raise Refused(f"the request is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise Refused(f"the request must be a JSON object, got {type(values).__name__}")
     return values
+
+
+def _finite(text: str) -> float:
+    """A number of a request: what is NaN or infinite could not be sent back as JSON."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"numbers must be finite, got {text[:40]}")
+    return number
 
 
 def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> Any:
@@ -49,9 +56,14 @@ def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> An
         raise Refused(f"{key} must be {_KINDS[kind]}, got {_short(value)}")
     if kind is int and not -(2**63) <= value < 2**63:
         raise Refused(f"{key} must have at most 64 bits, got {_short(value)}")
-    if kind is float and not math.isfinite(value):
-        raise Refused(f"{key} must be finite, got {value}")
     return value
+
+
+def _take_number(values: dict[str, Any], key: str, default: float) -> float:
+    """A number that may be missing, but not null, as which clients send NaN and infinity."""
+    if key in values and values[key] is None:
+        raise Refused(f"{key} must be a finite number, got null, which stands for NaN; correct it")
+    return take(values, key, float, default)
 
 
 def _short(value: Any) -> str:
@@ -93,7 +105,7 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
         )
     params = take(values, "adam_params", dict)
     names = AdamParams.__dataclass_fields__
-    return AdamParams(**{name: take(params, name, float, names[name].default) for name in names})
+    return AdamParams(**{name: _take_number(params, name, names[name].default) for name in names})
 
 
 def sampling_params(
@@ -112,9 +124,9 @@ def sampling_params(
         stops = [*stops, eos_id]
     wanted = SamplingParams(
         max_tokens=take(params, "max_tokens", int, default_max_tokens),
-        temperature=take(params, "temperature", float, 1.0),
+        temperature=_take_number(params, "temperature", 1.0),
         top_k=take(params, "top_k", int, -1),
-        top_p=take(params, "top_p", float, 1.0),
+        top_p=_take_number(params, "top_p", 1.0),
         stop=tuple(stops),
         seed=take(params, "seed", int, None),
     )

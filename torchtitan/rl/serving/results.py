@@ -1,6 +1,7 @@
 """From requests to results: what was accepted, who waits for it, and how it is written."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,7 @@ def write_output(output: ForwardBackwardOutput) -> Result:
     metrics = {
         name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
         for name, value in output.metrics.items()
+        if math.isfinite(value)  # JSON has no other numbers
     }
     logprobs = [np.asarray(found["logprobs"].cpu()) for found in output.loss_fn_outputs]
     values = {

@@ -3,15 +3,17 @@
 import contextlib
 import ipaddress
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.rl.checks import api_key
 from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.serving.http import HttpServer
+from torchtitan.rl.serving.http import Access, HttpServer
 from torchtitan.rl.serving.policy import CommandLoop, Policy
 from torchtitan.rl.serving.service import Service
 from torchtitan.step.runner import on_error
@@ -41,9 +43,10 @@ class Server:
         config = self._config.rl.serve
         try:
             service = Service(self._config, self._client, self._commands.put)
-            http = HttpServer(
-                config.host, config.port, config.max_request_mib * 2**20, service.answer
-            )
+            key = api_key(config)
+            access = Access(("localhost", socket.gethostname().lower(), *config.names), key)
+            limit = config.max_request_mib * 2**20
+            http = HttpServer(config.host, config.port, limit, access, service.answer)
         except OSError as error:
             self._commands.stop()
             self._commands.run()  # ends the other ranks
@@ -51,10 +54,10 @@ class Server:
                 f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
                 f"to listen at: {error}; choose another port, or 0 for any"
             ) from error
-        if not ipaddress.ip_address(http.server_address[0]).is_loopback:
+        if not key and not ipaddress.ip_address(http.server_address[0]).is_loopback:
             logger.warning(
-                "rl.serve.host = %r lets every machine that reaches it train and sample: there are "
-                "no passwords",
+                "rl.serve.host = %r lets every machine that reaches it train and sample; set "
+                "rl.serve.api_key_file to have clients send a key",
                 config.host,
             )
         with _on_signals(self.stop):

@@ -213,7 +213,7 @@ class Service:
             self._runs[model_id] = metadata
             for old in list(self._runs)[:-_MOST_SESSIONS]:
                 del self._runs[old]
-        logger.info("model %s trains the policy, as %s", model_id, base_model)
+        logger.info("model %s trains the policy, as %r", model_id, base_model)
         return model_id
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
@@ -276,8 +276,7 @@ class Service:
     # ---- training ----
 
     def _forward_backward(self, body: bytes) -> Answer:
-        request = wire.read_forward_backward(body)
-        self._checked_model(request.model_id)
+        request = wire.read_forward_backward(body, self._checked_model)
         if request.loss_fn == "gspo":
             # Tinker's takes its ratio over `sequence_ratio_mask`, ours over the mask.
             data = []

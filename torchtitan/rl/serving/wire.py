@@ -6,7 +6,7 @@ format is https://protobuf.dev/programming-guides/encoding. Field numbers are th
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # DType in messages -> numpy's
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32 = 1
+# In all messages of one request. A Datum of four inputs has some 30.
+MOST_FIELDS = 2**18
 _STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -38,40 +40,92 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise WireError("a number in the message does not end; send what the tinker client makes")
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a message: an int, or the bytes of all other types."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if kind == _BYTES:
-            size, at = _varint(data, at)
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
-        else:
-            raise WireError(f"the message has a field of type {kind}, which is not known here")
-        if at + size > len(data):
-            raise WireError(f"the message ends {at + size - len(data)} bytes early; send it again")
-        yield number, data[at : at + size]
-        at += size
+class _Reader:
+    """Reads the messages of one request, of which all fields together are bounded.
 
+    An empty entry takes two bytes of a request and many of memory.
+    """
 
-def _message(data: Any, *numbers: int) -> list[Any]:
-    """The last value of each of these fields, None for those that are not there."""
-    if isinstance(data, int):
-        raise WireError("the message has a number where a message is due")
-    found = dict(_fields(data))
-    return [found.get(number) for number in numbers]
+    def __init__(self) -> None:
+        self._n_left = MOST_FIELDS
+
+    def fields(self, data: memoryview) -> Iterator[tuple[int, Any]]:
+        """(field number, value) of a message: an int, or the bytes of all other types."""
+        at = 0
+        while at < len(data):
+            self._n_left -= 1
+            if self._n_left < 0:
+                raise WireError(
+                    f"a request may have {MOST_FIELDS} fields in all its data; send less at once"
+                )
+            tag, at = _varint(data, at)
+            number, kind = tag >> 3, tag & 7
+            if kind == _VARINT:
+                value, at = _varint(data, at)
+                yield number, value
+                continue
+            if kind == _BYTES:
+                size, at = _varint(data, at)
+            elif kind in (_FIXED64, _FIXED32):
+                size = 8 if kind == _FIXED64 else 4
+            else:
+                raise WireError(f"the message has a field of type {kind}, which is not known here")
+            if at + size > len(data):
+                raise WireError(
+                    f"the message ends {at + size - len(data)} bytes early; send it again"
+                )
+            yield number, data[at : at + size]
+            at += size
+
+    def message(self, data: Any, *numbers: int) -> list[Any]:
+        """The last value of each of these fields, None for those that are not there."""
+        if isinstance(data, int):
+            raise WireError("the message has a number where a message is due")
+        found = dict(self.fields(data))
+        return [found.get(number) for number in numbers]
+
+    def datum(self, message: Any) -> Datum:
+        if isinstance(message, int):
+            raise WireError("the message has a number where a message is due")
+        tokens: list[int] = []
+        inputs = {}
+        for number, value in self.fields(message):
+            if number == 1:
+                (text,) = self.message(value, 1)
+                if text is None:
+                    raise ValueError("a Datum's input must be text tokens, got an image or audio")
+                tokens += _array(self.message(text, 1)[0], np.dtype("<i4")).tolist()
+            elif number == 2:
+                key, tensor = self.message(value, 1, 2)
+                inputs[_text(key)] = self._tensor(_text(key), tensor or b"")
+        return Datum(ModelInput.from_ints(tokens), inputs)
+
+    def _tensor(self, name: str, message: Any) -> np.ndarray:
+        dense, sparse, dtype = self.message(message, 1, 2, 3)
+        shape = [value for number, value in self.fields(message) if number == 4]
+        # Dimensions come packed into one field, or one by one.
+        packed = [value for value in shape if not isinstance(value, int)]
+        for value in packed:
+            at = 0
+            shape = []
+            while at < len(value) and len(shape) < 2:
+                size, at = _varint(value, at)
+                shape.append(size)
+        if sparse is not None or len(shape) > 1 or dtype not in _DTYPES:
+            raise ValueError(
+                f"loss_fn_inputs hold one number per token, of float32 or int64, got {name} of "
+                f"shape {shape}{', sparse' if sparse is not None else ''}; several targets per "
+                "token are not offered"
+            )
+        return _array(dense, _DTYPES[dtype]).copy()
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, int):
+        raise WireError("the message has a number where a name is due")
     try:
         return bytes(value or b"").decode()
-    except (UnicodeDecodeError, TypeError) as error:
+    except UnicodeDecodeError as error:
         raise WireError(f"the message has a name that is no text: {error}") from error
 
 
@@ -96,34 +150,39 @@ class ForwardBackwardRequest:
     problem: str | None = None
 
 
-def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """Raises WireError for bytes that are no such message."""
+def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> ForwardBackwardRequest:
+    """check_model: called with the model's id before any of the data are read.
+
+    Raises WireError for bytes that are no such message, and what check_model raises.
+    """
+    reader = _Reader()
+    fields = list(reader.fields(memoryview(body)))
+    values = dict(fields)
+    model_id = _text(values.get(1))
+    check_model(model_id)
     data: list[Datum] = []
     config: dict[str, float] = {}
-    values: dict[int, Any] = {}
     problem = None
-    for number, value in _fields(memoryview(body)):
-        values[number] = value
+    for number, value in fields:
         try:
             if number == 3:
-                data.append(_datum(value))
+                data.append(reader.datum(value))
             elif number in (5, 7):
-                key, setting = _message(value, 1, 2)
+                key, setting = reader.message(value, 1, 2)
                 if number == 7:
-                    setting, text = _message(setting or b"", 1, 2)
+                    setting, text = reader.message(setting or b"", 1, 2)
                     if text is not None:
                         raise ValueError(
                             f"loss_fn_config takes numbers, got {_text(key)} = {_text(text)!r}"
                         )
-                config[_text(key)] = 0.0
-                if setting is not None:
-                    config[_text(key)] = float(_array(setting, np.dtype("<f8"))[0])
+                numbers = _array(setting, np.dtype("<f8"))
+                config[_text(key)] = float(numbers[0]) if numbers.size else 0.0
         except WireError:
             raise
         except ValueError as error:
             problem = problem or f"{error} (datum {len(data)})"
     return ForwardBackwardRequest(
-        model_id=_text(values.get(1)),
+        model_id=model_id,
         seq_id=int(values.get(2, 0)),
         data=data,
         loss_fn=_text(values.get(4)),
@@ -131,41 +190,6 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
         forward_only=bool(values.get(6, 0)),
         problem=problem,
     )
-
-
-def _datum(message: memoryview) -> Datum:
-    tokens: list[int] = []
-    inputs = {}
-    for number, value in _fields(message):
-        if number == 1:
-            (text,) = _message(value, 1)
-            if text is None:
-                raise ValueError("a Datum's input must be text tokens, got an image or audio")
-            tokens += _array(_message(text, 1)[0], np.dtype("<i4")).tolist()
-        elif number == 2:
-            key, tensor = _message(value, 1, 2)
-            inputs[_text(key)] = _tensor(_text(key), tensor or b"")
-    return Datum(ModelInput.from_ints(tokens), inputs)
-
-
-def _tensor(name: str, message: Any) -> np.ndarray:
-    dense, sparse, dtype = _message(message, 1, 2, 3)
-    shape = [value for number, value in _fields(message) if number == 4]
-    # Dimensions come packed into one field, or one by one.
-    packed = [value for value in shape if not isinstance(value, int)]
-    for value in packed:
-        at = 0
-        shape = []
-        while at < len(value):
-            size, at = _varint(value, at)
-            shape.append(size)
-    if sparse is not None or len(shape) > 1 or dtype not in _DTYPES:
-        raise ValueError(
-            f"loss_fn_inputs hold one number per token, of float32 or int64, got {name} of shape "
-            f"{shape}{', sparse' if sparse is not None else ''}; several targets per token are not "
-            "offered"
-        )
-    return _array(dense, _DTYPES[dtype]).copy()
 
 
 # ---- writing ----
