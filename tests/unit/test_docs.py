@@ -22,9 +22,11 @@ from tests.compat.test_public_names import REFERENCE_PATHS
 from tests.unit.test_hf_config import LLAMA_3_2_3B
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.config.toml_values import section_from_table
 from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
+from torchtitan.job import find_train_spec
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.protocols import train_spec
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
@@ -157,8 +159,10 @@ def test_module_of_the_page_on_extending_trains(tmp_path):
 # ---- Python in the pages ----
 
 NOT_RUN = "# Not run by the tests: "  # and why
-# Blocks of one page continue each other. Those on extending are a module, which trains above.
-PYTHON_PAGES = [page for page in PAGES if "```py" in PAGES[page] and page != "docs/extending.md"]
+# Blocks of one page continue each other. Those on extending are a module, which trains above; those of
+# the quickstart run in tests/reliability/test_quickstart.py.
+PYTHON_PAGES = {page for page in PAGES if "```py" in PAGES[page]}
+PYTHON_PAGES = sorted(PYTHON_PAGES - {"docs/extending.md", "docs/quickstart.md"})
 
 
 def names_of_checkpoint_page():
@@ -194,7 +198,10 @@ def readme_trained(names, output):
 
 
 def weights_were_sent(names, output):
-    assert names["flavor"] is None and names["flavors"]["3B"].dim == LLAMA_3_2_3B["hidden_size"]
+    (table,) = re.findall(r"^```toml\n(.*?)^```$", PAGES["docs/checkpoint.md"], re.M | re.S)
+    args = find_train_spec(section_from_table(JobConfig, tomli.loads(table))).model_args
+    assert args["debugmodel"].dim == LLAMA_3_2_3B["hidden_size"]
+    assert args["debugmodel"].n_layers == 4
     (file,) = Path("hf_folder").glob("*.safetensors")
     assert {path.name for path in Path("outputs/checkpoint").iterdir()} >= {"step-0"}
     for name, weight in safetensors.torch.load_file(file).items():
