@@ -120,6 +120,7 @@ def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path)
 def test_old_paths_of_rl_lead_to_the_same_modules():
     import torchtitan.experiments.rl.serving.http as http
     import torchtitan.experiments.rl.trainer as trainer
+
     from torchtitan.experiments.rl import types
 
     names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
