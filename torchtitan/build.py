@@ -18,6 +18,7 @@ from torchtitan.checkpoint.run_record import record_of
 from torchtitan.checkpoint.states import LR_SCHEDULER, OPTIMIZER
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import has_value_head
+from torchtitan.config.job_config import Training
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.determinism import (
@@ -172,16 +173,26 @@ def build_engine(engine: Any, layout: RankLayout | None) -> None:
 
 
 def job_of_hf(
-    folder: str | os.PathLike[str], job_config: JobConfig | None, spec: TrainSpec | None
+    folder: str | os.PathLike[str],
+    job_config: JobConfig | None,
+    spec: TrainSpec | None,
+    builds_data: bool,
 ) -> tuple[JobConfig, TrainSpec]:
-    """(config, train spec) of the model in a Hugging Face folder; see `TrainingEngine.from_hf`."""
+    """(config, train spec) of the model in a Hugging Face folder; see `TrainingEngine.from_hf`.
+
+    builds_data: the job reads rows of `training.seq_len` tokens.
+    """
     match = from_hf_config(folder)
     job_config = JobConfig() if job_config is None else copy.deepcopy(job_config)
     flavor = os.path.basename(os.path.abspath(folder))
     job_config.model.name, job_config.model.flavor = match.family, flavor
     job_config.model.hf_assets_path = os.fspath(folder)
     spec = spec or get_train_spec(match.family)
-    return job_config, dataclasses.replace(spec, model_args={flavor: match.model_args})
+    args, seq_len = match.model_args, job_config.training.seq_len
+    if seq_len == Training.seq_len and not builds_data:
+        # Nobody has set it, and rows are the caller's: a warning that it is too long would be wrong.
+        args = dataclasses.replace(args, max_seq_len=max(args.max_seq_len, seq_len))
+    return job_config, dataclasses.replace(spec, model_args={flavor: args})
 
 
 def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> int:

@@ -43,7 +43,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward_backward import check_trains, forward, forward_backward
+from torchtitan.step.forward_backward import check_open, check_trains, forward, forward_backward
 from torchtitan.step.runner import Head, on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
@@ -108,7 +108,8 @@ class TrainingEngine(build.EngineParts):
         Raises ValueError for a folder that describes no model of ours, or whose files do not fit
         its config.json.
         """
-        job_config, spec = build.job_of_hf(folder, job_config, options.pop("train_spec", None))
+        spec = options.pop("train_spec", None)
+        job_config, spec = build.job_of_hf(folder, job_config, spec, cls.builds_data)
         engine = cls(job_config, train_spec=spec, **options)
         with on_error(engine.close):
             engine.load(os.fspath(folder), model_only=True)
@@ -185,6 +186,7 @@ class TrainingEngine(build.EngineParts):
         output_fn raises on a pipeline's last stage, ranks without it that were given one raise as
         RunError.
         """
+        check_open(self, "forward_step")
         self.offloader.check_here("forward_step", "model")
         return forward(self, microbatches, output_fn, head)
 
@@ -226,8 +228,8 @@ class TrainingEngine(build.EngineParts):
         are those of a part of the microbatches then: call `optimizers.zero_grad()`. What loss_fn
         raises on a pipeline's last stage, ranks without it that were given one raise as RunError.
         """
-        self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")
+        self.offloader.check_here("forward_backward_step", "model", "grad")
         return forward_backward(
             self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
         )
@@ -256,9 +258,9 @@ class TrainingEngine(build.EngineParts):
         weights and optimizer state as they are and goes on (at most 10 times in a row),
         "stop" raises FloatingPointError, "ignore" updates all the same. On an accelerator the host
         learns of it a step late; see `OptimStepResult`.
-        Raises ValueError for any of the arguments under `optimizer.early_step_in_backward`, for
-        a `denominator` whose sum is negative or not finite, an `lr` that is, and a `max_norm` that
-        is not above 0.
+        Raises ValueError if no rank has a gradient and there was no `forward_backward_step`, for any
+        of the arguments under `optimizer.early_step_in_backward`, for a `denominator` whose sum is
+        negative or not finite, an `lr` that is, and a `max_norm` that is not above 0.
         """
         check_trains(self, "optim_step")
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")

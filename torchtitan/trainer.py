@@ -137,8 +137,15 @@ class Trainer(TrainingEngine):
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield batches on the CPU, counting tokens and the time spent waiting for them.
 
-        Raises DataloaderExhaustedError at the end of the data.
+        Raises ValueError for the missing dataloader of a trainer without one, and
+        DataloaderExhaustedError at the end of the data.
         """
+        refuse_missing_dataloader(data_iterable)
+        return self._counted_batches(data_iterable)
+
+    def _counted_batches(
+        self, data_iterable: Iterable[tuple[Batch, torch.Tensor]]
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
         iterator = iter(data_iterable)
         while True:
             started = time.perf_counter()
@@ -310,12 +317,7 @@ class Trainer(TrainingEngine):
 
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`."""
-        if self.dataloader is None:
-            raise ValueError(
-                "this trainer has no dataloader (its train spec's build_dataloader_fn is None): "
-                "feed batches yourself with forward_backward_step(input_dict=..., labels=..., "
-                "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
-            )
+        refuse_missing_dataloader(self.dataloader)
         config = self.job_config
         if not load_newest_checkpoint(self):
             return
@@ -403,6 +405,16 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
         "checkpoint is whole, and the same command goes on",
         extra=event("stop", engine.step),
     )
+
+
+def refuse_missing_dataloader(dataloader: Any) -> None:
+    """Raise ValueError for None, which a train spec without `build_dataloader_fn` gives."""
+    if dataloader is None:
+        raise ValueError(
+            "this trainer has no dataloader (its train spec's build_dataloader_fn is None): "
+            "feed batches yourself with forward_backward_step(input_dict=..., labels=..., "
+            "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
+        )
 
 
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:

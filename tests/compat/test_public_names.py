@@ -4,6 +4,7 @@ Names of the reference are there, and say so if they cannot work.
 """
 
 import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import tomli
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import torchtitan.rl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,6 +115,19 @@ def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path)
     }
     assert public, "nothing to offer"
     assert {name for name in public if getattr(old, name, None) is not vars(module)[name]} == set()
+
+
+def test_old_paths_of_rl_lead_to_the_same_modules():
+    import torchtitan.experiments.rl.serving.http as http
+    import torchtitan.experiments.rl.trainer as trainer
+
+    from torchtitan.experiments.rl import types
+
+    names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
+    assert {module.__name__ for module in (http, trainer, types)} <= set(names)
+    for name in names:
+        old = importlib.import_module(name.replace("torchtitan.rl", "torchtitan.experiments.rl"))
+        assert old is sys.modules[name]
 
 
 def uses_of_what_is_not_available():

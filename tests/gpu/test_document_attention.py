@@ -14,7 +14,7 @@ from torchtitan.models.attention import (
     attend,
     build_inner_attention,
     create_attention_mask,
-    get_document_id_mask_mod,
+    get_document_mask_mod,
     get_sliding_window_mask_mod,
 )
 
@@ -92,7 +92,7 @@ def test_document_mask_composes_with_a_sliding_window():
     from torch.nn.attention.flex_attention import and_masks
 
     ids = ids_of([200, 312])
-    mask_mod = and_masks(get_document_id_mask_mod(ids), get_sliding_window_mask_mod(40))
+    mask_mod = and_masks(get_document_mask_mod(document_ids=ids), get_sliding_window_mask_mod(40))
     mask = create_attention_mask(mask_mod, 1, None, 512, 512, device="cuda")
     inputs = tensors(1, 512, 4, 2)
     out = attend(build_inner_attention("flex"), *inputs, mask)
@@ -129,7 +129,7 @@ def test_mask_of_every_other_length_compiles_nothing_after_warm_up():
     counts = []
     for seq_len in range(300, 780, 40):
         mask_mod = and_masks(
-            get_document_id_mask_mod(ids_of([100, seq_len - 100])),
+            get_document_mask_mod(document_ids=ids_of([100, seq_len - 100])),
             get_sliding_window_mask_mod(40),
         )
         mask = create_attention_mask(mask_mod, 1, None, seq_len, seq_len, device="cuda")

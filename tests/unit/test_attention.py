@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
+from torchtitan.batch import documents as documents_module
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import (
@@ -25,7 +26,6 @@ from torchtitan.models.attention import (
     create_attention_mask,
     create_varlen_metadata_for_document,
     get_causal_mask_mod,
-    get_document_id_mask_mod,
     get_document_mask_mod,
     get_fixed_block_mask_mod,
     get_sliding_window_mask_mod,
@@ -234,7 +234,7 @@ IMAGES = torch.tensor([[-1, -1, -1, 0, 0, 0, -1, -1, -1, -1], [-1] * 10])
 
 
 def document_compositions():
-    documents = get_document_id_mask_mod(document_ids_from_positions(POSITIONS))
+    documents = get_document_mask_mod(positions=POSITIONS)
     causal = get_causal_mask_mod()
 
     def image(b, h, q_idx, kv_idx):
@@ -444,11 +444,28 @@ def test_document_mask_mod_keeps_an_eos_in_the_document_it_closes():
     assert torch.equal(batch, before)
 
 
-def test_document_id_mask_mod_shows_padding_to_itself_alone():
-    ids = torch.tensor([[0, 0, -1, -1, 0]])
-    pairs = lookup(get_document_id_mask_mod(ids), 1, 5)[0, 0]
+def test_document_mask_mod_takes_ids_or_positions_and_shows_padding_to_itself_alone():
+    ids, positions = torch.tensor([[0, 0, -1, -1, 0]]), torch.tensor([[0, 1, -1, -1, 0]])
     one = torch.ones(1, 1)
-    assert torch.equal(pairs, torch.block_diag(torch.ones(2, 2), one, one, one).bool())
+    expected = torch.block_diag(torch.ones(2, 2), one, one, one).bool()
+    for separator in ({"document_ids": ids}, {"positions": positions}):
+        assert torch.equal(lookup(get_document_mask_mod(**separator), 1, 5)[0, 0], expected)
+
+
+def test_document_mask_mod_says_which_of_two_separators_it_takes(caplog, monkeypatch):
+    monkeypatch.setattr(documents_module, "_seen_to_disagree", set())
+    tokens, positions = torch.tensor([[5, EOS, 5, 5]]), torch.tensor([[0, 1, 2, 0]])
+    pairs = lookup(get_document_mask_mod(tokens, EOS, positions=positions), 1, 4)[0, 0]
+    assert torch.equal(pairs, torch.block_diag(torch.ones(3, 3), torch.ones(1, 1)).bool())
+    (message,) = caplog.messages
+    assert "come from 'positions'" in message and "row 0 token 2 continues" in message
+
+
+@pytest.mark.parametrize("given", [{}, {"batch": torch.ones(1, 2).long()}, {"eos_id": EOS}])
+def test_document_mask_mod_without_a_separator_is_refused(given):
+    got = "input" if "batch" in given else "none of them"
+    with pytest.raises(ValueError, match=f"or tokens .* with eos_id, got {got}; give one"):
+        get_document_mask_mod(**given)
 
 
 def test_mask_mods_are_named_after_their_size():
@@ -489,7 +506,9 @@ def masks_of_many_lengths(create_mask):
     counts = []
     for seq_len in range(130, 250, 10):
         ids = torch.arange(seq_len)[None] // 50
-        mask_mod = and_masks(get_document_id_mask_mod(ids), get_sliding_window_mask_mod(40))
+        mask_mod = and_masks(
+            get_document_mask_mod(document_ids=ids), get_sliding_window_mask_mod(40)
+        )
         mask = create_mask(mask_mod, 1, None, seq_len, seq_len, device="cpu")
         assert mask.shape == (1, 1, seq_len, seq_len)
         counts.append(counters["stats"]["unique_graphs"])

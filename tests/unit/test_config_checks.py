@@ -112,6 +112,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "beta": ({"optimizer__beta2": 1.0}, ["optimizer.beta2", "below 1", "1.0", "0.95"]),
     "decay ratio": ({"lr_scheduler__decay_ratio": 1.5}, ["lr_scheduler.decay_ratio", "1.5"]),
     "floor": ({"lr_scheduler__min_lr_factor": -0.1}, ["lr_scheduler.min_lr_factor", "-0.1"]),
+    "start": ({"lr_scheduler__init_lr_factor": 1.1}, ["lr_scheduler.init_lr_factor", "1.1"]),
     "budget": (
         {"activation_checkpoint__memory_budget": 2.0},
         ["activation_checkpoint.memory_budget", "from 0 to 1", "2.0"],

@@ -3,13 +3,16 @@
 import ast
 import dataclasses
 import graphlib
+import importlib
 import itertools
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -70,6 +73,20 @@ def test_keys_that_a_page_names_are_keys_of_the_config(page):
         for name in [] if key.endswith(FILES) else key.split("."):
             assert hasattr(value, name), f"{page}: {key}"
             value = getattr(value, name)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
+    missing = []
+    for path in sorted(set(re.findall(r"(?<![\w./-])torchtitan(?:\.[A-Za-z_]\w*)+", PAGES[page]))):
+        try:
+            value = pkgutil.resolve_name(path)
+            if isinstance(value, ModuleType):  # an attribute would be no path of a module
+                importlib.import_module(path)
+        except (ImportError, AttributeError) as error:
+            package = (getattr(error, "name", None) or "torchtitan").partition(".")[0]
+            missing += [path] if package == "torchtitan" else []  # others may not be installed
+    assert missing == []
 
 
 # ---- architecture.md ----

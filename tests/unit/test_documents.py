@@ -313,7 +313,7 @@ def test_second_source_that_agrees_is_warned_about_once(caplog, warnings_anew):
     assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     # Positions that agree are there for RoPE.
     assert caplog.messages == [
-        "document boundaries come from 'seq_lens'; the 'cu_seqlens' of the batch are not asked"
+        "document boundaries come from 'seq_lens'; the 'cu_seqlens' of the batch are ignored"
     ]
 
 
@@ -321,7 +321,7 @@ def test_disagreement_names_row_index_and_both_readings(caplog, warnings_anew):
     ids = read_document_ids(two_rows(0, 1, 0, 1), "position_block_causal", None)
     assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     assert caplog.messages == [
-        "document boundaries come from 'seq_lens'; the 'positions' of the batch are not asked, and "
+        "document boundaries come from 'seq_lens'; the 'positions' of the batch are ignored, and "
         "they disagree: in row 1 token 2 continues a document by 'seq_lens' and begins a document "
         "by 'positions'"
     ]
@@ -342,14 +342,40 @@ def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog, warning
     batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
     assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
     assert caplog.messages == [
-        "document boundaries come from 'end-of-text tokens'; the 'positions' of the batch are not "
-        "asked, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
+        "document boundaries come from 'end-of-text tokens'; the 'positions' of the batch are "
+        "ignored, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
         "continues a document by 'positions'"
     ]
 
 
-def test_end_of_text_tokens_are_no_second_source_beside_positions(caplog, warnings_anew):
-    batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
+def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog, warnings_anew):
+    agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
+    read_document_ids(agrees, "position_block_causal", EOS)
+    assert caplog.messages == []
+    tokens = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
+    batch = {"input": tokens, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}
+    for _ in range(2):
+        ids = read_document_ids(batch, "position_block_causal", EOS)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert caplog.messages == [
+        "document boundaries come from 'positions'; the 'end-of-text tokens' of the batch are "
+        "ignored, and they disagree: in row 1 token 3 continues a document by 'positions' and begins "
+        "a document by 'end-of-text tokens'"
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokens, positions",
+    [
+        ([5, 6, 7, 8], [0, 1, 0, 1]),  # no end-of-text token that says anything
+        ([5, EOS, EOS, EOS, 6, 7], [0, 1, -1, -1, 0, 1]),  # nor of padding, whatever token fills it
+        ([5, EOS, 9, 9, 6, 7], [0, 1, -1, -1, 0, 1]),
+    ],
+)
+def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(
+    caplog, warnings_anew, tokens, positions
+):
+    batch = {"input": torch.tensor([tokens]), "positions": torch.tensor([positions])}
     read_document_ids(batch, "position_block_causal", EOS)
     assert caplog.messages == []
 

@@ -404,6 +404,7 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
         assert torch.equal(p, before[name])
     assert engine.lr == pytest.approx(2e-3 / 5)
     # A number, however it comes: a tensor would stay, and be saved.
+    backward(engine)
     result = engine.optim_step(lr=torch.tensor(0.5))
     assert (result.lr, type(result.lr)) == (0.5, float)
     assert engine.lr == pytest.approx(3e-3 / 5)
@@ -444,6 +445,8 @@ def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before
         engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=divide_by)
         norms.append(engine.optim_step(lr=0.0, denominator=later).grad_norm.item())
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    nothing = {"input_dict": [], "labels": [], "global_valid_tokens": 1}
+    engine.forward_backward_step(**nothing)
     assert engine.optim_step(denominator=0).grad_norm.item() == 0
     with pytest.raises(ValueError, match="denominator must add up to a finite number"):
         engine.optim_step(denominator=float("nan"))
@@ -505,11 +508,47 @@ def test_lists_may_be_empty(tmp_path):
     assert engine.optim_step().grad_norm == 0
 
 
-def test_engine_closes_itself_at_the_end_of_its_block(tmp_path, monkeypatch):
+def test_step_without_a_gradient_is_refused_and_one_with_a_clients_own_is_not(tmp_path):
+    engine = make_engine(tmp_path)
+    with pytest.raises(ValueError, match="found no gradient on any rank; call forward_backward"):
+        engine.optim_step()
+    assert engine.weights_version == 0 and engine.lr_schedulers.last_epoch == 0
+    for parameter in engine.model_parts[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optim_step()
+    backward(engine)
+    engine.optimizers.zero_grad()
+    engine.optim_step()  # of no gradient: of a backward pass whose gradients were dropped
+    with pytest.raises(ValueError, match="found no gradient"):
+        engine.optim_step()
+
+
+def test_engine_closes_itself_at_the_end_of_its_block_and_takes_no_step_then(tmp_path, monkeypatch):
+    batch, labels = random_batch(1, 8)
     with make_engine(tmp_path) as engine:
         closed = []
         monkeypatch.setattr(engine.checkpointer, "close", lambda: closed.append(True))
     assert closed
+    step = {"input_dict": batch, "labels": labels, "global_valid_tokens": 1}
+    for name, call in {
+        "forward_step": lambda: engine.forward_step(batch),
+        "forward_backward_step": lambda: engine.forward_backward_step(**step),
+        "optim_step": engine.optim_step,
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=rf"^{name} was called after close\(\), .* build a new"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("head, got", [(TokenLogProbs, "the class TokenLogProbs"), ("x", "'x'")])
+def test_head_that_is_no_instance_is_named(head, got, tmp_path):
+    batch, labels = random_batch(1, 8)
+    with make_engine(tmp_path) as engine:
+        with pytest.raises(
+            ValueError, match=rf"such as TokenLogProbs\(\), got {got}; give an inst"
+        ):
+            engine.forward_step(batch | {"labels": labels}, head=head)
 
 
 def test_skipped_step_forgets_how_many_tokens_each_expert_got(tmp_path):
@@ -586,12 +625,13 @@ def test_steps_on_top_of_a_loaded_checkpoint_are_saved_beside_it(tmp_path, caplo
             engine.optim_step()
             engine.save()
             assert f"step-{n}" in names_of_steps(tmp_path)
-    poison(engine)
-    engine.optim_step()
-    engine.weights_version  # noqa: B018 (as above)
-    assert "step 8: the gradient norm is nan" in caplog.text
-    engine.step = 20
-    engine.save()
+            if n == 7:
+                poison(engine)
+                engine.optim_step()
+                engine.weights_version  # noqa: B018 (as above)
+                assert "step 8: the gradient norm is nan" in caplog.text
+                engine.step = 20
+                engine.save()
     assert names_of_steps(tmp_path) == {"step-5", "step-6", "step-7", "step-20"}
 
 
@@ -734,8 +774,9 @@ def test_trainer_without_dataloader_says_how_to_feed_batches(tmp_path, monkeypat
     monkeypatch.setattr(train_spec_module, "get_train_spec", lambda name: spec)
     trainer = Trainer(make_config(tmp_path))
     assert trainer.dataloader is None and trainer.tokenizer is None
-    with pytest.raises(ValueError, match=r"feed batches yourself with forward_backward_step"):
-        trainer.train()
+    for call in (trainer.train, lambda: trainer.batch_generator(trainer.dataloader)):
+        with pytest.raises(ValueError, match=r"feed batches yourself with forward_backward_step"):
+            call()
 
 
 def test_finite_data_that_runs_out_saves_what_was_learned(tmp_path):

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -132,22 +133,54 @@ def test_no_step_has_learning_rate_zero_nor_above_the_peak(steps, warmup, ratio,
     assert all(0 < factor <= 1 for factor in seen)
 
 
-def test_step_offset_of_minus_one_counts_warm_up_from_zero():
-    seen = factors(6, warmup_steps=4, decay_ratio=0.0, step_offset=-1)
-    assert seen == pytest.approx([0 / 4, 1 / 4, 2 / 4, 3 / 4, 1, 1])
+def factors_of(schedule, steps: int) -> list[float]:
+    """What `factors` returns, of another library's scheduler: a function of an optimizer."""
+    optimizer = sgd()
+    scheduler, seen = schedule(optimizer), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"] / BASE_LR)
+        optimizer.step()
+        scheduler.step()
+    return seen
 
 
-def test_negative_step_offset_without_warm_up_stays_at_the_peak_first():
-    seen = factors(5, training_steps=3, warmup_steps=0, step_offset=-1)
-    assert seen == pytest.approx([1, 1, 2 / 3, 1 / 3, 0])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5, 11])
+def test_schedules_that_count_from_zero_are_those_of_transformers_at_every_step(warmup):
+    from transformers import optimization as hf
+
+    steps = 12
+    for schedule, options in (
+        (partial(hf.get_linear_schedule_with_warmup, num_training_steps=steps), {}),
+        (
+            partial(hf.get_cosine_schedule_with_warmup, num_training_steps=steps),
+            {"decay_type": "cosine"},
+        ),
+        (hf.get_constant_schedule_with_warmup, {"decay_ratio": 0.0}),
+    ):
+        expected = factors_of(partial(schedule, num_warmup_steps=warmup), steps + 1)
+        seen = factors(
+            steps + 1, training_steps=steps, warmup_steps=warmup, step_offset=-1, **options
+        )
+        assert seen == pytest.approx(expected, abs=1e-12), options
 
 
-def test_step_offset_shifts_the_whole_schedule():
-    plain = factors(10, warmup_steps=3, training_steps=10)
-    assert factors(9, warmup_steps=3, training_steps=10, step_offset=1) == pytest.approx(plain[1:])
-    assert factors(10, warmup_steps=3, training_steps=10, step_offset=-1)[1:] == pytest.approx(
-        plain[:-1]
-    )
+# verl 0.9.1's get_cosine_schedule_with_warmup(optimizer, 2, 6, min_lr_ratio=0.2, init_lr_ratio=0.4):
+# 0.4 + 0.6 e / 2, then 0.2 + 0.4 (1 + cos(pi (e - 2) / 4)) for e = 0, 1, ...; tests/verl calls verl.
+VERL_COSINE = [0.4, 0.7, 1.0, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2]
+
+
+def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
+    options = dict(warmup_steps=2, decay_type="cosine", min_lr_factor=0.2, init_lr_factor=0.4)
+    seen = factors(7, training_steps=6, step_offset=-1, **options)
+    assert seen == pytest.approx(VERL_COSINE)
+
+
+def test_step_offset_moves_the_warm_up_and_not_the_decay():
+    plain = factors(10, warmup_steps=3)
+    assert plain[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    for offset, warm_up in ((-2, [0, 0, 1 / 3]), (-1, [0, 1 / 3, 2 / 3]), (1, [2 / 3, 1, 1])):
+        assert factors(10, warmup_steps=3, step_offset=offset)[:3] == pytest.approx(warm_up)
+    assert factors(10, warmup_steps=3, step_offset=-1)[3:] == pytest.approx(plain[3:])
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])

@@ -20,6 +20,7 @@ TOKENIZER = SimpleNamespace(eos_id=EOS)
 @pytest.fixture(autouse=True)
 def warnings_anew(monkeypatch):
     monkeypatch.setattr(documents, "_seen_together", set())
+    monkeypatch.setattr(documents, "_seen_to_disagree", set())
     monkeypatch.setattr(titan_logging, "_logged", set())
 
 
@@ -153,6 +154,28 @@ def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
         model_inputs(policy("causal", "sdpa"), batch)
     (message,) = caplog.messages
     assert "'document_ids' keep no documents apart" in message and "'block_causal'" in message
+
+
+@pytest.mark.parametrize("attn_type", ["sdpa", "flex"])
+def test_positions_that_restart_under_a_causal_mask_are_warned_of_once(caplog, attn_type):
+    for positions in (
+        [3, 4, 5, 6, 8, 9],  # a row may begin anywhere and leave positions out
+        [-1, -1, 0, 1, 2, -1],  # and padding, negative, is no document
+        [0, 1, 2, -1, 0, 1],
+        [0, 0, 1, 2, 3, 4],
+    ):
+        batch = {"input": TOKENS, "positions": torch.tensor([positions])}
+        model_inputs(policy("causal", attn_type), batch)
+    (message,) = caplog.messages
+    assert message.startswith("the batch's 'positions' restart in row 0 at token 4, but under")
+    assert "set it to 'position_block_causal', with model.attn_type 'flex' or 'varlen'" in message
+
+
+def test_restarts_are_no_matter_where_documents_are_kept_apart_by_other_means(caplog):
+    batch = {"input": TOKENS, "positions": torch.tensor([[0, 1, 0, 1, 2, 3]])}
+    model_inputs(policy(), batch)
+    model_inputs(policy("causal"), batch | {"attention_masks": "own"})
+    assert caplog.messages == []
 
 
 def test_missing_positions_name_both_ways_out():

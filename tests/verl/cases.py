@@ -150,14 +150,13 @@ def share_of(data: TensorDict, rank: int, size: int) -> TensorDict:
     return tu.chunk_tensordict(data, size)[rank]
 
 
-def actor_config() -> ActorConfig:
+def actor_config(**changes: Any) -> ActorConfig:
+    values = dict(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
     return ActorConfig(
         strategy="torchtitan",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=SAMPLES,
-        entropy_coeff=0.01,
-        use_kl_loss=True,
-        kl_loss_coef=0.1,
+        **{**values, **changes},
     )
 
 

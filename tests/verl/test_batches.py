@@ -1,6 +1,7 @@
 """How a batch is split, tempered and scored changes nothing but what it should; what is refused."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -8,9 +9,12 @@ pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_
 
 import torch
 from torch.nn import functional as F
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import ppo_loss
 
 from tests.verl import cases
+from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.testing.gloo import run_ranks
 
 
@@ -54,6 +58,31 @@ def test_gradients_are_the_same_for_any_split(fresh):
         torch.testing.assert_close(record.norms, whole.norms, rtol=1e-5, atol=0)
         for name, samples in whole.outputs.items():  # in the order of the batch
             torch.testing.assert_close(record.outputs[name], samples, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_samples_that_are_masked_whole_count_in_the_means_over_sequences(fresh, folder, mode):
+    """Of verl's losses, and of our weights with `count_empty`."""
+    loss_function = partial(ppo_loss, config=cases.actor_config(loss_agg_mode=mode))
+
+    def batch():
+        data = cases.batch_of("ppo", 0)
+        data["response_mask"][5] = 0
+        return data
+
+    data = batch()
+    num_tokens = data["response_mask"].sum().item()
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens)
+    outputs = cases.outputs_of(cases.load_model(folder), data)
+    expected, _ = loss_function(model_output=outputs, data=data, dp_group=None)
+    fresh.set_loss_fn(loss_function)
+    metrics = tu.get(fresh.train_batch(batch()), "metrics")
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+    losses, mask = torch.rand(data["response_mask"].shape), data["response_mask"]
+    weights = torch.stack(aggregation_weights(list(mask), mode, count_empty=True))
+    of_verl = agg_loss(losses, mask, mode, global_batch_size=cases.SAMPLES)
+    torch.testing.assert_close((weights * losses).sum(), of_verl)
 
 
 @pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, cases.SAMPLES)])

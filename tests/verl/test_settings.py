@@ -10,6 +10,10 @@ pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_
 
 import torch
 from verl.trainer.config import CheckpointConfig
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+)
 from verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -19,6 +23,7 @@ from verl.workers.config import (
 
 from tests.verl import cases
 from torchtitan.integrations.verl.config import in_verls_words, job_config_of
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import ConfigError
 
@@ -75,6 +80,45 @@ def test_settings_reach_the_job(folder):
 def test_schedule_of_unknown_length_stays_at_its_peak(folder):
     schedule = job_of(folder, optim=dict(min_lr_factor=0.0, lr_warmup_steps=3)).lr_scheduler
     assert (schedule.warmup_steps, schedule.decay_ratio) == (3, 0.0)
+
+
+def verls_factors(schedule, steps, **options):
+    """The factor on the peak rate in each step, by a scheduler of verl's."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler, seen = schedule(optimizer, **options), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def our_factors(config, steps, first=0):
+    """The same by ours; first: steps that the schedule is ahead."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedulers, seen = build_lr_schedulers([optimizer], config, steps), []
+    for step in range(first, steps):
+        schedulers.set_step(step)
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_rates_are_those_of_verls_schedules_at_every_step(folder, warmup):
+    optim = dict(lr=1.0, lr_warmup_steps=warmup, decay_type="cosine", min_lr_factor=0.1)
+    known = job_of(folder, optim=optim | dict(total_training_steps=12)).lr_scheduler
+    options = dict(num_warmup_steps=warmup, num_training_steps=12, min_lr_ratio=0.1)
+    cosine = get_cosine_schedule_with_warmup
+    assert our_factors(known, 12) == pytest.approx(verls_factors(cosine, 12, **options))
+    from_one = verls_factors(cosine, 11, zero_indexed_step=False, **options)
+    assert our_factors(known, 12, first=1) == pytest.approx(from_one)
+    known.init_lr_factor = 0.3
+    from_above = verls_factors(cosine, 12, init_lr_ratio=0.3, **options)
+    assert our_factors(known, 12) == pytest.approx(from_above)
+
+    unknown = job_of(folder, optim=optim).lr_scheduler
+    constant = verls_factors(get_constant_schedule_with_warmup, 12, num_warmup_steps=warmup)
+    assert our_factors(unknown, 12) == pytest.approx(constant)
 
 
 def test_model_of_the_overridden_config_is_built(folder):

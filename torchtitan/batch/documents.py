@@ -5,11 +5,12 @@ A document is a contiguous run of one id: when an id comes back after another on
 document begins. Everything downstream (masks, kernels, loss boundaries, positions) reads ids
 and does not know where they came from.
 
-Shapes depend on B and T alone, so nothing here reads a device value on the host, but for one
-comparison: a batch with two sources, which `read_document_ids` warns about.
+Shapes depend on B and T alone, so nothing here reads a device value on the host, but for what is
+warned about: a batch whose sources disagree, and positions that restart in rows of one document.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,9 +229,9 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     "position_block_causal" the positions.
 
     Warns once per process if the batch has another source as well, and once if the two disagree,
-    `positions` included, with the first place where they do. To find that out on an
-    accelerator one has to wait for it: there only the first such batch is compared, on the CPU
-    all until a disagreement was found.
+    with the first place where they do. Positions and end-of-text tokens are compared with each other,
+    too, and warned about only if they disagree. Finding that out waits for an accelerator: there only
+    the first such batch is compared, on the CPU all until a disagreement was found.
     Raises ValueError if the batch lacks the source in force or the end-of-text token is wanted and
     unknown, or if a source does not fit the shape of the input.
     """
@@ -252,28 +253,47 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
             "model.attn_mask_type to 'position_block_causal'"
         )
     else:
-        source = "end-of-text tokens"
+        source = _END_OF_TEXT
         document_ids = document_ids_from_eos(batch["input"], eos_id)
     for other in (*BOUNDARY_KEYS, "positions"):
         if other != source and batch.get(other) is not None:
-            _warn_of_second_source(batch, source, document_ids, other)
+            only_other = {"input": batch["input"], other: batch[other]}
+            _warn_of_second_source(source, document_ids, other, partial(_READ[other], only_other))
+    if source == "positions" and eos_id is not None:
+        read = partial(_read_end_of_text, batch["input"], eos_id, document_ids)
+        _warn_of_second_source(source, document_ids, _END_OF_TEXT, read)
     return document_ids
 
 
-# Pairs of sources that this process has warned about.
+_END_OF_TEXT = "end-of-text tokens"
+
+# Pairs of sources that this process has compared, and has warned of.
 _seen_together: set[tuple[str, str]] = set()
 _seen_to_disagree: set[tuple[str, str]] = set()
 
 
+def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
+    """Document ids [B, T] by end-of-text tokens, which say nothing of padding, nor of rows without one:
+    there they are `document_ids`."""
+    ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
+    return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
+
+
+def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
+    """On the CPU until a disagreement was found; on an accelerator once."""
+    is_new = pair not in _seen_together
+    _seen_together.add(pair)
+    return pair not in _seen_to_disagree and (is_new or x.device.type == "cpu")
+
+
 def _warn_of_second_source(
-    batch: Mapping[str, Any], name: str, document_ids: Tensor, other: str
+    name: str, document_ids: Tensor, other: str, read_other: Callable[[], Tensor]
 ) -> None:
     pair = (name, other)
     is_new = pair not in _seen_together
-    if pair in _seen_to_disagree or not (is_new or document_ids.device.type == "cpu"):
+    if not _is_to_compare(pair, document_ids):
         return
-    _seen_together.add(pair)
-    theirs = _READ[other]({"input": batch["input"], other: batch[other]})
+    theirs = read_other()
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     readings = [  # indices into `_READINGS`: what the documents are numbered is no matter
         (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
@@ -281,7 +301,7 @@ def _warn_of_second_source(
     ]
     differs = readings[0] != readings[1]
     disagree = bool(differs.any())
-    message = f"document boundaries come from {name!r}; the {other!r} of the batch are not asked"
+    message = f"document boundaries come from {name!r}; the {other!r} of the batch are ignored"
     if disagree:
         _seen_to_disagree.add(pair)
         row, index = differs.nonzero()[0].tolist()
@@ -290,9 +310,31 @@ def _warn_of_second_source(
             f", and they disagree: in row {row} token {index} {ours_says} by {name!r} and "
             f"{theirs_says} by {other!r}"
         )
-    # Positions that agree are there for RoPE.
-    if disagree or (is_new and other != "positions"):
+    # Positions that agree are there for RoPE, and end-of-text tokens belong to the text.
+    if disagree or (is_new and other in BOUNDARY_KEYS):
         logger.warning(message)
+
+
+def warn_of_restarts(positions: Tensor) -> None:
+    """Warn once per process of positions [B, T] that restart although each row is one document.
+
+    Gaps and negative positions, which are padding, are no restarts. On an accelerator only the
+    first batch is looked at, because that waits for the device.
+    """
+    pair = ("causal", "positions")
+    positions = on_host(positions)
+    if not _is_to_compare(pair, positions):
+        return
+    highest_before = positions.cummax(dim=1).values[:, :-1]
+    restarts = (positions[:, 1:] >= 0) & (positions[:, 1:] <= highest_before)
+    if restarts.any():
+        _seen_to_disagree.add(pair)
+        row, index = restarts.nonzero()[0].tolist()
+        logger.warning(
+            f"the batch's 'positions' restart in row {row} at token {index + 1}, but under "
+            "model.attn_mask_type = 'causal' that token sees the whole row before it; set it to "
+            "'position_block_causal', with model.attn_type 'flex' or 'varlen', to keep documents apart"
+        )
 
 
 _READINGS = ("continues a document", "begins a document", "is padding")

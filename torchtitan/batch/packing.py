@@ -21,6 +21,7 @@ from torchtitan.batch.documents import (
     last_tokens,
     positions_from_document_ids,
     read_document_ids,
+    warn_of_restarts,
 )
 from torchtitan.config.job_config import Training
 from torchtitan.tools.host_copy import on_host, to_device
@@ -162,8 +163,8 @@ class PackingPolicy:
                     for_masks.pop(key, None)
                 for_masks["document_ids"] = batch.document_ids
                 if self.restart_positions and "positions" not in entries:
-                    positions = positions_from_document_ids(on_host(batch.document_ids))
-                    entries["positions"] = to_device(positions, device)
+                    restarted = positions_from_document_ids(on_host(batch.document_ids))
+                    entries["positions"] = to_device(restarted, device)
             keywords["attention_masks"] = model.get_attention_masks(
                 input_batch=batch.tokens, tokenizer=tokenizer, extra_inputs=for_masks
             )
@@ -175,5 +176,9 @@ class PackingPolicy:
                     "'causal'; set it to 'block_causal' or 'position_block_causal', with "
                     "model.attn_type 'flex' or 'varlen'",
                 )
+        positions = entries.get("positions")
+        if not self.separates_documents and "attention_masks" not in batch.entries:
+            if isinstance(positions, Tensor) and positions.dim() == 2:
+                warn_of_restarts(positions)
         inputs = batch.tokens, batch.labels, entries, keywords
         return inputs if sharding is None else sharding.shard(*inputs)

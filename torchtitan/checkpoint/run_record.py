@@ -38,6 +38,7 @@ _WHICH_IS_USED = {
     "lr_scheduler.decay_type": ("lr_scheduler", _OWN),
     "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN),
     "lr_scheduler.step_offset": ("lr_scheduler", _OWN),
+    "lr_scheduler.init_lr_factor": ("lr_scheduler", _OWN),
     "training.steps": ("lr_scheduler", _OWN),
     "training.dataset": ("dataloader", _OWN_DATA),
     "training.dataset_path": ("dataloader", _OWN_DATA),

@@ -117,9 +117,10 @@ class LRScheduler:
     decay_ratio: float | None = None
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
     min_lr_factor: float = 0.0  # Where the decay ends, as a fraction of the peak learning rate
-    # Added to the step the schedule counts. Step 1 is the first with 0; -1 lines up with frameworks
-    # that count from 0
+    # Steps by which the warm-up is ahead. With 0 the first step has 1/warmup_steps of the peak, with -1
+    # it has 0, as in transformers and verl
     step_offset: int = 0
+    init_lr_factor: float = 0.0  # Where the warm-up begins, as a fraction of the peak learning rate
 
 
 @dataclass

@@ -95,12 +95,13 @@ def aggregation_weights(
     prompt_ids: Sequence[Hashable] | torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     normalize: bool = True,
+    count_empty: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], float]:
     """Return a weight for every token; the loss is the sum of weight * loss per token.
 
     With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
-    numbers of sequences and prompts that have a token in the loss:
+    numbers of sequences and prompts that have a token in the loss (`count_empty`: of all):
 
         token-mean               sum m l / N
         token-sum                sum m l
@@ -119,6 +120,8 @@ def aggregation_weights(
         last denominator, this rank's share of that denominator); the caller adds up the shares of
         a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
         over ranks. token-sum has none: 0. All sequences of a prompt must be in one call.
+    count_empty: S and G also count sequences and prompts without a token in the loss. So do verl's
+        trainers, whose `agg_loss` divides by the samples of the batch (`global_batch_size`).
 
     Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
     """
@@ -145,10 +148,10 @@ def aggregation_weights(
     elif mode == "token-mean":
         share = sum(counts)
     elif mode == "prompt-mean":
-        tokens_of_prompt, share = _count_prompts(prompt_ids, counts, group)
+        tokens_of_prompt, share = _count_prompts(prompt_ids, counts, group, count_empty)
         counts = [tokens_of_prompt[prompt] for prompt in prompt_ids]
     else:
-        share = sum(n > 0 for n in counts)
+        share = len(counts) if count_empty else sum(n > 0 for n in counts)
     if mode == "seq-mean-token-sum-norm":
         share *= norm
     total = sum(_gather(share, group)) if normalize else 1
@@ -164,7 +167,10 @@ def aggregation_weights(
 
 
 def _count_prompts(
-    prompt_ids: Sequence[Hashable], counts: Sequence[int], group: dist.ProcessGroup | None
+    prompt_ids: Sequence[Hashable],
+    counts: Sequence[int],
+    group: dist.ProcessGroup | None,
+    count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
     """Return the tokens of every prompt of the step, and how many prompts this rank counts.
 
@@ -176,7 +182,8 @@ def _count_prompts(
     whole: Counter[Hashable] = Counter()
     own_rank = 0 if group is None else dist.get_rank(group)
     share = 0
-    for rank, tokens_of_prompt in enumerate(_gather(+own, group)):  # without prompts of no token
+    counted = own if count_empty else +own  # + leaves out prompts without a token
+    for rank, tokens_of_prompt in enumerate(_gather(counted, group)):
         if rank == own_rank:
             share = sum(prompt not in whole for prompt in tokens_of_prompt)
         whole.update(tokens_of_prompt)

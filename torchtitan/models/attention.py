@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan.batch.documents import document_ids_from_eos, document_starts
+from torchtitan.batch.documents import (
+    document_ids_from_eos,
+    document_starts,
+    read_document_ids,
+)
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, check_window
 from torchtitan.distributed.context_parallel import NeededKeys
 from torchtitan.models import attention_cpu  # registers operators
@@ -51,20 +55,36 @@ def get_causal_mask_mod() -> MaskMod:
     return causal_mask
 
 
-def get_document_mask_mod(batch: Tensor, eos_id: int) -> MaskMod:
+def get_document_mask_mod(
+    batch: Tensor | None = None,
+    eos_id: int | None = None,
+    *,
+    positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> MaskMod:
     """A query sees its own document, later tokens included; combine with a causal mask.
 
-    batch: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
+    Documents are told apart by one of these, the first that is given:
+
+    document_ids: [B, T]. -1 is padding, which sees only itself.
+    positions: [B, T], which go up by exactly one within a document. Negative ones are padding.
+    batch, eos_id: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
+
+    Warns once, naming row and token, if several are given and disagree.
+    Raises ValueError if none is given, or tokens without eos_id.
     """
-    return get_document_id_mask_mod(document_ids_from_eos(batch, eos_id))
-
-
-def get_document_id_mask_mod(document_ids: Tensor) -> MaskMod:
-    """Like `get_document_mask_mod`, for documents [B, T] from any source.
-
-    A padding token sees only itself.
-    """
-    starts = document_starts(document_ids)
+    sources = {"input": batch, "positions": positions, "document_ids": document_ids}
+    given = {name: x for name, x in sources.items() if x is not None}
+    if not given or (given.keys() == {"input"} and eos_id is None):
+        raise ValueError(
+            "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
+            f"eos_id, got {', '.join(given) or 'none of them'}; give one"
+        )
+    # Only the shape of the tokens counts, where no eos_id is looked for.
+    tokens = next(iter(given.values()))
+    mask_type = "block_causal" if positions is None else "position_block_causal"
+    eos_id = None if batch is None else eos_id
+    starts = document_starts(read_document_ids({"input": tokens} | given, mask_type, eos_id))
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return starts[b, q_idx] == starts[b, kv_idx]

@@ -90,10 +90,17 @@ def build_lr_schedulers(
 ) -> LRSchedulersContainer:
     """Return schedulers for a run of `training_steps` steps.
 
-    Warm-up counts from 1: with W warm-up steps the first step has 1/W of the peak and step W
-    the whole. The decay aims at the step after the last, so the last one is still above the
-    floor. So no step has learning rate 0. `lr_scheduler.step_offset` is added to the count; -1
-    gives the schedule of frameworks whose first step has factor 0/W.
+    Factor on the peak in the step after e steps, with W warm-up steps, D decay steps up to the
+    schedule's last step T, and p the progress of the decay from 0 to 1:
+
+        w = (e + 1 + step_offset) / W    while it is below 1: init_lr_factor + (1 - init_lr_factor) * w
+        1                                until e = T - D
+        p = (e + D - T) / D              min_lr_factor + (1 - min_lr_factor) * curve(p)
+
+    With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first has 1/W of the peak and
+    step W the whole. -1 gives 0/W to the first step, which makes the schedules "linear" and "cosine",
+    and the constant one (decay_ratio = 0), those of `transformers.get_*_schedule_with_warmup` and of
+    verl. The offset does not move the decay.
     """
     config = lr_scheduler_config
     total_steps = training_steps if config.total_steps is None else config.total_steps
@@ -113,19 +120,21 @@ def build_lr_schedulers(
             f"warm-up steps leave room for {room} of {total_steps}: decaying over those"
         )
         decay_steps = room
-    decay_start = total_steps + 1 - decay_steps
+    decay_start = total_steps - decay_steps
     decay_type, floor = config.decay_type, config.min_lr_factor
+    # Configs of a client's own may lack these.
     step_offset = getattr(config, "step_offset", 0)
+    start = getattr(config, "init_lr_factor", 0.0)
 
     def factor(epoch: int) -> float:
         """Factor on the peak learning rate; `epoch` counts the steps already done."""
-        epoch += step_offset
-        if warmup_steps and epoch < warmup_steps:  # an offset makes epochs negative
-            return max(0.0, (epoch + 1) / warmup_steps)
-        if epoch < decay_start or decay_steps == 0:
+        warmed_up = epoch + 1 + step_offset
+        if warmed_up < warmup_steps:
+            return start + (1 - start) * max(0, warmed_up) / warmup_steps
+        if epoch <= decay_start or decay_steps == 0:
             return 1.0
         # Training that goes on past the schedule's end stays at the floor.
-        progress = min(1.0, (epoch + 1 - decay_start) / decay_steps)
+        progress = min(1.0, (epoch - decay_start) / decay_steps)
         if decay_type not in _DECAY_CURVES:
             raise ValueError(
                 f"lr_scheduler.decay_type must be 'linear', 'sqrt' or 'cosine', got {decay_type!r}"

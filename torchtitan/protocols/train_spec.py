@@ -2,31 +2,83 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
+from torch import nn
+
+from torchtitan.config import JobConfig, LRScheduler, Optimizer
 from torchtitan.config.checks.common import guess
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.lazy_names import load_on_access
 
-# (model, parallel_dims, job_config) -> model
-ParallelizeFunction: TypeAlias = Callable[..., Any]
-# (model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
-# -> (schedule, model parts, has first stage, has last stage)
-PipeliningFunction: TypeAlias = Callable[..., tuple[Any, list[Any], bool, bool]]
-# (*, dp_world_size, dp_rank, tokenizer, job_config) -> dataloader
-DataLoaderBuilder: TypeAlias = Callable[..., Any]
-# (job_config) -> tokenizer
-TokenizerBuilder: TypeAlias = Callable[..., Any]
-# (job_config, parallel_dims, model_args) -> metrics processor
-MetricsProcessorBuilder: TypeAlias = Callable[..., Any]
-# (model_parts, optimizer config, parallel_dims) -> optimizers
-OptimizersBuilder: TypeAlias = Callable[..., Any]
-# (optimizers, lr_scheduler config, training steps) -> schedulers
-LRSchedulersBuilder: TypeAlias = Callable[..., Any]
-# (job_config, *, parallel_dims) -> loss function that returns a sum over tokens
-LossFunctionBuilder: TypeAlias = Callable[..., Any]
-# (*, job_config, dp_world_size, dp_rank, tokenizer, ...) -> validator
-ValidatorBuilder: TypeAlias = Callable[..., Any]
+if TYPE_CHECKING:
+    from torchtitan.data.dataloader import BaseDataLoader
+    from torchtitan.data.tokenizer import BaseTokenizer
+    from torchtitan.loss.cross_entropy import LossFunction
+    from torchtitan.optim.lr_scheduler import LRSchedulersContainer
+    from torchtitan.optim.optimizer import OptimizersContainer
+
+# Called with these arguments by position.
+ParallelizeFunction: TypeAlias = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
+PipeliningFunction: TypeAlias = Callable[
+    # model, layout, config, device, model args, what parallelizes a part, loss function
+    [nn.Module, ParallelDims, JobConfig, torch.device, Any, ParallelizeFunction, "LossFunction"],
+    # schedule, model parts, has first stage, has last stage
+    tuple[Any, list[nn.Module], bool, bool],
+]
+TokenizerBuilder: TypeAlias = Callable[[JobConfig], "BaseTokenizer"]
+MetricsProcessorBuilder: TypeAlias = Callable[  # the last is the model args
+    [JobConfig, ParallelDims, Any], Any
+]
+OptimizersBuilder: TypeAlias = Callable[
+    [list[nn.Module], Optimizer, ParallelDims], "OptimizersContainer"
+]
+LRSchedulersBuilder: TypeAlias = Callable[  # the last is the number of training steps
+    ["OptimizersContainer", LRScheduler, int], "LRSchedulersContainer"
+]
+
+
+class LossFunctionBuilder(Protocol):
+    """Returns a loss function (predictions, labels) -> sum over tokens."""
+
+    def __call__(
+        self, job_config: JobConfig, /, *, parallel_dims: ParallelDims
+    ) -> "LossFunction": ...
+
+
+class DataLoaderBuilder(Protocol):
+    """Called with keywords. tokenizer: a BaseTokenizer, or None without `build_tokenizer_fn`."""
+
+    def __call__(
+        self, *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
+    ) -> "BaseDataLoader": ...
+
+
+class ValidatorBuilder(Protocol):
+    """Called with keywords; returns a BaseValidator.
+
+    metrics_processor: a MetricsProcessor. The last three are None without pipeline parallelism.
+    """
+
+    def __call__(
+        self,
+        *,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        parallel_dims: ParallelDims,
+        loss_fn: "LossFunction",
+        validation_context: Callable[[], AbstractContextManager[None]],
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: Any,
+        pp_schedule: Any,
+        pp_has_first_stage: bool | None,
+        pp_has_last_stage: bool | None,
+    ) -> Any: ...
 
 
 @dataclass

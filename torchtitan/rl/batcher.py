@@ -44,7 +44,7 @@ class Batcher:
     pad_multiple: T is the longest row's length, rounded up to a multiple of this.
     skip_zero_advantage: leave out samples whose advantages are all 0. They stay in the denominators,
         so the gradient of a loss that is 0 for them is the same.
-    agg_mode, norm: as in `aggregation_weights`.
+    agg_mode, norm, count_empty: as in `aggregation_weights`.
     deferred: leave out the last denominator of the weights, for a caller that does not know the
         whole step; see `TrainingBatch.denominator`.
     """
@@ -59,6 +59,7 @@ class Batcher:
     skip_zero_advantage: bool = False
     agg_mode: str = "token-mean"
     norm: float | None = None
+    count_empty: bool = False
     deferred: bool = False
 
     @classmethod
@@ -77,6 +78,7 @@ class Batcher:
             skip_zero_advantage=batch.skip_zero_advantage,
             agg_mode=loss.agg_mode,
             norm=loss.norm or None,
+            count_empty=loss.count_empty,
         )
 
     def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
@@ -115,6 +117,7 @@ class Batcher:
                 norm=self.norm,
                 prompt_ids=[samples[i].group_id for i in kept],
                 normalize=not self.deferred,
+                count_empty=self.count_empty,
             )
             if self.deferred:
                 per_sample, denominator = per_sample

@@ -204,6 +204,11 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
             f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' only, got "
             f"{loss.agg_mode!r}; take one of them out"
         )
+    if loss.count_empty and loss.agg_mode.startswith("token"):
+        yield (
+            f"rl.loss.count_empty is read by agg_modes of sequences and prompts only, got "
+            f"{loss.agg_mode!r}; take one of them out"
+        )
     if loss.max_log_ratio == 0:
         yield (
             "rl.loss.max_log_ratio must be above 0, got 0, which makes every ratio 1; "

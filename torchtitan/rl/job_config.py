@@ -107,6 +107,8 @@ class RLLoss:
     agg_mode: LossAggregation = "token-mean"
     # The constant that seq-mean-token-sum-norm divides by, e.g. the longest completion
     norm: float = 0.0
+    # Means over sequences and prompts also count those without a token in the loss, as verl's do
+    count_empty: bool = False
     # Weight of the divergence from the reference policy; above 0 samples need ref_logprobs
     kl_coef: float = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence

@@ -434,6 +434,7 @@ def build_loss(name: str, **settings: Any) -> PolicyLoss:
 
 
 def loss_from_config(config: Any) -> PolicyLoss:
-    """The loss that the section `[rl.loss]` describes; the batcher reads agg_mode and norm."""
-    settings = {k: v for k, v in vars(config).items() if k not in ("name", "agg_mode", "norm")}
+    """The loss that the section `[rl.loss]` describes; the batcher reads what denominators are."""
+    not_its = ("name", "agg_mode", "norm", "count_empty")
+    settings = {k: v for k, v in vars(config).items() if k not in not_its}
     return build_loss(config.name, **settings)

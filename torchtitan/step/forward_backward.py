@@ -15,6 +15,7 @@ from torchtitan.config.checks.common import has_token_loss, has_value_head
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.loss.cross_entropy import default_head
 from torchtitan.step.runner import Head, Microbatch, on_error
+from torchtitan.tools import host
 
 
 def forward(
@@ -114,6 +115,7 @@ def forward_backward(
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
+        update.had_backward = True
         microbatches = runner.microbatches(
             batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
@@ -132,8 +134,18 @@ def forward_backward(
         return loss
 
 
+def check_open(engine: Any, step: str) -> None:
+    """Raises RuntimeError for an engine that was closed."""
+    if engine not in host.engines():
+        raise RuntimeError(
+            f"{step} was called after close(), which gives back what the engine needs; close it after "
+            "the last step, or build a new one"
+        )
+
+
 def check_trains(engine: Any, step: str) -> None:
-    """Raises RuntimeError for an engine that only runs forwards."""
+    """Raises RuntimeError for an engine that was closed, or only runs forwards."""
+    check_open(engine, step)
     if engine.forward_only:
         raise RuntimeError(
             f"{step} needs gradients and an optimizer, which this engine was built without; "
@@ -157,6 +169,12 @@ def scalar_loss(loss: Any) -> Tensor:
 
 def _check_outputs(engine: Any, head: Head | None, needs_logits: bool = False) -> None:
     """Here and not in the model, where the first stages of a pipeline would wait for the last."""
+    if isinstance(head, type) or not (head is None or callable(head)):
+        got = f"the class {head.__name__}" if isinstance(head, type) else repr(head)
+        raise ValueError(
+            f"head must be an object that computes outputs, such as TokenLogProbs(), got {got}; give "
+            "an instance of the head's class"
+        )
     if not has_value_head(engine.job_config, engine.model_args):
         return
     if head is not None:

@@ -106,6 +106,7 @@ class Update:
         self._verdict: _Verdict | None = None  # of the last step, until the host has read it
         self._skipped_in_a_row = 0
         self._num_early_steps = 0  # since the last step
+        self.had_backward = False  # since the last step, by the engine
         self._version = 0
 
         def count_version(*_args: object, **_kwargs: object) -> None:
@@ -140,6 +141,7 @@ class Update:
     def forget_microbatches(self) -> None:
         """Forget what came since the last step, but for the gradients."""
         self._num_early_steps = 0
+        self.had_backward = False
         self.losses.clear()
         # Or the next step would balance experts by tokens whose gradients it never saw.
         forget_counts(self.model_parts)
@@ -192,6 +194,7 @@ class Update:
             ep_enabled=self.parallel_dims.ep_enabled,
         )
         self.settle()  # the step before
+        self._check_has_gradients(grad_norm)
         skip = self._is_to_skip(grad_norm, total)
         if skip is not None:
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
@@ -226,8 +229,24 @@ class Update:
             self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self._num_early_steps = 0
+        self.had_backward = False
         self.losses.clear()
         return result
+
+    def _check_has_gradients(self, grad_norm: Tensor) -> None:
+        """Raise ValueError if no rank has a gradient and the engine made no backward pass.
+
+        Lists of microbatches may be empty on all ranks, and updates in backward free the gradients.
+        grad_norm: over all ranks, so that all raise. It is read only where this rank has no gradient.
+        """
+        if self.steps_in_backward or self.had_backward:
+            return
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        if all(p.grad is None for p in parameters) and not grad_norm:
+            raise ValueError(
+                "optim_step found no gradient on any rank; call forward_backward_step, or backward() "
+                "on a loss of your own, before it"
+            )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
         """Return the sum of the denominators, an fp64 scalar, if only the device has looked at it."""

@@ -182,7 +182,10 @@ def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
 
 
 def optim_step(kit: Kit) -> None:
-    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips where one is nan."""
+    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips where one is nan.
+
+    Without a gradient on any rank it raises ValueError on all.
+    """
     batch, labels = pack(make_documents(22))
     moved = []
     for max_norm in (1e-9, None):
@@ -200,6 +203,12 @@ def optim_step(kit: Kit) -> None:
                 p.grad = torch.full_like(p, float("nan"))
             assert engine.optim_step().skipped
             assert_same_weights(engine, weights)
+            refused = False
+            try:
+                engine.optim_step()
+            except ValueError as error:
+                refused = "found no gradient on any rank" in str(error)
+            assert refused
     assert moved[0] < 1e-6 < moved[1]
 
 

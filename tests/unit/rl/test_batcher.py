@@ -316,6 +316,20 @@ def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
             make_batcher().batch(samples)
 
 
+def test_samples_that_are_masked_whole_count_in_the_denominator_if_asked():
+    samples = random_samples(7)  # one of them is
+    sums = [
+        float(
+            make_batcher("seq-mean-token-sum", **settings)
+            .batch(samples)
+            .microbatches[0][0]
+            .loss_weights.max()
+        )
+        for settings in ({}, {"count_empty": True})
+    ]
+    assert sums == pytest.approx([1 / 6, 1 / 7])
+
+
 def test_aggregation_without_its_constant_is_refused():
     with pytest.raises(ValueError, match="norm, which must be above 0"):
         make_batcher("seq-mean-token-sum-norm", norm=None).batch(random_samples(2))
@@ -324,8 +338,8 @@ def test_aggregation_without_its_constant_is_refused():
 def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing():
     config = JobConfig()
     config.training.seq_len, config.training.local_batch_size = 64, 3
-    config.rl.loss.agg_mode = "prompt-mean"
-    expected = Batcher(dp_size=2, seq_len=64, rows=3, agg_mode="prompt-mean")
+    config.rl.loss.agg_mode, config.rl.loss.count_empty = "prompt-mean", True
+    expected = Batcher(dp_size=2, seq_len=64, rows=3, agg_mode="prompt-mean", count_empty=True)
     assert Batcher.from_config(config, 2) == expected
     config.rl.batch.seq_len, config.rl.batch.local_batch_size = 32, 5
     assert (Batcher.from_config(config, 2).seq_len, Batcher.from_config(config, 2).rows) == (32, 5)

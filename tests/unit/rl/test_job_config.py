@@ -51,6 +51,7 @@ BAD_VALUES = [
     ({"rl__loss__agg_mode": "mean"}, "rl.loss.agg_mode must be one of"),
     ({"rl__loss__agg_mode": "seq-mean-token-sum-norm"}, "divides by the constant rl.loss.norm"),
     ({"rl__loss__norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
+    ({"rl__loss__count_empty": True}, "rl.loss.count_empty is read by .* got 'token-mean'"),
     ({"rl__loss__kl_coef": -0.1}, "rl.loss.kl_coef must be a finite number"),
     ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be a finite number"),
     ({"rl__loss__max_log_ratio": 0}, "rl.loss.max_log_ratio must be above 0"),

@@ -48,7 +48,8 @@ _RANGES: dict[tuple[float, float], str] = {
     "parallelism.pipeline_parallel_layers_per_stage parallelism.expert_tensor_parallel_degree",
 }
 _FRACTIONS = (
-    "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.memory_budget"
+    "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor lr_scheduler.init_lr_factor "
+    "activation_checkpoint.memory_budget"
 )
 
 

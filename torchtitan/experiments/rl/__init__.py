@@ -1,18 +1,17 @@
-"""The name that the reference had for `torchtitan.rl`: the same modules, as attributes.
+"""The name that the reference had for `torchtitan.rl`: the same modules, under both paths.
 
-`from torchtitan.experiments.rl import types` is the module `torchtitan.rl.types`.
+`import torchtitan.experiments.rl.trainer` is the module `torchtitan.rl.trainer`, and so on.
 """
 
-from torchtitan.rl import (  # noqa: F401
-    batcher,
-    controller,
-    generator,
-    job_config,
-    losses,
-    rollout,
-    tasks,
-    train,
-    trainer,
-    types,
-    weight_sync,
-)
+import importlib
+import pkgutil
+import sys
+
+import torchtitan.rl
+
+for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
+    _name, _module = _info.name.removeprefix("torchtitan.rl."), importlib.import_module(_info.name)
+    # Python looks here before it searches for the file, of which it would load a second copy.
+    sys.modules[f"{__name__}.{_name}"] = _module
+    if "." not in _name:
+        globals()[_name] = _module

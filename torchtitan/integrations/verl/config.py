@@ -180,6 +180,7 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
         warmup = int(config.lr_warmup_steps_ratio * total) if is_known else 0
     schedule = job.lr_scheduler
     schedule.warmup_steps = warmup
+    schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
         schedule.decay_ratio = 0.0  # nobody knows where the decay would begin
