@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tests import hostile
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import path_inside
-from torchtitan.checkpoint.hf import _check_files
+from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import saved_shapes_in
 from torchtitan.protocols.state_dict_adapter import read_weight_map
 from torchtitan.tools.unpickling import read_pickle, read_plain
@@ -244,7 +244,7 @@ def hub_cache(tmp_path: Path) -> Path:
 
 
 def test_the_hubs_cache_is_read_though_its_files_are_links(tmp_path):
-    _check_files(str(hub_cache(tmp_path)))
+    check_files(str(hub_cache(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_the_hubs_cache_is_left_by_no_link(tmp_path, target):
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(target)
     with pytest.raises(ValueError, match="leads out of the folder"):
-        _check_files(str(snapshot))
+        check_files(str(snapshot))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_header_is_read_within_bounds(tmp_path):
         file.write_bytes(length.to_bytes(8, "little") + b"{}")
         os.truncate(file, 10)
         with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
-            _check_files(str(tmp_path))
+            check_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -284,7 +284,7 @@ def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
     save_file({"a": torch.ones(20), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}, file)
     damage(file, random.Random(seed))
     try:
-        _check_files(str(tmp_path))
+        check_files(str(tmp_path))
     except ValueError as error:
         assert str(file) in str(error)
 
@@ -295,4 +295,4 @@ def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"model\.safetensors (has numbers|is not a safetensors file)"
     ):
-        _check_files(str(tmp_path))
+        check_files(str(tmp_path))

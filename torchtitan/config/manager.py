@@ -19,6 +19,7 @@ from torchtitan.config.checks.common import import_named
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
@@ -92,7 +93,7 @@ class ConfigManager:
         if path is None:
             return None
         try:
-            with open(path, "rb") as toml_file:
+            with open_file(path, "rb") as toml_file:
                 content = toml_file.read()
         except FileNotFoundError as error:
             raise FileNotFoundError(
