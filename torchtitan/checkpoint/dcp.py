@@ -139,7 +139,9 @@ _MOST_BYTES_OF_NUMBER, _MOST_BYTES = 2**16, 2**30
 
 class _EntryView(_ReaderView):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        if whence == os.SEEK_END:  # torch's own subtracts the offset, and zipfile gives a negative one
+        if (
+            whence == os.SEEK_END
+        ):  # torch's own subtracts the offset, and zipfile gives a negative one
             offset, whence = self.len + offset, os.SEEK_SET
         return super().seek(offset, whence)
 
@@ -319,7 +321,9 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
             return False
-        if any(not 0 <= o <= o + n <= most for o, n, most in zip(offsets, sizes, size, strict=True)):
+        if any(
+            not 0 <= o <= o + n <= most for o, n, most in zip(offsets, sizes, size, strict=True)
+        ):
             return False
     parts = [(((0,) * len(size), size), [box for box in boxes if math.prod(box[1])])]
     while parts:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import tomli
 import tyro
 
-from torchtitan.config.checks.common import import_named
+from torchtitan.config.checks.common import import_named, is_path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
@@ -64,10 +64,8 @@ class ConfigManager:
                 f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
             ) from error
         said = io.StringIO()
-        # Ranks share one message; a single process keeps the parser's colours.
-        quiet = contextlib.redirect_stderr(said) if has_peers() else contextlib.nullcontext()
         try:
-            with quiet:
+            with contextlib.redirect_stderr(said):
                 self.config = tyro.cli(
                     config_cls,
                     prog=_program(),
@@ -82,9 +80,14 @@ class ConfigManager:
             # A section's own rule, broken by a flag.
             raise ConfigError(str(error)) from error
         except SystemExit as error:
-            if error.code and has_peers():
-                raise _FlagMistake(said.getvalue()) from error
+            if not error.code:
+                raise
+            message = _sentence_in(said.getvalue())
+            if has_peers():  # the ranks print it once
+                raise _FlagMistake(message) from error
+            print(message, file=sys.stderr)
             raise
+        _expand_home(self.config)
         self._validate_config()
         return self.config
 
@@ -92,6 +95,7 @@ class ConfigManager:
         path = _flag_value(args, "job", "config_file")
         if path is None:
             return None
+        path = os.path.expanduser(path)
         try:
             with open_file(path, "rb") as toml_file:
                 content = toml_file.read()
@@ -114,6 +118,9 @@ class ConfigManager:
             return tomli.loads(text)
         except tomli.TOMLDecodeError as error:
             raise TomlSyntaxError(path, error.lineno, str(error)) from error
+        except (RecursionError, ValueError) as error:  # a whole number of thousands of digits
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{path} cannot be read: {reason}") from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
@@ -279,6 +286,28 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
             # None, a flag without a value, is left for the parser to complain about.
             value = text if equals else following
     return value
+
+
+def _sentence_in(box: str) -> str:
+    """The parser's message about a flag, which comes in a frame with help texts, in one line."""
+    box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours
+    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] == "│"]
+    is_rule = [set(line) == {"─"} for line in lines]
+    end = is_rule.index(True) if True in is_rule else len(lines)
+    known = [line for line in lines[end:] if line.startswith("--")]
+    hint = f"; there is {', '.join(known)}" if known else ""
+    problem = " ".join(lines[:end]) or box.strip()
+    return f"config error: {problem}{hint} (`{_program()} --help` lists all keys)"
+
+
+def _expand_home(section: Any) -> None:
+    """Put the home folder in place of a `~` that paths begin with: after `=` no shell does."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            _expand_home(value)
+        elif isinstance(value, str) and is_path(field.name):
+            setattr(section, field.name, os.path.expanduser(value))
 
 
 def _help_texts(section: type) -> dict[str, str]:
