@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
+
+_FLAGS_SHOWN = 4  # of those that are like a mistyped one
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
@@ -290,14 +293,15 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
 
 def _sentence_in(box: str) -> str:
     """The parser's message about a flag, which comes in a frame with help texts, in one line."""
-    box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours
-    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] == "│"]
-    is_rule = [set(line) == {"─"} for line in lines]
-    end = is_rule.index(True) if True in is_rule else len(lines)
-    known = [line for line in lines[end:] if line.startswith("--")]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
+    # Lines of the frame, drawn with other characters where the terminal does not know UTF-8.
+    lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
+    problem, *others = [list(p) for is_text, p in itertools.groupby(lines, bool) if is_text] or [[]]
+    known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
     hint = f"; there is {', '.join(known)}" if known else ""
-    problem = " ".join(lines[:end]) or box.strip()
-    return f"config error: {problem}{hint} (`{_program()} --help` lists all keys)"
+    if problem[-1:] in (["Unrecognized options: True"], ["Unrecognized options: False"]):
+        hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
+    return f"config error: {' '.join(problem)}{hint} (`{_program()} --help` lists all keys)"
 
 
 def _expand_home(section: Any) -> None:

@@ -154,7 +154,11 @@ def _numbers(job_config: JobConfig) -> Iterator[str]:
         largest = math.inf if key == "seed" else _LARGEST_COUNT
         # NaN, which is never between two numbers, fails, too.
         if value is not None and not smallest <= value <= largest:
-            rule = f"at least {smallest}" if key in _SMALLEST_COUNTS else "a finite number of at least 0"
+            rule = (
+                f"at least {smallest}"
+                if key in _SMALLEST_COUNTS
+                else "a finite number of at least 0"
+            )
             rule = f"at most {largest}" if value > largest else rule
             yield f"rl.{key} must be {rule}, got {value}; the default is {value_of(RL(), key)}"
 
