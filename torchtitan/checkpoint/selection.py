@@ -75,7 +75,8 @@ class Selection:
         """
         if self._newest is not None and self._newest[0] == folders:
             return self._newest[1]
-        chosen, damaged = None, []
+        chosen: StepFolder | None = None
+        damaged: dict[str, str] = {}
         for step in reversed(folders):
             if step.contents == Contents.UNFINISHED:
                 reason = "its save was interrupted"
@@ -83,7 +84,7 @@ class Selection:
                 reason = "it holds no checkpoint, which has a file .metadata"
             elif damage := self._damage_of(step.path, step.contents) or _unreadable(step):
                 reason = f"it is damaged, {damage}"
-                damaged.append(step.path)
+                damaged[step.path] = damage
             else:
                 chosen = step
                 break
@@ -92,7 +93,7 @@ class Selection:
             raise ValueError(
                 f"Every checkpoint in {folder} is damaged ({', '.join(damaged)}). Move "
                 "the folder away to start anew, or set checkpoint.verify_on_load = false to read what "
-                "has other hashes"
+                f"has other hashes. In the newest, {next(iter(damaged.values()))}"
             )
         self._damaged.update(map(os.path.realpath, damaged))
         self._newest = folders, chosen
