@@ -345,7 +345,6 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
             "--checkpoint.intervals=3",
             "Unrecognized options: --checkpoint.intervals=3; there is --ch",
         ),
-        ("--checkpoint.async_mode=x", "invalid choice 'x' for argument '--checkpoint.async_mode'"),
     ],
 )
 def test_mistake_in_a_flag_is_one_line(flag, words, capsys):

@@ -184,7 +184,8 @@ class SafeReader(FileSystemReader):
                 if (n_bytes := sum(file.file_size for file in files)) > sinfo.length:
                     raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
                 for file in files:
-                    if file.filename.endswith("/data.pkl") and b"bytearray" in archive.read(file):
+                    is_pickle = file.filename.endswith("/data.pkl")
+                    if is_pickle and b"\nbytearray\n" in archive.read(file):
                         raise ValueError(refusal("bytearray"))
         entry.seek(0)
         return entry
