@@ -139,9 +139,8 @@ _MOST_BYTES_OF_NUMBER, _MOST_BYTES = 2**16, 2**30
 
 class _EntryView(_ReaderView):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        if (
-            whence == os.SEEK_END
-        ):  # torch's own subtracts the offset, and zipfile gives a negative one
+        if whence == os.SEEK_END:
+            # torch's own subtracts the offset; zipfile gives a negative one.
             offset, whence = self.len + offset, os.SEEK_SET
         return super().seek(offset, whence)
 
@@ -174,19 +173,20 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """torch calls it for each entry. Raises ValueError for one that takes more memory than it has
-        bytes: a zip archive can be compressed, and a pickled bytearray only has a length."""
+        """The bytes of one entry; torch calls this for each.
+
+        Raises ValueError for an entry that takes more memory than it has bytes: a zip archive can be
+        compressed, and a pickle can make a bytearray of a given length.
+        """
         entry = _EntryView(file, sinfo.offset, sinfo.length)
         if entry.read(4) == b"PK\3\4":  # else a pickle of before torch 1.6, and not compressed
-            entry.seek(0)
             with zipfile.ZipFile(entry) as archive:
-                files = archive.infolist()
-                if (n_bytes := sum(file.file_size for file in files)) > sinfo.length:
+                parts = archive.infolist()
+                if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
                     raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
-                for file in files:
-                    is_pickle = file.filename.endswith("/data.pkl")
-                    if is_pickle and b"\nbytearray\n" in archive.read(file):
-                        raise ValueError(refusal("bytearray"))
+                pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
+                if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
+                    raise ValueError(refusal("bytearray"))
         entry.seek(0)
         return entry
 
@@ -322,9 +322,8 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
             return False
-        if any(
-            not 0 <= o <= o + n <= most for o, n, most in zip(offsets, sizes, size, strict=True)
-        ):
+        axes = zip(offsets, sizes, size, strict=True)
+        if any(not 0 <= offset <= offset + n <= most for offset, n, most in axes):
             return False
     parts = [(((0,) * len(size), size), [box for box in boxes if math.prod(box[1])])]
     while parts:

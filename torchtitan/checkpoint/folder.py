@@ -138,7 +138,8 @@ def mark_kept(folder: str) -> None:
 def start_writing(folder: str) -> None:
     """Create `folder`, or remove an older checkpoint from it, and mark it unfinished.
 
-    Other files stay; links go, and not what they lead to. An older `.metadata` beside new files would be loaded in their place.
+    Other files stay. Links are removed, and not what they lead to. An older `.metadata` beside new
+    files would be loaded in their place.
     """
     mark_unfinished(folder)
     for entry in list(os.scandir(folder)):

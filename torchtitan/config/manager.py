@@ -296,7 +296,8 @@ def _sentence_in(box: str) -> str:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
     # Lines of the frame, drawn with other characters where the terminal does not know UTF-8.
     lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
-    problem, *others = [list(p) for is_text, p in itertools.groupby(lines, bool) if is_text] or [[]]
+    parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
+    problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
     hint = f"; there is {', '.join(known)}" if known else ""
     if problem[-1:] in (["Unrecognized options: True"], ["Unrecognized options: False"]):
