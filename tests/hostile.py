@@ -4,17 +4,20 @@ Each creates a file, the canary, if it succeeds: read by torch or pickle without
 does. For tests that assert that reading them here does not.
 """
 
+import hashlib
 import io
 import json
 import os
 import pickle
 import shutil
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 
 class Creates:
@@ -102,6 +105,29 @@ def redirect_files(step: Path, name: str) -> None:
     write_metadata(step, metadata)
 
 
+def change_chunks(step: Path, name: str, *boxes: tuple[list[int], list[int]]) -> None:
+    """The tensor is said to have been saved in these (offsets, sizes), each with its numbers."""
+    metadata = dcp.FileSystemReader(step).read_metadata()
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        info = metadata.storage_data.pop(index)
+    for offsets, _ in boxes:
+        metadata.storage_data[MetadataIndex(name, offsets)] = info
+    metadata.state_dict_metadata[name].chunks = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+    ]
+    write_metadata(step, metadata)
+
+
+def deflated(content: bytes) -> bytes:
+    """What torch.save wrote, as an archive that is compressed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as plain:
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in plain.namelist():
+                archive.writestr(name, plain.read(name))
+    return buffer.getvalue()
+
+
 def write_metadata(step: Path, metadata: Any) -> None:
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     forget_hashes(step)
@@ -109,6 +135,12 @@ def write_metadata(step: Path, metadata: Any) -> None:
 
 def forget_hashes(step: Path) -> None:
     (step / ".sha256sums").unlink(missing_ok=True)
+
+
+def remake_hashes(step: Path) -> None:
+    files = [file for file in sorted(step.iterdir()) if file.name != ".sha256sums"]
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in files]
+    (step / ".sha256sums").write_text("\n".join([f"# {len(lines)} files", *lines]) + "\n")
 
 
 def keep_only(step: Path) -> None:

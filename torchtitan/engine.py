@@ -293,10 +293,18 @@ class TrainingEngine(build.EngineParts):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Older checkpoints count steps only.
+        state_dict = {"weights_version": state_dict["step"], **state_dict}
+        for name in ("step", "ntokens_seen", "weights_version"):
+            count = state_dict[name]
+            if not isinstance(count, int) or not 0 <= count < 2**63:
+                raise ValueError(
+                    f"train_state.{name} of a checkpoint must be a whole number of at least 0, got "
+                    f"{count!r}: the checkpoint is damaged; load another one"
+                )
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
-        # Older checkpoints count steps only.
-        self.weights_version = state_dict.get("weights_version", self.step)
+        self.weights_version = state_dict["weights_version"]
         self._loaded_step, self._loaded_version = self.step, self.weights_version
         self._counters_restored = True
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -217,7 +216,7 @@ def fail_to_write_on(rank: int) -> Any:
     """For the time of the block, this rank's disk is full."""
     if dist.get_rank() != rank:
         return contextlib.nullcontext()
-    return mock.patch.object(FileSystem, "create_stream", side_effect=OSError("disk full"))
+    return mock.patch("torchtitan.checkpoint.folder.open_file", side_effect=OSError("disk full"))
 
 
 def error_of_failing_write(folder: str) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
+from tests import hostile
 from torchtitan.checkpoint.folder import (
     HASHES_FILE,
     UNFINISHED_MARKER,
@@ -796,6 +797,46 @@ def test_damaged_newest_step_falls_back_to_the_one_before(tmp_path, name, damage
     assert "step-2: it is damaged" in caplog.text and name in caplog.text
 
 
+@pytest.mark.parametrize("half", [[], [([0, 0], [2, 4])]])
+@pytest.mark.parametrize("name", ["layers.0.weight", "optimizer.state.layers.0.weight.exp_avg"])
+def test_checkpoint_with_holes_is_not_loaded_whatever_its_hashes_say(tmp_path, name, half, caplog):
+    Run(tmp_path).train_and_save(1, 2)
+    step = tmp_path / "checkpoint" / "step-2"
+    hostile.change_chunks(step, name, *half)
+    hostile.remake_hashes(step)
+    run = Run(tmp_path)
+    assert run.manager.load()
+    assert run.counter.step == 1 and "step-2: it is damaged" in caplog.text
+    before = run.everything()
+    message = f"{len(half)} chunks of {name} do not cover every number"
+    for load in (
+        lambda: run.manager.load(2),
+        lambda: run.manager.load(path=str(step), model_only=True),
+        Run(tmp_path / "other", initial_load_path=str(step)).manager.load,
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+    assert_same(before, run.everything())
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.safetensors"])
+def test_junk_in_the_place_of_a_newer_step_is_passed_over(tmp_path, name, caplog):
+    Run(tmp_path, keep_latest_k=2).train_and_save(1, 2)
+    junk = tmp_path / "checkpoint" / "step-999999"
+    junk.mkdir()
+    (junk / name).write_bytes(b"junk")
+    run = Run(tmp_path, keep_latest_k=2)
+    assert run.manager.newest_step() == 2
+    assert f"Passing over {junk}: it is damaged" in caplog.text
+    run.manager.load()
+    run.train_and_save(3)  # it counts for none of those to keep
+    assert {step.step for step in list_steps(tmp_path / "checkpoint")} == {2, 3, 999999}
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
+    with pytest.raises(ValueError, match="Every checkpoint in .* is damaged"):
+        Run(tmp_path).manager.newest_step()
+
+
 def test_files_without_metadata_and_hashes_are_no_checkpoint(tmp_path, caplog):
     Run(tmp_path).train_and_save(1, 2)
     for name in (".metadata", HASHES_FILE):
@@ -1167,6 +1208,29 @@ def test_hf_tensors_that_do_not_match_are_listed(tmp_path, change, message):
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         run.manager.load()
+
+
+def test_hf_tensor_in_two_files_or_with_a_part_missing_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = NetAdapter(None, None).to_hf(Net().state_dict())
+    half, name = {"model.0.weight": tensors.pop("model.0.weight")[2:]}, "model.0.weight"
+    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors")
+    run = Run(
+        tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True,
+        initial_load_path=str(tmp_path),
+    )  # fmt: skip
+    before = run.everything()
+    # As torch's distributed writer says where a part belongs: rows 2 and 3 of 4.
+    where = json.dumps({name: {"saved_offsets": [2, 0]}})
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    save_file(half, second, {"DCP_SHARDING_INFO": where})
+    with pytest.raises(ValueError, match="its 1 chunks of model.0.weight do not cover"):
+        run.manager.load()
+    save_file(half | {"model.1.bias": torch.ones(4)}, second)
+    with pytest.raises(ValueError, match="has model.1.bias twice, in .*00001-of.* and in .*00002-"):
+        run.manager.load()
+    assert_same(before, run.everything())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -109,6 +109,20 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "negative lr": ({"optimizer__lr": -1e-3}, ["optimizer.lr", "-0.001", "0.0008"]),
     "nan lr": ({"optimizer__lr": float("nan")}, ["optimizer.lr", "nan", "0.0008"]),
     "inf lr": ({"optimizer__lr": float("inf")}, ["optimizer.lr", "inf", "0.0008"]),
+    "huge lr": ({"optimizer__lr": 10**400}, ["optimizer.lr", "at most 1e+38", "0.0008"]),
+    "huge norm": (
+        {"training__max_norm": 10**400},
+        ["training.max_norm", "at most 1e38", "use inf"],
+    ),
+    "negative seed": ({"debug__seed": -1}, ["debug.seed", "at least 0", "-1", "None"]),
+    "home of nobody": (
+        {"job__dump_folder": "~nobody-of-that-name/x"},
+        ["job.dump_folder", "'~nobody-of-that-name/x'", "expanduser"],
+    ),
+    "device as data": (
+        {"training__dataset_path": "/dev/zero"},
+        ["training.dataset_path", "'/dev/zero'", "write the data to a file"],
+    ),
     "beta": ({"optimizer__beta2": 1.0}, ["optimizer.beta2", "below 1", "1.0", "0.95"]),
     "decay ratio": ({"lr_scheduler__decay_ratio": 1.5}, ["lr_scheduler.decay_ratio", "1.5"]),
     "floor": ({"lr_scheduler__min_lr_factor": -0.1}, ["lr_scheduler.min_lr_factor", "-0.1"]),

@@ -1,4 +1,5 @@
 import json
+import os
 from collections import Counter
 from itertools import islice
 
@@ -386,6 +387,21 @@ def test_file_that_shrinks_or_vanishes_while_it_is_read_is_named(tmp_path, name)
     path.unlink()
     with pytest.raises(ValueError, match=f"{name} had 32 bytes .* and has vanished"):
         documents[len(documents) - 1]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+@pytest.mark.parametrize("more", ["", '{"text": "three"}\n'])
+def test_file_that_is_replaced_while_it_is_read_is_named(tmp_path, name, more):
+    path = tmp_path / name
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    documents = load_local_documents(str(path))
+    assert documents[0]
+    other = tmp_path / "other"
+    other.write_text('{"text": "uno"}\n{"text": "due"}\n' + more)
+    os.utime(other, ns=(0, path.stat().st_mtime_ns + 10**9))
+    other.rename(path)
+    with pytest.raises(ValueError, match=f"{name} had 32 bytes .* now, and was written to since"):
+        documents[0]
 
 
 def test_corrupt_line_in_a_c4_test_folder_is_named(tmp_path, monkeypatch):

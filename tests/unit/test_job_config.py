@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,8 +20,11 @@ from tyro.extras import get_parser
 
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.config.checks.common import is_path, value_of
+from torchtitan.config.checks.values import _settings
 from torchtitan.config.job_config import Parallelism, Validation
 from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
+from torchtitan.rl.job_config import JobConfig as RLJobConfig
 
 TRAIN_CONFIGS = Path("torchtitan/models/llama3/train_configs")
 DEBUG_TOML = str(TRAIN_CONFIGS / "debug_model.toml")
@@ -262,6 +266,92 @@ def test_toml_that_is_not_text_names_file_and_line(tmp_path):
     path.write_bytes(b"[training]\nsteps = \xff\n")
     with pytest.raises(tomllib.TOMLDecodeError, match="job.toml, line 2.*UTF-8"):
         parse("--job.config_file", str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 10_000 + "]" * 10_000,
+        "a = " + "{a = " * 10_000 + "1" + "}" * 10_000,
+        f"[{'.'.join('a' * 10_000)}]",
+        f"training.steps.{'.'.join('a' * 10_000)} = 1",
+    ],
+)
+def test_toml_that_is_nested_too_deeply_names_the_file(parse_toml, tmp_path, text):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}/job cannot be read: it is nested too deeply"
+    ):
+        parse_toml(text)
+
+
+def test_numbers_of_hundreds_of_digits_are_refused(parse_toml):
+    with pytest.raises(ConfigError, match=r"\[optimizer\] lr = 1000.*: too large a number"):
+        parse_toml(f"[optimizer]\nlr = 1{'0' * 400}")
+    with pytest.raises(ConfigError, match="job cannot be read: Exceeds the limit"):
+        parse_toml(f"[training]\nsteps = 1{'0' * 5000}")
+    config = parse_toml("", f"--optimizer.lr=1{'0' * 400}")  # inf, by Python's float
+    with pytest.raises(ConfigError, match="optimizer.lr must be at most 1e.38, got inf"):
+        check_job_config(config)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_config_file_that_is_a_pipe_or_a_device_is_named(tmp_path, make):
+    make(tmp_path / "job")
+    with pytest.raises(ConfigError, match=r"job.config_file .*/job'.*not a regular file"):
+        parse("--job.config_file", str(tmp_path / "job"))
+
+
+PATHS = """
+job.config_file job.dump_folder job.save_config_file profiling.save_traces_folder
+profiling.save_memory_snapshot_folder metrics.save_tb_folder metrics.save_jsonl_file
+model.hf_assets_path model.tokenizer_path training.dataset_path validation.dataset_path
+parallelism.pipeline_parallel_schedule_csv checkpoint.folder checkpoint.initial_load_path
+comm.save_traces_folder rl.task.path rl.task.eval_path rl.task.chat_template
+rl.critic.initial_load_path
+""".split()
+
+
+def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypatch):
+    assert {key for key, *_ in _settings(RLJobConfig()) if is_path(key)} == set(PATHS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").touch()
+    config = ConfigManager(RLJobConfig).parse_args([f"--{key}=~/x" for key in PATHS])
+    assert {value_of(config, key) for key in PATHS} == {f"{tmp_path}/x"}
+    (tmp_path / "x").write_text("job.dump_folder = '~/y'\njob.description = '~/y'\n")
+    config = parse("--job.config_file=~/x")
+    assert config.job.dump_folder == f"{tmp_path}/y" and config.job.description == "~/y"
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        (
+            "--checkpoint.interval=0",
+            "checkpoint.interval must be a finite number of at least 1, got 0",
+        ),
+        ("--checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k must be 0 .* got -1; use 2"),
+        ("--checkpoint.load_step=-7", "checkpoint.load_step must be .* at least -1, got -7"),
+        (
+            "--checkpoint.folder=..",
+            "checkpoint.folder is a path inside job.dump_folder, .*got '..'",
+        ),
+        (
+            "--checkpoint.interval=x",
+            "Error parsing --checkpoint.interval: .*'x'; there is --checkp",
+        ),
+        ("--checkpoint.enable=True", "Unrecognized options: True; a switch takes no value"),
+        ("--checkpoint.interval", "Missing value for argument '--checkpoint.interval'"),
+        (
+            "--checkpoint.intervals=3",
+            "Unrecognized options: --checkpoint.intervals=3; there is --ch",
+        ),
+    ],
+)
+def test_mistake_in_a_flag_is_one_line(flag, words, capsys):
+    with pytest.raises(SystemExit, match="2"), exit_on_config_error():
+        check_job_config(parse("--checkpoint.enable", flag))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"config error: {words}", line)
 
 
 def test_unknown_key_is_named_with_the_nearest_one(parse_toml):

@@ -2,24 +2,30 @@
 
 import io
 import json
+import math
 import os
 import pickle
 import random
+import time
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import hostile
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import path_inside
-from torchtitan.checkpoint.hf import _check_files
+from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import saved_shapes_in
+from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import read_weight_map
 from torchtitan.tools.unpickling import read_pickle, read_plain
 
@@ -219,6 +225,154 @@ def test_whole_numbers_are_no_weights(folder):
     assert half["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+# Checkpoints that do not cover their tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_boxes_are_tiles_if_each_number_is_painted_once(data):
+    """Against a slow loop over the numbers, for boxes that were cut, and some of them changed."""
+    draw = data.draw
+    size = tuple(draw(st.lists(st.integers(0, 5), min_size=0, max_size=3)))
+    boxes = [((0,) * len(size), size)]
+    for _ in range(draw(st.integers(0, 6)) if size else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(size) - 1))
+        low = draw(st.integers(0, sizes[axis]))
+        for start, length in ((0, low), (low, sizes[axis] - low)):
+            parts = list(offsets), list(sizes)
+            parts[0][axis], parts[1][axis] = offsets[axis] + start, length
+            boxes.append(tuple(map(tuple, parts)))
+    change = draw(st.sampled_from(["none", "drop", "repeat", "move", "resize"]))
+    if change != "none":
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        offsets, sizes = map(list, box)
+        if change == "repeat":
+            boxes += [box, box]
+        elif change != "drop" and size:
+            changed = offsets if change == "move" else sizes
+            changed[draw(st.integers(0, len(size) - 1))] += draw(st.integers(-2, 2))
+            boxes.append((tuple(offsets), tuple(sizes)))
+    painted = numpy.zeros(size, int)
+    inside = all(
+        min(o, n) >= 0 and o + n <= most
+        for offsets, sizes in boxes
+        for o, n, most in zip(offsets, sizes, size, strict=True)
+    )
+    for offsets, sizes in boxes if inside else ():
+        painted[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    assert dcp._are_tiles(size, tuple(boxes)) == (inside and bool((painted == 1).all()))
+
+
+def test_thousands_of_chunks_are_compared_quickly():
+    grid = [((64 * i, 2 * j), (64, 2)) for i in range(64) for j in range(64)]
+    start = time.process_time()
+    assert dcp._are_tiles((4096, 128), tuple(grid))
+    assert time.process_time() - start < 4  # 0.3; by pairs it would take 8
+
+
+# What is said to be saved of a tensor [2, 3].
+HOLES = {
+    "nothing": [],
+    "half": [([1, 0], [1, 3])],
+    "a corner less": [([0, 0], [1, 3]), ([1, 0], [1, 2])],
+    "twice": [([0, 0], [2, 3]), ([0, 0], [2, 3])],
+    "half of it twice": [([0, 0], [2, 2]), ([0, 1], [1, 1])],
+    "beyond the end": [([0, 0], [1, 3]), ([1, 0], [2, 3])],
+    "before the beginning": [([-1, 0], [2, 3]), ([1, 0], [1, 3])],
+    "other dimensions": [([0], [6])],
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_checkpoint_that_does_not_cover_a_tensor_is_refused(folder, name):
+    hostile.change_chunks(folder, "weight", *HOLES[name])
+    with pytest.raises(
+        ValueError, match=r"step-1/\.metadata is damaged: its \d chunks of weight do"
+    ):
+        saved_shapes_in(str(folder))
+    wanted = emptied(contents())
+    with pytest.raises(ValueError, match="chunks of weight do not cover every number"):
+        dcp.load(wanted, checkpoint_id=str(folder))
+    assert same(wanted, emptied(contents()))  # no byte was loaded
+
+
+def test_hole_is_left_as_it_was_where_nobody_takes_care(folder):
+    hostile.change_chunks(folder, "weight", *HOLES["half"])
+    wanted = {"weight": torch.full((2, 3), 7.0)}
+    torch_dcp.load(wanted, checkpoint_id=folder)
+    assert wanted["weight"][0].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("name", ["weight", "state.lr"])
+def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != name}
+    hostile.write_metadata(folder, metadata)
+    with pytest.raises(ValueError, match=f"does not say where a chunk of {name} lies"):
+        saved_shapes_in(str(folder))
+
+
+# Entries that are larger than they look
+
+
+class _Allocates:
+    def __reduce__(self):
+        return bytearray, (10**7,)
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.lr", lambda: hostile.deflated(saved("a" * 10**6)), "entry of .* unpacks to 100"),
+        (
+            "weight",
+            lambda: hostile.deflated(saved(torch.zeros(10**6))),
+            "entry of .* unpacks to 400",
+        ),
+        ("state.blob", lambda: saved(_Allocates()), "it names bytearray, which is no plain data"),
+        (
+            "state.lr",
+            lambda: saved("a" * 10**5),
+            "state.lr has 101... bytes, and at most 65536 are",
+        ),
+    ],
+)
+def test_entry_takes_no_more_memory_than_it_has_bytes(folder, name, content, message):
+    torch.load(io.BytesIO(content()), weights_only=True)  # torch unpacks it
+    hostile.replace_entry(folder, name, content())
+    with pytest.raises(dcp.CheckpointException, match=message):
+        dcp.load(emptied(contents()) | {"state": contents()["state"]}, checkpoint_id=str(folder))
+
+
+def test_entry_that_a_stream_unpacks_is_refused(folder):
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    next(iter(metadata.storage_data.values())).transform_descriptors = ("zstd",)
+    hostile.write_metadata(folder, metadata)
+    with pytest.raises(ValueError, match="is compressed, which is not read here"):
+        saved_shapes_in(str(folder))
+
+
+@pytest.mark.parametrize("name", ["step", "ntokens_seen", "weights_version"])
+@pytest.mark.parametrize("value", [-1, math.nan, 1e3, 2**63, "3"])
+def test_counts_of_a_run_are_whole_numbers(name, value):
+    counts = {"step": 3, "ntokens_seen": 96, "weights_version": 3} | {name: value}
+    engine = SimpleNamespace()
+    with pytest.raises(
+        ValueError, match=f"train_state.{name} of a checkpoint must be a whole number"
+    ):
+        TrainingEngine.load_state_dict(engine, counts)
+    assert not vars(engine)
+    TrainingEngine.load_state_dict(engine, {"step": 3, "ntokens_seen": 96})
+    assert engine.weights_version == 3
+
+
 # Names and links
 
 
@@ -244,7 +398,7 @@ def hub_cache(tmp_path: Path) -> Path:
 
 
 def test_the_hubs_cache_is_read_though_its_files_are_links(tmp_path):
-    _check_files(str(hub_cache(tmp_path)))
+    check_files(str(hub_cache(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +409,7 @@ def test_the_hubs_cache_is_left_by_no_link(tmp_path, target):
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(target)
     with pytest.raises(ValueError, match="leads out of the folder"):
-        _check_files(str(snapshot))
+        check_files(str(snapshot))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +429,7 @@ def test_header_is_read_within_bounds(tmp_path):
         file.write_bytes(length.to_bytes(8, "little") + b"{}")
         os.truncate(file, 10)
         with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
-            _check_files(str(tmp_path))
+            check_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -284,7 +438,7 @@ def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
     save_file({"a": torch.ones(20), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}, file)
     damage(file, random.Random(seed))
     try:
-        _check_files(str(tmp_path))
+        check_files(str(tmp_path))
     except ValueError as error:
         assert str(file) in str(error)
 
@@ -295,4 +449,4 @@ def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"model\.safetensors (has numbers|is not a safetensors file)"
     ):
-        _check_files(str(tmp_path))
+        check_files(str(tmp_path))

@@ -6,14 +6,17 @@ writes what. `one_error` makes one sentence of what went wrong.
 """
 
 import dataclasses
+import functools
 import io
 import itertools
+import math
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +41,13 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
 )
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
 from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
 from torchtitan.distributed.ranks import on_all_ranks
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
 __all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
@@ -128,6 +133,18 @@ METADATA_NAMES: Names = (
 )
 
 
+# Of an entry that is no tensor. A number has 1 kB, a data position some MB.
+_MOST_BYTES_OF_NUMBER, _MOST_BYTES = 2**16, 2**30
+
+
+class _EntryView(_ReaderView):
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            # torch's own subtracts the offset; zipfile gives a negative one.
+            offset, whence = self.len + offset, os.SEEK_SET
+        return super().seek(offset, whence)
+
+
 class SafeReader(FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, for what is damaged or hostile."""
 
@@ -144,15 +161,34 @@ class SafeReader(FileSystemReader):
         if self._metadata is not None:
             return self._metadata
         path = os.path.join(self.path, DCP_METADATA)
-        with open(path_inside(str(self.path), DCP_METADATA), "rb") as file:
+        with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
             metadata = read_pickle(file, METADATA_NAMES, path)
         try:
             _check_metadata(metadata)
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
+        check_chunks(metadata, path)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """The bytes of one entry; torch calls this for each.
+
+        Raises ValueError for an entry that takes more memory than it has bytes: a zip archive can be
+        compressed, and a pickle can make a bytearray of a given length.
+        """
+        entry = _EntryView(file, sinfo.offset, sinfo.length)
+        if entry.read(4) == b"PK\3\4":  # else a pickle of before torch 1.6, and not compressed
+            with zipfile.ZipFile(entry) as archive:
+                parts = archive.infolist()
+                if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
+                    raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
+                pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
+                if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
+                    raise ValueError(refusal("bytearray"))
+        entry.seek(0)
+        return entry
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items_of_file: dict[str, list[ReadItem]] = {}
@@ -186,11 +222,14 @@ class _SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
+        before = self.state_dict[name]
+        most = _MOST_BYTES_OF_NUMBER if isinstance(before, int | float) else _MOST_BYTES
+        if (n_bytes := value.getbuffer().nbytes) > most:
+            raise ValueError(f"the entry {name} has {n_bytes} bytes, and at most {most} are read")
         try:
             content = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_in_short(error)}") from error
-        before = self.state_dict[name]
         # Numbers stand for each other, and so do lists and tuples.
         kinds = [
             float if isinstance(v, int) else list if isinstance(v, tuple) else type(v)
@@ -231,6 +270,10 @@ def _check_metadata(metadata: Any) -> None:
         if isinstance(entry, TensorStorageMetadata):
             check(entry.size, torch.Size)
             check(entry.chunks, list)
+            for chunk in entry.chunks:
+                check(chunk, torch_metadata.ChunkStorageMetadata)
+                check(chunk.offsets, torch.Size)
+                check(chunk.sizes, torch.Size)
     check(metadata.storage_data, dict)
     for index, info in metadata.storage_data.items():
         check(index, torch_metadata.MetadataIndex)
@@ -240,6 +283,76 @@ def _check_metadata(metadata: Any) -> None:
             check(number, int)
             if number < 0:
                 raise TypeError(f"{index.fqn} lies at a negative offset")
+        if info.transform_descriptors:
+            raise TypeError(f"{index.fqn} is compressed, which is not read here")
+
+
+def check_chunks(metadata: Metadata, path: str) -> None:
+    """Raise ValueError unless the chunks of each tensor cover it, and every number once.
+
+    torch reads what the chunks cover, and leaves the rest of a tensor as it was.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        starts: list[torch.Size | None] = [None]
+        if isinstance(entry, TensorStorageMetadata):
+            boxes = tuple((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
+            if not _are_tiles(tuple(entry.size), boxes):
+                raise ValueError(
+                    f"{path} is damaged: its {len(boxes)} chunks of {name} do not cover every number "
+                    f"of the {list(entry.size)} once; load another checkpoint"
+                )
+            starts = [chunk.offsets for chunk in entry.chunks]
+        for start in starts:
+            if torch_metadata.MetadataIndex(name, start) not in metadata.storage_data:
+                raise ValueError(
+                    f"{path} is damaged: it does not say where a chunk of {name} lies; load another "
+                    "checkpoint"
+                )
+
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@functools.lru_cache(256)  # layers are alike, and an optimizer's moments are as the weights
+def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
+    """Whether the boxes lie in a tensor of this size, cover it, and don't overlap.
+
+    The tensor is cut in two, with the boxes that the cut meets, until each part is one box.
+    """
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(size):
+            return False
+        axes = zip(offsets, sizes, size, strict=True)
+        if any(not 0 <= offset <= offset + n <= most for offset, n, most in axes):
+            return False
+    parts = [(((0,) * len(size), size), [box for box in boxes if math.prod(box[1])])]
+    while parts:
+        (start, lengths), inside = parts.pop()
+        if sum(math.prod(sizes) for _, sizes in inside) != math.prod(lengths):
+            return False
+        if len(inside) < 2:
+            continue
+        # Where the boxes begin, but for the first, along the axis that has most such places.
+        cuts = [sorted({box[0][axis] for box in inside})[1:] for axis in range(len(size))]
+        axis = max(range(len(size)), key=lambda a: len(cuts[a]))
+        if not cuts[axis]:  # all begin at one place
+            return False
+        cut = cuts[axis][len(cuts[axis]) // 2]
+        for low, high in ((start[axis], cut), (cut, start[axis] + lengths[axis])):
+            parts.append((_clipped((start, lengths), axis, low, high), []))
+            for box in inside:
+                clipped = _clipped(box, axis, low, high)
+                if clipped[1][axis] > 0:
+                    parts[-1][1].append(clipped)
+    return True
+
+
+def _clipped(box: _Box, axis: int, low: int, high: int) -> _Box:
+    """The part of the box between two places on an axis; its size is at most 0 if it has none."""
+    offsets, sizes = map(list, box)
+    begin, end = max(offsets[axis], low), min(offsets[axis] + sizes[axis], high)
+    offsets[axis], sizes[axis] = begin, end - begin
+    return tuple(offsets), tuple(sizes)
 
 
 # Saving

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from torch.futures import Future
 
 from torchtitan.checkpoint.staging import HostCopies
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 UNFINISHED_MARKER = ".incomplete"
@@ -136,13 +138,16 @@ def mark_kept(folder: str) -> None:
 def start_writing(folder: str) -> None:
     """Create `folder`, or remove an older checkpoint from it, and mark it unfinished.
 
-    Other files stay. An older `.metadata` beside new files would be loaded in their place.
+    Other files stay. Links are removed, and not what they lead to. An older `.metadata` beside new
+    files would be loaded in their place.
     """
     mark_unfinished(folder)
-    for pattern in WEIGHT_FILES:
-        for path in Path(folder).glob(pattern):
-            path.unlink()
-    shutil.rmtree(os.path.join(folder, "sharded"), ignore_errors=True)
+    for entry in list(os.scandir(folder)):
+        is_shards = entry.name == "sharded"
+        if is_shards and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif is_shards or any(fnmatchcase(entry.name, pattern) for pattern in WEIGHT_FILES):
+            os.unlink(entry.path)
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
@@ -170,7 +175,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _write_synced(path: str, text: str) -> None:
-    with open(path, "w") as file:
+    with open_file(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -180,7 +185,7 @@ def _write_synced(path: str, text: str) -> None:
 
 
 def hash_file(path: str) -> str:
-    with open(path, "rb") as file:
+    with open_file(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -267,7 +272,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as file:
+        with open_file(path, mode) as file:
             hashed = HashedFile(file)
             try:
                 yield hashed

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
@@ -39,6 +40,7 @@ from torchtitan.checkpoint.states import (
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 _CONSOLIDATION_THREADS = 5
@@ -60,7 +62,7 @@ def load_from_hf(
     state_dict: the model's own entries. Returns those that were read.
     Raises ValueError if the two sides do not match.
     """
-    missing_files = from_rank_zero(lambda: _check_files(path))
+    missing_files = from_rank_zero(lambda: check_files(path))
     reader = adapter.get_hf_storage_reader(path, from_quantized)
     try:
         metadata = reader.read_metadata()
@@ -69,6 +71,7 @@ def load_from_hf(
             f"The safetensors files in {path} cannot be read: what stands beside their tensors, "
             f"about parts or scales of them, is damaged ({type(error).__name__}: {error})"
         ) from error
+    dcp.check_chunks(metadata, path)
     reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it for every part
     saved = from_rank_zero(lambda: saved_shapes(reader))
     if problem := adapter.problem_with(saved):
@@ -111,7 +114,7 @@ def load_from_hf(
     return loaded
 
 
-def _check_files(folder: str) -> list[str]:
+def check_files(folder: str) -> list[str]:
     """The files that the index names and that are missing.
 
     Raises ValueError, naming the file, if one is damaged or leads out of `folder`. Reads headers
@@ -124,18 +127,29 @@ def _check_files(folder: str) -> list[str]:
             f"There are no safetensors files in {folder}, from where Hugging Face weights are "
             "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
         )
+    file_of: dict[str, str] = {}
     for name in names:
         path = path_inside(folder, name)
+        if not os.path.isfile(path):  # opening a pipe would wait
+            raise ValueError(f"{path} is not a regular file; put the file itself there")
         try:
             with safe_open(path, framework="pt") as file:
                 names_inside = file.keys()
                 kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
+                is_sharded = CUSTOM_METADATA_KEY in (file.metadata() or {})
         except Exception as error:  # the library has its own kind for each thing that it reads
             raise ValueError(
                 f"{path} is not a safetensors file, or only a part of one ({error}); fetch it again"
             ) from error
         if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
             raise ValueError(f"{path} has numbers that cannot be read: {shorten(unknown)}")
+        for key in kinds if not is_sharded else ():
+            if key in file_of:
+                raise ValueError(
+                    f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
+                    "files, or each that its index does not name"
+                )
+            file_of[key] = name
     index = os.path.join(folder, HF_INDEX)
     if not os.path.lexists(index):
         return []
@@ -311,7 +325,7 @@ def _write_alone(
         files = {}
         for file_name in sorted(set(weight_map.values())):
             names = [name for name in weight_map if weight_map[name] == file_name]
-            file = HashedFile(stack.enter_context(open(os.path.join(folder, file_name), "wb")))
+            file = HashedFile(stack.enter_context(open_file(os.path.join(folder, file_name), "wb")))
             file.write(_safetensors_header({name: entries[name] for name in names}))
             files[file_name] = file, iter(names)
         for part in _parts_of(state_dict):
@@ -322,7 +336,7 @@ def _write_alone(
                 file.write(data.numpy())
         hashes = {file_name: file.hexdigest() for file_name, (file, _) in files.items()}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    with open(os.path.join(folder, HF_INDEX), "wb") as file:
+    with open_file(os.path.join(folder, HF_INDEX), "wb") as file:
         index_file = HashedFile(file)
         index_file.write(json.dumps(index, indent=2).encode())
     return hashes | {HF_INDEX: index_file.hexdigest()}

@@ -37,8 +37,12 @@ def purge_thread(purge_queue: queue.Queue) -> None:
         logger.info(f"Removing old checkpoint {path}")
         try:
             remove_folder(path)
-        except OSError as error:  # tried again after a later save
-            logger.warning(f"The old checkpoint {path} could not be removed: {error}")
+        except OSError as error:
+            _warn_of_what_stays(path, error)
+
+
+def _warn_of_what_stays(path: str, error: OSError) -> None:  # tried again after a later save
+    logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
 class Retention:
@@ -97,7 +101,11 @@ class Retention:
             return
         newest = max(f.step for f in finished)
         for stale in finished[:-n_kept] + [f for f in broken if f.step < newest]:
-            mark_unfinished(stale.path)  # half removed, it must not look whole
+            try:
+                mark_unfinished(stale.path)  # half removed, it must not look whole
+            except OSError as error:
+                _warn_of_what_stays(stale.path, error)
+                continue
             self.start()
             self.queue.put(stale.path)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 _MOST_CHARACTERS = 100_000
@@ -81,7 +82,7 @@ def read_record(folder: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_file(path, encoding="utf-8") as file:
             record = json.loads(file.read(_MOST_CHARACTERS))
     except (OSError, ValueError, RecursionError):
         record = None

@@ -11,7 +11,8 @@ from torchtitan.checkpoint.folder import (
     find_damage,
     list_steps,
 )
-from torchtitan.checkpoint.states import WEIGHTS_ONLY
+from torchtitan.checkpoint.hf import check_files
+from torchtitan.checkpoint.states import WEIGHTS_ONLY, saved_shapes_in
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -74,15 +75,16 @@ class Selection:
         """
         if self._newest is not None and self._newest[0] == folders:
             return self._newest[1]
-        chosen, damaged = None, []
+        chosen: StepFolder | None = None
+        damaged: dict[str, str] = {}
         for step in reversed(folders):
             if step.contents == Contents.UNFINISHED:
                 reason = "its save was interrupted"
             elif step.contents == Contents.UNKNOWN:
                 reason = "it holds no checkpoint, which has a file .metadata"
-            elif damage := self._damage_of(step.path, step.contents):
+            elif damage := self._damage_of(step.path, step.contents) or _unreadable(step):
                 reason = f"it is damaged, {damage}"
-                damaged.append(step.path)
+                damaged[step.path] = damage
             else:
                 chosen = step
                 break
@@ -90,7 +92,8 @@ class Selection:
         if damaged and chosen is None:
             raise ValueError(
                 f"Every checkpoint in {folder} is damaged ({', '.join(damaged)}). Move "
-                "the folder away to start anew, or set checkpoint.verify_on_load = false"
+                "the folder away to start anew, or set checkpoint.verify_on_load = false to read what "
+                f"has other hashes. In the newest, {next(iter(damaged.values()))}"
             )
         self._damaged.update(map(os.path.realpath, damaged))
         self._newest = folders, chosen
@@ -159,6 +162,16 @@ class Selection:
     def _damage_of(self, path: str, contents: Contents) -> str | None:
         is_checked = self._config.verify_on_load or contents == Contents.DAMAGED
         return find_damage(path) if is_checked else None
+
+
+def _unreadable(step: StepFolder) -> str | None:
+    """What is wrong with a file that says what stands where; None if nothing is. Collective."""
+    check = check_files if step.contents == Contents.HF else saved_shapes_in
+    try:
+        from_rank_zero(lambda: check(step.path))
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _check_known(path: str, key: str) -> Contents:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
@@ -512,6 +513,6 @@ class JobConfig:
         path = os.path.join(self.job.dump_folder, self.job.save_config_file)
         if torch.distributed.get_rank() == 0:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path, "w") as config_file:
+            with open_file(path, "w") as config_file:
                 json.dump(self.to_dict(), config_file, indent=2)
         logger.info(f"Config is saved to {path}")

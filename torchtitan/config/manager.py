@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -16,12 +17,15 @@ from typing import Any, get_type_hints
 import tomli
 import tyro
 
-from torchtitan.config.checks.common import import_named
+from torchtitan.config.checks.common import import_named, is_path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
+
+_FLAGS_SHOWN = 4  # of those that are like a mistyped one
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
@@ -64,10 +68,8 @@ class ConfigManager:
                 f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
             ) from error
         said = io.StringIO()
-        # Ranks share one message; a single process keeps the parser's colours.
-        quiet = contextlib.redirect_stderr(said) if has_peers() else contextlib.nullcontext()
         try:
-            with quiet:
+            with contextlib.redirect_stderr(said):
                 self.config = tyro.cli(
                     config_cls,
                     prog=_program(),
@@ -82,9 +84,14 @@ class ConfigManager:
             # A section's own rule, broken by a flag.
             raise ConfigError(str(error)) from error
         except SystemExit as error:
-            if error.code and has_peers():
-                raise _FlagMistake(said.getvalue()) from error
+            if not error.code:
+                raise
+            message = _sentence_in(said.getvalue())
+            if has_peers():  # the ranks print it once
+                raise _FlagMistake(message) from error
+            print(message, file=sys.stderr)
             raise
+        _expand_home(self.config)
         self._validate_config()
         return self.config
 
@@ -92,8 +99,9 @@ class ConfigManager:
         path = _flag_value(args, "job", "config_file")
         if path is None:
             return None
+        path = os.path.expanduser(path)
         try:
-            with open(path, "rb") as toml_file:
+            with open_file(path, "rb") as toml_file:
                 content = toml_file.read()
         except FileNotFoundError as error:
             raise FileNotFoundError(
@@ -114,6 +122,9 @@ class ConfigManager:
             return tomli.loads(text)
         except tomli.TOMLDecodeError as error:
             raise TomlSyntaxError(path, error.lineno, str(error)) from error
+        except (RecursionError, ValueError) as error:  # a whole number of thousands of digits
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{path} cannot be read: {reason}") from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
@@ -296,6 +307,30 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
             # None, a flag without a value, is left for the parser to complain about.
             value = text if equals else following
     return value
+
+
+def _sentence_in(box: str) -> str:
+    """The parser's message about a flag, which comes in a frame with help texts, in one line."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
+    # Lines of the frame, drawn with other characters where the terminal does not know UTF-8.
+    lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
+    parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
+    problem, *others = parts or [[box]]
+    known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
+    hint = f"; there is {', '.join(known)}" if known else ""
+    if problem[-1:] in (["Unrecognized options: True"], ["Unrecognized options: False"]):
+        hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
+    return f"config error: {' '.join(problem)}{hint} (`{_program()} --help` lists all keys)"
+
+
+def _expand_home(section: Any) -> None:
+    """Put the home folder in place of a `~` that paths begin with: after `=` no shell does."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            _expand_home(value)
+        elif isinstance(value, str) and is_path(field.name):
+            setattr(section, field.name, os.path.expanduser(value))
 
 
 def _help_texts(section: type) -> dict[str, str]:

@@ -122,7 +122,10 @@ def convert(value: Any, annotation: Any) -> Any:
     elif origin not in accepted:
         return value
     elif kind in accepted[origin]:
-        return value if kind is origin else origin(value)
+        try:
+            return value if kind is origin else origin(value)
+        except OverflowError as error:
+            raise TypeError("too large a number") from error
     raise TypeError(f"expected {expected}, got {kind.__name__}")
 
 

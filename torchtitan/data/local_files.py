@@ -10,11 +10,12 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from torchtitan.tools.files import open_file
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
@@ -25,7 +26,7 @@ class _FilesOfDocuments:
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
-        self._sizes = [path.stat().st_size for path in paths]
+        self._stats = [path.stat() for path in paths]
         self._ends = list(accumulate(map(self._count, paths)))
 
     def __len__(self) -> int:
@@ -39,18 +40,22 @@ class _FilesOfDocuments:
         return file_index, index - (self._ends[file_index - 1] if file_index else 0)
 
     def _open(self, file_index: int) -> BinaryIO:
-        """Raises ValueError if the file has fewer bytes than at the start."""
-        path, size_at_start = self._paths[file_index], self._sizes[file_index]
-        file, size = None, 0
-        with suppress(FileNotFoundError):
-            file = open(path, "rb")
-            size = os.fstat(file.fileno()).st_size
-        if file is None or size < size_at_start:
-            raise ValueError(
-                f"{path} had {size_at_start:,} bytes when the job started, and has "
-                f"{f'{size:,}' if size else 'vanished'} now; leave data alone while a job reads them"
-            )
-        return file
+        """Raises ValueError if the file was changed since the start."""
+        path, before = self._paths[file_index], self._stats[file_index]
+        try:
+            file = open_file(path, "rb")
+        except FileNotFoundError:
+            now = "has vanished"
+        else:
+            stat = os.fstat(file.fileno())
+            if (stat.st_size, stat.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+                return file
+            file.close()
+            now = f"has {stat.st_size:,} now, and was written to since"
+        raise ValueError(
+            f"{path} had {before.st_size:,} bytes when the job started, and {now}; leave data "
+            "alone while a job reads them"
+        )
 
 
 class JsonLinesDocuments(_FilesOfDocuments):
@@ -67,7 +72,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
     def _count(self, path: Path) -> int:
         starts = array("Q")  # byte offsets of the lines that are not blank
         position = 0
-        with open(path, "rb") as file:
+        with open_file(path, "rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(position)
@@ -93,7 +98,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
         """The document's name in messages; reads the file up to there."""
         file_index, line_index = self._locate(index)
         start, number = self._line_starts[file_index][line_index], 1
-        with open(self._paths[file_index], "rb") as file:
+        with open_file(self._paths[file_index], "rb") as file:
             while file.tell() < start:
                 file.readline()
                 number += 1
@@ -184,7 +189,7 @@ def load_local_documents(path: str) -> Any:
 
 def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
     if len(paths) == 1:
-        with open(paths[0], "rb") as file:
+        with open_file(paths[0], "rb") as file:
             if file.read(1024).lstrip()[:1] == b"[":
                 return JsonArrayDocuments(paths[0])
     return JsonLinesDocuments(paths)

@@ -20,6 +20,7 @@ from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
+from torchtitan.tools.files import open_file
 from torchtitan.tools.host import resident_bytes, total_ram_bytes
 from torchtitan.tools.logging import logger
 
@@ -170,9 +171,9 @@ class JsonlLogger(BaseLogger):
         self.tag = tag
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         if os.path.exists(path):  # drop what a killed run left behind the last newline
-            with open(path, "rb+") as file:
+            with open_file(path, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
-        self.file = open(path, "a", encoding="utf-8")
+        self.file = open_file(path, "a", encoding="utf-8")
         logger.info("Metrics are appended to %s", path)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torchtitan.config import Profiling
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import profiling_cycle
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
@@ -129,7 +130,7 @@ class MemorySnapshot:
         label = f"{self.step_num}_exit" if exit_ctx else f"{self.step_num}"
         folder = _iteration_folder(self.folder, label, self.leaf_folder)
         path = os.path.join(folder, f"rank{_rank()}_memory_snapshot.pickle")
-        with open(path, "wb") as file:
+        with open_file(path, "wb") as file:
             pickle.dump(self.memory._snapshot(), file)
         logger.info("Wrote memory snapshot %s", path)
 

@@ -176,17 +176,16 @@ _NOT_NEGATIVE = (
 
 def _numbers(job_config: JobConfig) -> Iterator[str]:
     for key in (*_SMALLEST_COUNTS, *_NOT_NEGATIVE):
-        value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key)
-        if value is None:
-            continue
-        if smallest is None:
-            # NaN, which is never between two numbers, fails, too.
-            is_kept, rule = 0 <= value < math.inf, "a finite number of at least 0"
-        elif value < smallest:
-            is_kept, rule = False, f"at least {smallest}"
-        else:
-            is_kept, rule = key == "seed" or value <= _LARGEST_COUNT, f"at most {_LARGEST_COUNT}"
-        if not is_kept:
+        value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key, 0)
+        largest = math.inf if key == "seed" else _LARGEST_COUNT
+        # NaN, which is never between two numbers, fails, too.
+        if value is not None and not smallest <= value <= largest:
+            rule = (
+                f"at least {smallest}"
+                if key in _SMALLEST_COUNTS
+                else "a finite number of at least 0"
+            )
+            rule = f"at most {largest}" if value > largest else rule
             yield f"rl.{key} must be {rule}, got {value}; the default is {value_of(RL(), key)}"
 
 

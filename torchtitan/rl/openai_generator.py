@@ -27,6 +27,7 @@ from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import open_file
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
 _HOW_VLLM_RELOADS = "; without rl.generator.reload_url it has to be vLLM's, with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -194,7 +195,7 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
         n_bytes += tensor.nbytes
     finish()
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-    with open(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
+    with open_file(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
         json.dump(index, text)
 
 

@@ -15,6 +15,7 @@ from torchtitan.rl.advantages import advantage_metrics
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Episode
 from torchtitan.tools.events import event
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
@@ -111,6 +112,6 @@ def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: in
     if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    with open_file(path, "a", encoding="utf-8") as file:
         for episode in episodes if limit < 0 else episodes[:limit]:
             file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")

@@ -18,7 +18,8 @@ from typing import Any
 
 import torchtitan
 from torchtitan.tools.errors import ConfigError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.files import open_file
+from torchtitan.tools.logging import logger, warn_once
 
 FILE_NAME = "events.jsonl"
 MAX_EVENTS_PER_START = 10_000
@@ -38,7 +39,7 @@ def recording(config: Any) -> Iterator[None]:
     """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
 
     Rank 0 writes; an exception that leaves the block is written by the rank that raised it. A
-    write that fails is ignored: a run is worth more than its history.
+    write that fails is warned of once: a run is worth more than its history.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
@@ -101,16 +102,18 @@ class _EventLog(logging.Handler):
 
     def end_unfinished_line(self) -> None:
         """Keep what a full disk cut short from swallowing the next line."""
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+        with contextlib.suppress(OSError), open_file(self.path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 self._append("\n")
 
     def _append(self, text: str) -> None:
-        with contextlib.suppress(OSError):
+        try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
+            with open_file(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
                 file.write(text.encode(errors="replace"))
+        except OSError as error:
+            warn_once(logger, f"The run goes on, but without a record of its events: {error}")
 
 
 def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import socket
 import time
 
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import open_descriptor
 from torchtitan.tools.logging import logger, warn_once
 
 LOCK_FILE = ".lock"
@@ -31,7 +32,7 @@ class FolderLock:
             file, holders = _held[self._path]
             _held[self._path] = file, holders + 1
             return
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

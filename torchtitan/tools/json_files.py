@@ -4,6 +4,8 @@ import json
 import os
 from typing import Any
 
+from torchtitan.tools.files import open_file
+
 _MOST_BYTES = 2**28  # vocabularies and indexes have some 10 MB
 
 
@@ -15,7 +17,7 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     if (size := os.path.getsize(path)) > _MOST_BYTES:
         raise ValueError(f"it has {size} bytes, and at most {_MOST_BYTES} are read")
-    with open(path, encoding="utf-8") as file:
+    with open_file(path, encoding="utf-8") as file:
         try:
             content = json.load(file)
         except RecursionError:

@@ -14,6 +14,7 @@ from torchtitan.tools.folder_lock import FolderLock
 
 # With the limit of tests/reliability/file_size_limit.py on some ranks.
 LIMITED = "--experimental.custom_import=tests.reliability.file_size_limit"
+FULL_DISK = "--experimental.custom_import=tests.reliability.full_disk"
 HF_EXPORT = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
 
 
@@ -51,11 +52,6 @@ def remove_metadata_of(*steps: int):
 
 def interrupt(folder: Path) -> None:
     (step(folder, 4) / ".incomplete").touch()
-
-
-def fill_disk_at_step_6(folder: Path) -> None:
-    step(folder, 6).mkdir()
-    (step(folder, 6) / ".metadata.tmp").symlink_to("/dev/full")
 
 
 def put_file_in_place_of_step_6(folder: Path) -> None:
@@ -458,7 +454,7 @@ FAULTS = [
         "outputs/checkpoint is that of step 4",
         cause="The disk, or this user's quota, is used up.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
-        arrange=resume("--training.steps=6", change=fill_disk_at_step_6),
+        arrange=resume("--training.steps=6", FULL_DISK),
         exit_code=1,
         after_run=True,
         check=older_steps_are_whole,
@@ -470,9 +466,7 @@ FAULTS = [
         "outputs/checkpoint is that of step 4",
         cause="The disk, or this user's quota, is used up.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
-        arrange=resume(
-            "--training.steps=7", "--checkpoint.async_mode=async", change=fill_disk_at_step_6
-        ),
+        arrange=resume("--training.steps=7", "--checkpoint.async_mode=async", FULL_DISK),
         exit_code=1,
         after_run=True,
         check=older_steps_are_whole,

@@ -133,6 +133,22 @@ FAULTS = [
         "Give a number of 64 bits.",
     ),
     flag_fault(
+        "home folder of nobody",
+        ("--job.dump_folder=~nobody-of-that-name/run",),
+        "job.dump_folder must be a whole path, as '~' at its beginning is nobody's home folder here, "
+        "got '~nobody-of-that-name/run'; …",
+        "The user is mistyped, or unknown on this machine.",
+        "Give the whole path.",
+    ),
+    flag_fault(
+        "device in place of data",
+        ("--training.dataset=local", "--training.dataset_path=/dev/zero"),
+        "training.dataset_path must be a regular file or a folder, got '/dev/zero', a device, pipe or "
+        "socket; write the data to a file",
+        "The data were to come through a pipe, or the path is mistyped.",
+        "Write the data to a file.",
+    ),
+    flag_fault(
         "learning rate that is no number",
         ("--optimizer.lr=nan",),
         "optimizer.lr must be a finite number of at least 0, got nan; the default is 0.0008",

@@ -29,6 +29,7 @@ def check_job_config(
         values.choices(job_config),
         values.numbers(job_config),
         values.texts(job_config),
+        values.home_folders(job_config),
         values.checkpoint_settings(job_config.checkpoint),
         values.features(job_config),
         values.validation(job_config),

@@ -42,6 +42,11 @@ def value_of(section: Any, key: str) -> Any:
     return operator.attrgetter(key)(section)
 
 
+def is_path(key: str) -> bool:
+    """Whether the value of a key is a path, by its name."""
+    return key.endswith(("folder", "path", "file", "_csv", "template"))
+
+
 def guess(name: Any, known: Iterable[Any]) -> str:
     """', did you mean ...?', or nothing where no known name is close; ignores case."""
     by_lower = {other.lower(): other for other in known if isinstance(other, str)}

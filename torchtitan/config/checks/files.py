@@ -96,7 +96,13 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
     for name, section in data_sections(job_config).items() if builds_data else ():
         path = section.dataset_path
-        if path and _looks_local(path) and not glob.glob(path) and not os.path.exists(path):
+        is_there = bool(path) and os.path.exists(path)
+        if is_there and not os.path.isfile(path) and not os.path.isdir(path):
+            yield (
+                f"{name}.dataset_path must be a regular file or a folder, got {path!r}, a device, "
+                "pipe or socket; write the data to a file"
+            )
+        if path and _looks_local(path) and not glob.glob(path) and not is_there:
             yield (
                 f"{name}.dataset_path must be an existing file or folder, or the name of a dataset "
                 f"on the hub, got {path!r} (looked in {os.getcwd()}); correct the path"

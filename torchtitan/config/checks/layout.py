@@ -27,6 +27,7 @@ from torchtitan.config.pipeline_layout import (
     is_one_of,
     modules_of_stages,
 )
+from torchtitan.tools.files import open_file
 
 
 def degrees(job_config: JobConfig) -> Iterator[str]:
@@ -291,7 +292,7 @@ def _csv_file(path: str, n_ranks: int) -> Iterator[str]:
     remedy = "write a line per pipeline rank, of cells like 0F0, 0B0 (stage, action, microbatch)"
     rows: list[list[str]] = []
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open_file(path, newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
     except (OSError, ValueError, csv.Error) as error:
         yield f"{key} = {path!r} cannot be read as a CSV file: {error}"

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from torchtitan.config.checks.common import compile_settings, guess, value_of
+from torchtitan.config.checks.common import compile_settings, guess, is_path, value_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
 
@@ -33,7 +33,7 @@ _RANGES: dict[tuple[float, float], str] = {
     (1, 10**12): "training.steps training.gc_freq validation.freq metrics.log_freq "
     "checkpoint.interval profiling.profile_freq lr_scheduler.total_steps",
     (1, 10**8): "comm.init_timeout_seconds comm.train_timeout_seconds",
-    (0, math.inf): "optimizer.lr optimizer.eps optimizer.weight_decay",
+    (0, 1e38): "optimizer.lr optimizer.eps optimizer.weight_decay",  # fp32 holds 3e38
     (0, 10**12): "lr_scheduler.warmup_steps debug.check_document_isolation_freq",
     (0, 10**9): "profiling.profiler_warmup comm.trace_buf_size "
     "parallelism.pipeline_parallel_first_stage_less_layers "
@@ -42,7 +42,7 @@ _RANGES: dict[tuple[float, float], str] = {
     (0, 1024): "training.dataloader.num_workers validation.dataloader.num_workers",
     (-1, 10**12): "checkpoint.load_step training.loss_chunk",
     (-(10**12), 10**12): "lr_scheduler.step_offset",
-    (-(2**63), 2**64 - 1): "debug.seed",
+    (0, 2**64 - 1): "debug.seed",
     (-math.inf, 10**12): "validation.steps",
     (-math.inf, 10**9): "training.global_batch_size checkpoint.keep_latest_k "
     "parallelism.pipeline_parallel_layers_per_stage parallelism.expert_tensor_parallel_degree",
@@ -58,10 +58,10 @@ def numbers(job_config: JobConfig) -> Iterator[str]:
     for (smallest, largest), keys in _RANGES.items():
         for key in keys.split():
             value = value_of(job_config, key)
-            if value is None or (smallest <= value <= largest and value < math.inf):
+            if value is None or smallest <= value <= largest:
                 continue
             least = f"a finite number of at least {smallest}"
-            wanted = least if largest == math.inf or value < smallest else f"at most {largest}"
+            wanted = f"at most {largest}" if value > largest else least
             default = value_of(JobConfig(), key)
             yield f"{key} must be {wanted}, got {value}; the default is {default}"
     for key in _FRACTIONS.split():
@@ -74,8 +74,9 @@ def numbers(job_config: JobConfig) -> Iterator[str]:
             default = value_of(JobConfig(), key)
             yield f"{key} must be at least 0 and below 1, got {value}; the default is {default}"
     max_norm = job_config.training.max_norm
-    if not max_norm > 0:
-        yield f"training.max_norm must be above 0, got {max_norm}; use inf to clip nothing"
+    if not (0 < max_norm <= 1e38 or max_norm == math.inf):
+        wanted = "at most 1e38" if max_norm > 0 else "above 0"
+        yield f"training.max_norm must be {wanted}, got {max_norm}; use inf to clip nothing"
 
 
 def texts(job_config: JobConfig) -> Iterator[str]:
@@ -92,6 +93,16 @@ def texts(job_config: JobConfig) -> Iterator[str]:
                     f"{key} must be text without NUL characters and in UTF-8, got {text!r}; "
                     "correct it"
                 )
+
+
+def home_folders(job_config: JobConfig) -> Iterator[str]:
+    """Flags and TOML have their `~` replaced already, unless there is no such user."""
+    for key, value, _ in _settings(job_config):
+        if is_path(key) and isinstance(value, str) and value.startswith("~"):
+            yield (
+                f"{key} must be a whole path, as '~' at its beginning is nobody's home folder here, "
+                f"got {value!r}; use os.path.expanduser, or begin with './'"
+            )
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:

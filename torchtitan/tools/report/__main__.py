@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from torchtitan.tools.files import open_file
 from torchtitan.tools.report.page import page_of
 from torchtitan.tools.report.read import NoRunError, read_run
 
@@ -30,7 +31,8 @@ def main() -> None:
     try:
         text = page_of(read_run(args.run_folder))
         unfinished = output.with_name(f"{output.name}.{os.getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
+        with open_file(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
         unfinished.replace(output)
     except (NoRunError, OSError) as error:
         is_run = isinstance(error, NoRunError)

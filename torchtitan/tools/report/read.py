@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.events import FILE_NAME as EVENTS_FILE
+from torchtitan.tools.files import open_file
 
 EPISODES_FILE = "episodes.jsonl"
 SAMPLED_STEPS = 8  # of which samples are shown
@@ -114,7 +115,7 @@ def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (offset, object) of each line, from `offset` on, that holds a JSON object."""
-    with open(path, "rb") as file:
+    with open_file(path, "rb") as file:
         file.seek(offset)
         while line := file.readline(_LONGEST_LINE):
             # Cut off, of other bytes, or nested deeper than Python follows.
