@@ -52,9 +52,15 @@ _OPTIMIZER = "optimizer.name"
 
 
 def record_of(
-    config: JobConfig, global_batch_size: int, tokenizer: BaseTokenizer | None
+    config: JobConfig,
+    global_batch_size: int,
+    tokenizer: BaseTokenizer | None,
+    num_documents: int | None = None,
 ) -> dict[str, Any]:
-    """The settings that matter to a run that continues from this run's checkpoints."""
+    """The settings that matter to a run that continues from this run's checkpoints.
+
+    Ranks compare theirs before they train.
+    """
     record: dict[str, Any] = {}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
         section, name = key.split(".")
@@ -65,6 +71,8 @@ def record_of(
         vocabulary = json.dumps(sorted(backend.get_vocab().items()))
         digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
         record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
+    if num_documents is not None:
+        record["number of documents"] = num_documents  # a resume compares the data position's
     return record
 
 
