@@ -1,6 +1,7 @@
 """What a run that fails says last, and failures that are no bugs of this program."""
 
 import errno
+import io
 import os
 import resource
 import sys
@@ -10,6 +11,7 @@ import pytest
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.failures import allow_open_files, as_run_error
+from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import _tell_failure
 
 
@@ -75,3 +77,15 @@ def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
     as_ascii = "größe".encode().decode("ascii", "surrogateescape")
     monkeypatch.setattr(sys, "argv", ["train", f"--job.description={as_ascii}"])
     assert ConfigManager().parse_args().job.description == "größe"
+
+
+def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    handlers, propagate = logger.handlers, logger.propagate
+    try:
+        init_logger()
+        logger.info("größe")
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+    assert written.getvalue().endswith(rb"INFO - gr\xf6\xdfe" + b"\n")
