@@ -1,6 +1,7 @@
 """What ranks find out about one another before they train, and how they end together."""
 
 import os
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan.distributed import peers as peers_module
 from torchtitan.distributed.peers import PeerError, Peers, _listen, _problem_of
 from torchtitan.distributed.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
@@ -176,6 +178,30 @@ def test_strangers_that_find_the_port_are_not_listened_to():
     """And it is open on the interface of MASTER_ADDR alone, which is localhost here."""
     answers = run_ranks(hear_of_failure_though_strangers_call, 2, init_process_group=False)
     assert answers[0] == ("rank 0 ends because rank 1 failed: the disk is gone", "127.0.0.1")
+
+
+def hear_of_a_stopped_rank(stopped_rank):
+    peers_module._longest_silence = lambda _timeout: 1.5
+    peers = meet([{}] * 2)
+    peers._store.set(f"pid_{peers.rank}", str(os.getpid()))
+    other = int(peers._store.get(f"pid_{1 - peers.rank}"))
+    time.sleep(2)  # longer than a rank may be silent
+    assert peers._first_failure is None
+    if peers.rank == stopped_rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    text = peers.describe_failure(wait_seconds=10)
+    peers._leaving.set()
+    if peers.rank != stopped_rank:
+        os.kill(other, signal.SIGCONT)
+    return text
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_rank_that_is_stopped_is_named_and_ends_when_it_is_continued(rank):
+    answers = run_ranks(hear_of_a_stopped_rank, 2, rank, init_process_group=False)
+    said = f"ends because rank {rank} failed: it was stopped, or its machine hangs: silent for 2 s"
+    assert answers[1 - rank] == f"rank {1 - rank} {said}"
+    assert answers[rank].startswith(f"rank {rank} ends because rank ")
 
 
 def leave_one_after_the_other():

@@ -1,12 +1,13 @@
 """Signals and lost ranks at random instants of small runs: `python -m tests.reliability.stop_anywhere`.
 
-Four kinds of trial:
+Five kinds of trial:
 
 - early: SIGTERM, SIGINT, SIGHUP or SIGUSR1 to one rank while the ranks start; all are gone within
   10 s of their imports, and the others say why.
 - stop: SIGTERM to one rank; all ranks save and exit with 0, and the run goes on to the losses of an
   unbroken one.
 - kill: SIGKILL to one rank; the others are gone within 30 s, and the first message is about it.
+- freeze: SIGSTOP to one rank; the others end in time, and it ends when it is continued afterwards.
 - restart: SIGKILL to one rank under `torchrun --max-restarts 1`; the run ends with the losses of an
   unbroken one.
 
@@ -32,6 +33,7 @@ from tests.reliability import jobs
 STEPS = 12
 LIMIT_SECONDS = 30
 EARLY_LIMIT_SECONDS = 10
+FREEZE_LIMIT_SECONDS = 90  # a rank may be silent for a minute
 SECONDS_OF_PYTHON_ITSELF = 0.5  # before its first line is ours
 START_SECONDS = 120
 JOB = [
@@ -183,6 +185,33 @@ def kill(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     return f"SIGKILL to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
 
 
+def freeze(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
+    rank = draw.randrange(ranks)
+    arguments = [*JOB, "--training.steps=1000", f"--job.dump_folder={folder}"]
+    arguments += ["--comm.train_timeout_seconds=3", "--comm.init_timeout_seconds=20"]
+    job = jobs.start(arguments, folder / "logs", ranks=ranks)
+    try:
+        wait_for(draw.choice([MET, TRAINS, TRAINS]), job, rank)
+        time.sleep(draw.uniform(0, 1))
+        steps_before, sent_at = len(losses(folder)), time.monotonic()
+        job.send(signal.SIGSTOP, rank)
+        others = [process for r, process in enumerate(job.processes) if r != rank]
+        deadline = sent_at + FREEZE_LIMIT_SECONDS
+        while any(process.is_alive() for process in others) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        seconds = time.monotonic() - sent_at
+        time.sleep(draw.uniform(0, 5))
+        job.send(signal.SIGCONT, rank)
+        outcome = job.wait(LIMIT_SECONDS)
+    finally:
+        job.send(signal.SIGCONT, rank)
+        job.kill()
+    assert seconds < FREEZE_LIMIT_SECONDS, outcome.output
+    assert outcome.exit_codes == [1] * ranks, f"{outcome.exit_codes}\n{outcome.output}"
+    assert all("error: " in output for output in outcome.outputs), outcome.output
+    return f"SIGSTOP to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
+
+
 def restart(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     folder.mkdir(parents=True)
     with open(folder / "log", "w") as log:
@@ -222,6 +251,7 @@ KINDS: dict[str, Callable[[Path, int, random.Random, dict], str]] = {
     "early": early,
     "stop": stop,
     "kill": kill,
+    "freeze": freeze,
     "restart": restart,
 }
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -57,7 +58,9 @@ class Peers:
     """This rank's connection with the others of its job; all ranks make one before anything else.
 
     Rank 0 hears from every other rank, and passes on what it hears. If a connection ends without
-    a message, that rank was killed.
+    a message, that rank was killed; if it stays silent for as long as the store waits for a rank
+    (and at least a minute), that rank was stopped: a thread sends its messages, even while the main
+    thread hangs.
 
     helpers: ranks without which the others can still save. When one of these fails, the others have
         longer to end by themselves.
@@ -160,10 +163,14 @@ class Peers:
     def _listen_to_peers(self, server: socket.socket | None, token: str) -> None:
         selector = selectors.DefaultSelector()
         unread: dict[socket.socket, bytes] = {}
+        heard_at: dict[socket.socket, float] = {}
+        longest_silence = _longest_silence(self._store.timeout)
+        next_message_at = last_turn = time.monotonic()
 
         def add(connection: socket.socket) -> None:
             connection.settimeout(None)
             unread[connection] = b""
+            heard_at[connection] = time.monotonic()
             selector.register(connection, selectors.EVENT_READ)
 
         if server is not None:
@@ -171,7 +178,15 @@ class Peers:
         for connection in self._connections:
             add(connection)
         while True:
-            for key, _ in selector.select():
+            ready = selector.select(longest_silence / 8)
+            now = time.monotonic()
+            if now - last_turn > longest_silence / 2:  # it was this process that was stopped
+                heard_at = dict.fromkeys(heard_at, now)
+            last_turn = now
+            if now >= next_message_at:
+                next_message_at = now + longest_silence / 4
+                self._send({"alive": self.rank})
+            for key, _ in ready:
                 connection = key.fileobj
                 if connection is server:
                     try:
@@ -182,6 +197,7 @@ class Peers:
                     _keep_alive(connection)
                     add(connection)
                     continue
+                heard_at[connection] = now
                 try:
                     data = connection.recv(65536)
                 except OSError:
@@ -193,10 +209,14 @@ class Peers:
                 if not data or not is_peer or len(unread[connection]) > most:
                     selector.unregister(connection)
                     connection.close()
-                    del unread[connection]
+                    del unread[connection], heard_at[connection]
                     rank = self._connections.pop(connection, None)
                     if rank is not None:
                         self._fail(rank, "")
+            for connection, rank in list(self._connections.items()):
+                if now - heard_at[connection] > longest_silence:
+                    seconds = f"{longest_silence:.0f} s"
+                    self._fail(rank, f"it was stopped, or its machine hangs: silent for {seconds}")
 
     def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
         """False if the line comes from another program that has found the port.
@@ -303,6 +323,10 @@ def _problem_of(told: list[dict[str, Any]]) -> str | None:
         f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
         "ranks with the same config, files and version"
     )
+
+
+def _longest_silence(timeout: timedelta) -> float:
+    return max(60.0, timeout.total_seconds())
 
 
 def _listen() -> socket.socket:
