@@ -61,7 +61,8 @@ def main(
     # The command line's parser, which programs that import `Trainer` from here don't need.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
-    signals.at_start.start()
+    if not torch.distributed.is_initialized():  # a host decides itself what ends it
+        signals.at_start.start()
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     try:
