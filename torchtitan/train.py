@@ -85,7 +85,6 @@ def main(
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
     peers = trainer = None
     try:
-        allow_open_files()
         # The ranks of a process group that exists already have met in their own way.
         is_guest = torch.distributed.is_initialized()
         if has_peers() and config.comm.mode == "default" and not is_guest:
@@ -96,6 +95,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             peers.compare(config.to_dict())
         else:
             signals.at_start.tell_by(lambda _: None)
+        allow_open_files()
         with events.recording(config):
             trainer = (trainer_class or __getattr__("Trainer"))(config)
             if peers is not None:
@@ -175,8 +175,10 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) 
     sentence = f"error: {message}\n(found at {where.filename}:{where.lineno}"
     shows_stack = is_bug or bool(os.environ.get("TORCHTITAN_TRACEBACK"))
     if shows_stack:
-        with contextlib.suppress(Exception):  # it may be somebody's own
+        try:
             sys.excepthook(type(error), error, error.__traceback__)
+        except Exception:  # it may be somebody's own
+            traceback.print_exception(error)
     else:
         sentence += "; TORCHTITAN_TRACEBACK=1 shows the stack"
     # Last, also on a console that ranks share: the others end once they have been told.
