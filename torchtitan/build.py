@@ -308,8 +308,13 @@ def build_checkpointer(engine: Any) -> CheckpointManager:
     with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
     checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
     checkpointer.tokenizer = engine.tokenizer
+    dataset = getattr(engine.dataloader, "dataset", None)
     checkpointer.run_record = record_of(
-        config, engine.global_batch_size, engine.tokenizer, engine.seed
+        config,
+        engine.global_batch_size,
+        engine.tokenizer,
+        getattr(dataset, "num_documents", None),
+        engine.seed,
     )
     for other in host.engines():
         theirs = getattr(other, "checkpointer", None)

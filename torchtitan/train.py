@@ -19,6 +19,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.tools import signals
+
+if __name__ == "__main__":
+    signals.at_start.start()  # before seconds of imports
+
 import torch
 
 import torchtitan
@@ -28,7 +33,7 @@ from torchtitan.distributed.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
 from torchtitan.tools.errors import LostConnectionError, RunError
-from torchtitan.tools.failures import as_run_error
+from torchtitan.tools.failures import allow_open_files, as_run_error
 from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
@@ -56,6 +61,8 @@ def main(
     # The command line's parser, which programs that import `Trainer` from here don't need.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
+    if not torch.distributed.is_initialized():  # a host decides itself what ends it
+        signals.at_start.start()
     init_logger()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     try:
@@ -71,6 +78,8 @@ def main(
     except KeyboardInterrupt:
         print("interrupted; what was not saved is lost", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    finally:
+        signals.at_start.close()
 
 
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
@@ -82,9 +91,16 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             world_size = int(os.environ["WORLD_SIZE"])
             helpers = range(config.trainer_ranks(world_size), world_size)
             peers = _find_peers(config.comm.init_timeout_seconds, helpers)
+            signals.at_start.tell_by(peers.report)
             peers.compare(config.to_dict())
+        else:
+            signals.at_start.tell_by(lambda _: None)
+        allow_open_files()
         with events.recording(config):
             trainer = (trainer_class or __getattr__("Trainer"))(config)
+            if peers is not None:
+                checkpointer = getattr(trainer, "checkpointer", None)
+                peers.compare_data(getattr(checkpointer, "run_record", {}))
             if config.comm.mode == "local_tensor":
                 logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:
@@ -99,10 +115,8 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         # First tell, then close: closing may wait for other ranks.
         exit_code = _tell_failure(error, config, peers)
         if trainer is not None:
-            excepthook = sys.excepthook  # torch's, which names the rank in the traceback below
             with contextlib.suppress(Exception):  # the first error counts
                 trainer.close()
-            sys.excepthook = excepthook
         if exit_code is None:
             raise
         sys.exit(exit_code)
@@ -111,6 +125,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
 
 def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:
+    signals.at_start.wait_for_peers()
     return Peers(*find_peers(timedelta(seconds=timeout_seconds)), helpers)
 
 
@@ -132,10 +147,12 @@ def _tell_config_error(message: str) -> None:
 def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) -> int | None:
     """Say on stderr, and to the other ranks, what to mend; returns the exit code.
 
-    None is for a bug: an exception whose stack Python is to print.
+    The stack of a bug comes before the sentence. None is for KeyboardInterrupt.
     """
     if isinstance(error, PeerError):  # rank 0 has printed it
         _tell_torchrun(str(error))
+        if peers is not None:
+            peers.report(str(error))  # to ranks that were not asked
         return 2
     if isinstance(error, KeyboardInterrupt):
         if peers is not None:
@@ -154,20 +171,23 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) 
     if not is_bug and "\nOriginal Traceback" in message:
         # An error in a data worker comes with the worker's stack before it.
         message = re.split(rf"\n[\w.]*{type(told).__name__}: ", message)[-1].strip()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    sentence = f"error: {message}\n(found at {where.filename}:{where.lineno}"
+    shows_stack = is_bug or bool(os.environ.get("TORCHTITAN_TRACEBACK"))
+    if shows_stack:
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except Exception:  # it may be somebody's own
+            traceback.print_exception(error)
+    else:
+        sentence += "; TORCHTITAN_TRACEBACK=1 shows the stack"
+    # Last, also on a console that ranks share: the others end once they have been told.
+    print(f"{sentence})", file=sys.stderr, flush=True)
     if peers is not None:
         peers.report(message)
-    if is_bug or os.environ.get("TORCHTITAN_TRACEBACK"):
-        _tell_torchrun("".join(traceback.format_exception(error)))
-        return None
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    print(
-        f"error: {message}\n(found at {where.filename}:{where.lineno}; TORCHTITAN_TRACEBACK=1 shows "
-        "the stack)",
-        file=sys.stderr,
-        flush=True,
-    )
-    _tell_torchrun(f"error: {message}")
-    return events.exit_code(told)
+    stack = "".join(traceback.format_exception(error))
+    _tell_torchrun(stack if shows_stack else f"error: {message}")
+    return 1 if is_bug else events.exit_code(told)
 
 
 def _tell_torchrun(message: str) -> None:

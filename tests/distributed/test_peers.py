@@ -1,13 +1,20 @@
 """What ranks find out about one another before they train, and how they end together."""
 
 import os
+import signal
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from torchtitan.distributed.peers import PeerError, Peers, _problem_of
+import torchtitan
+from torchtitan.distributed import peers as peers_module
+from torchtitan.distributed.peers import PeerError, Peers, _listen, _problem_of
+from torchtitan.distributed.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 
 
 def told(config=None, error=None):
@@ -31,10 +38,6 @@ def test_an_error_of_all_ranks_is_one_message_and_those_of_some_name_them():
 
 
 def meet(config_of_rank, timeout_seconds=20):
-    from datetime import timedelta
-
-    from torchtitan.distributed.process_group import find_peers
-
     peers = Peers(*find_peers(timedelta(seconds=timeout_seconds)))
     try:
         peers.compare(config_of_rank[peers.rank])
@@ -61,6 +64,68 @@ def first_answer(configs):
     return None
 
 
+def compare_what_differs(version_of_rank, record_of_rank):
+    rank = int(os.environ["RANK"])
+    torchtitan.__version__ = version_of_rank[rank]
+    peers = meet([{}] * 2)
+    if isinstance(peers, str):
+        return peers
+    try:
+        peers.compare_data(record_of_rank[rank])
+    except PeerError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("versions", "documents", "problem"),
+    [
+        (
+            ["1.0", "1.1"],
+            [8, 8],
+            "the version of torchtitan is '1.0' on rank 0 and '1.1' on rank 1",
+        ),
+        (["1.0", "1.0"], [8, 7], "number of documents is 8 on rank 0 and 7 on rank 1"),
+    ],
+)
+def test_ranks_with_other_package_or_data_do_not_train_together(versions, documents, problem):
+    records = [{"number of documents": n, "training.dataset_path": f"/disk{n}"} for n in documents]
+    for answer in run_ranks(compare_what_differs, 2, versions, records, init_process_group=False):
+        assert problem in answer and "dataset_path" not in answer
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "local_ranks", "listens_at"),
+    [
+        ("localhost", ["::1", "127.0.0.1"], "1", "127.0.0.1"),
+        ("node0", ["127.0.0.1"], "2", "127.0.0.1"),  # all ranks on this machine
+        ("node0", ["127.0.0.1"], "1", "::"),  # its own name for itself: others have another
+        ("node0", ["192.0.2.1"], "1", "::"),  # of no interface here
+    ],
+)
+def test_port_is_open_where_other_ranks_look_for_it(
+    name, addresses, local_ranks, listens_at, monkeypatch
+):
+    monkeypatch.setenv("MASTER_ADDR", name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    families = [socket.AF_INET6 if ":" in place else socket.AF_INET for place in addresses]
+    found = [(f, 1, 6, "", (a, 0)) for f, a in zip(families, addresses, strict=True)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
+    with _listen() as server:
+        assert server.getsockname()[0] in (listens_at, "0.0.0.0" if listens_at == "::" else "")
+
+
+def test_silent_program_at_master_port_ends_the_wait(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in (place | {"RANK": "1", "WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            RunError, match="a program listens there, but does not answer as rank 0"
+        ):
+            find_peers(timedelta(seconds=1))
+
+
 def hear_of_failure(failing_rank):
     peers = meet([{}] * 3)
     if peers.rank == failing_rank:
@@ -82,14 +147,12 @@ def test_every_rank_hears_who_failed_and_why(rank):
 
 
 def hear_of_failure_though_strangers_call():
-    import socket
-
-    ports = []
+    places = []
     create_server = socket.create_server
 
     def remember(*args, **kwargs):
         server = create_server(*args, **kwargs)
-        ports.append(server.getsockname()[1])
+        places.append(server.getsockname())
         return server
 
     socket.create_server = remember
@@ -98,20 +161,47 @@ def hear_of_failure_though_strangers_call():
         time.sleep(1)
         peers.report("the disk is gone")
         return time.sleep(1)
-    for line in (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"failed": [1, "no"]}\n', b"\0" * 2**21):
-        with socket.create_connection(("localhost", ports[0])) as stranger:
+    brackets = b"[" * 200_000 + b"\n"  # deeper than a parser of JSON goes
+    failed = b'{"failed": [1, "no"]}\n'
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"7\n", failed, brackets, b"\0" * 2**21):
+        with socket.create_connection(places[0]) as stranger:
             try:
                 stranger.sendall(line)
             except OSError:
                 pass  # it has hung up
     text = peers.describe_failure(wait_seconds=5)
     peers._leaving.set()
-    return text
+    return text, places[0][0]
 
 
 def test_strangers_that_find_the_port_are_not_listened_to():
+    """And it is open on the interface of MASTER_ADDR alone, which is localhost here."""
     answers = run_ranks(hear_of_failure_though_strangers_call, 2, init_process_group=False)
-    assert answers[0] == "rank 0 ends because rank 1 failed: the disk is gone"
+    assert answers[0] == ("rank 0 ends because rank 1 failed: the disk is gone", "127.0.0.1")
+
+
+def hear_of_a_stopped_rank(stopped_rank):
+    peers_module._longest_silence = lambda _timeout: 1.5
+    peers = meet([{}] * 2)
+    peers._store.set(f"pid_{peers.rank}", str(os.getpid()))
+    other = int(peers._store.get(f"pid_{1 - peers.rank}"))
+    time.sleep(2)  # longer than a rank may be silent
+    assert peers._first_failure is None
+    if peers.rank == stopped_rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    text = peers.describe_failure(wait_seconds=10)
+    peers._leaving.set()
+    if peers.rank != stopped_rank:
+        os.kill(other, signal.SIGCONT)
+    return text
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_rank_that_is_stopped_is_named_and_ends_when_it_is_continued(rank):
+    answers = run_ranks(hear_of_a_stopped_rank, 2, rank, init_process_group=False)
+    said = f"ends because rank {rank} failed: it was stopped, or its machine hangs: silent for 2 s"
+    assert answers[1 - rank] == f"rank {1 - rank} {said}"
+    assert answers[rank].startswith(f"rank {rank} ends because rank ")
 
 
 def leave_one_after_the_other():

@@ -1,10 +1,13 @@
 """Signals and lost ranks at random instants of small runs: `python -m tests.reliability.stop_anywhere`.
 
-Three kinds of trial:
+Five kinds of trial:
 
+- early: SIGTERM, SIGINT, SIGHUP or SIGUSR1 to one rank while the ranks start; all are gone within
+  10 s of their imports, and the others say why.
 - stop: SIGTERM to one rank; all ranks save and exit with 0, and the run goes on to the losses of an
   unbroken one.
 - kill: SIGKILL to one rank; the others are gone within 30 s, and the first message is about it.
+- freeze: SIGSTOP to one rank; the others end in time, and it ends when it is continued afterwards.
 - restart: SIGKILL to one rank under `torchrun --max-restarts 1`; the run ends with the losses of an
   unbroken one.
 
@@ -12,6 +15,7 @@ Prints a line per trial, and ends with exit code 1 if one fails.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -28,6 +32,9 @@ from tests.reliability import jobs
 
 STEPS = 12
 LIMIT_SECONDS = 30
+EARLY_LIMIT_SECONDS = 10
+FREEZE_LIMIT_SECONDS = 90  # a rank may be silent for a minute
+SECONDS_OF_PYTHON_ITSELF = 0.5  # before its first line is ours
 START_SECONDS = 120
 JOB = [
     *jobs.TINY_JOB,
@@ -82,6 +89,58 @@ def wait_for(text: str, job: jobs.Job, rank: int) -> None:
         time.sleep(0.01)
 
 
+def early(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
+    """With processes of their own: what `jobs` starts has torch loaded already."""
+    folder.mkdir(parents=True)
+    meeting = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    meeting |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(jobs.free_port())}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with open(folder / f"rank_{rank}.log", "w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "torchtitan.train", *JOB, f"--job.dump_folder={folder}"],
+                    cwd=jobs.ROOT,
+                    env=os.environ | meeting | own | {"PYTHONPATH": str(jobs.ROOT)},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        rank = draw.randrange(ranks)
+        number = draw.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+        after = draw.uniform(SECONDS_OF_PYTHON_ITSELF, 5)
+        time.sleep(after)
+        steps_before, sent_at = len(losses(folder)), time.monotonic()
+        processes[rank].send_signal(number)
+        # Imports take as long as the machine makes them: the limit is for what comes after.
+        logs = [folder / f"rank_{r}.log" for r in range(ranks)]
+        while not all("version" in log.read_text() for log in logs):
+            assert time.monotonic() < sent_at + START_SECONDS
+            time.sleep(0.05)
+        deadline = time.monotonic() + EARLY_LIMIT_SECONDS
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, deadline - time.monotonic()))
+        seconds = time.monotonic() - sent_at
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outputs = [log.read_text() for log in logs]
+    what = f"{number.name} to rank {rank} after {after:.2f} s"
+    if codes == [0] * ranks:
+        return f"{what}, in step {steps_before + 1}: saved"
+    wanted = [128 + number if r == rank else 1 for r in range(ranks)]
+    assert codes == wanted, "\n".join([f"{what}: {codes}", *outputs])
+    for other, output in enumerate(outputs):
+        said = f"rank {other} ends because rank {rank} failed: {number.name}"
+        assert other == rank or said in output, output
+    return f"{what}: all gone in {seconds:.1f} s"
+
+
 def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     rank = draw.randrange(ranks)
     job = start(folder, ranks)
@@ -126,6 +185,33 @@ def kill(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     return f"SIGKILL to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
 
 
+def freeze(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
+    rank = draw.randrange(ranks)
+    arguments = [*JOB, "--training.steps=1000", f"--job.dump_folder={folder}"]
+    arguments += ["--comm.train_timeout_seconds=3", "--comm.init_timeout_seconds=20"]
+    job = jobs.start(arguments, folder / "logs", ranks=ranks)
+    try:
+        wait_for(draw.choice([MET, TRAINS, TRAINS]), job, rank)
+        time.sleep(draw.uniform(0, 1))
+        steps_before, sent_at = len(losses(folder)), time.monotonic()
+        job.send(signal.SIGSTOP, rank)
+        others = [process for r, process in enumerate(job.processes) if r != rank]
+        deadline = sent_at + FREEZE_LIMIT_SECONDS
+        while any(process.is_alive() for process in others) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        seconds = time.monotonic() - sent_at
+        time.sleep(draw.uniform(0, 5))
+        job.send(signal.SIGCONT, rank)
+        outcome = job.wait(LIMIT_SECONDS)
+    finally:
+        job.send(signal.SIGCONT, rank)
+        job.kill()
+    assert seconds < FREEZE_LIMIT_SECONDS, outcome.output
+    assert outcome.exit_codes == [1] * ranks, f"{outcome.exit_codes}\n{outcome.output}"
+    assert all("error: " in output for output in outcome.outputs), outcome.output
+    return f"SIGSTOP to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
+
+
 def restart(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     folder.mkdir(parents=True)
     with open(folder / "log", "w") as log:
@@ -162,8 +248,10 @@ def children(pid: int) -> list[int]:
 
 
 KINDS: dict[str, Callable[[Path, int, random.Random, dict], str]] = {
+    "early": early,
     "stop": stop,
     "kill": kill,
+    "freeze": freeze,
     "restart": restart,
 }
 

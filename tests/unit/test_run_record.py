@@ -100,3 +100,8 @@ def test_first_step_of_a_continued_run_has_the_rate_of_its_own_schedule(tmp_path
     trainer.close()
     assert rates[0] == logged[0] == pytest.approx(rate)
     assert rates == logged
+
+
+def test_number_of_documents_is_recorded_where_it_is_known():
+    assert record_of(JobConfig(), 8, None, 5)["number of documents"] == 5
+    assert "number of documents" not in record_of(JobConfig(), 8, None, None)

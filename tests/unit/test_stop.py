@@ -10,6 +10,7 @@ import pytest
 from torchtitan.config import JobConfig
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.signals import SIGNALS
 
 
 def request(time_limit_minutes=0.0, enable=True, started_now=True) -> StopRequest:
@@ -27,7 +28,7 @@ def send(number):
     time.sleep(0.05)  # until the thread has read it
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_is_answered_and_handlers_are_put_back(number):
     # Shells start what runs in the background with SIGINT ignored, which is respected.
     of_this_process = signal.signal(number, signal.SIG_DFL)
@@ -51,6 +52,31 @@ def test_handlers_of_the_process_itself_are_left_alone():
             assert heard and stop.answer() is None
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_hangup_is_left_ignored_as_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with request() as stop:
+            send(signal.SIGHUP)
+            assert stop.answer() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_signal_to_a_forked_child_is_the_childs():
+    with request() as stop:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, b".")
+            time.sleep(10)
+            os._exit(0)
+        os.read(read, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.05)
+        assert stop.answer() is None
 
 
 def test_another_thread_than_the_main_one_catches_nothing():

@@ -11,6 +11,7 @@ import torch
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.hf_config import differing, from_hf_config
 from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.tools.files import open_file
 from torchtitan.tools.json_files import read_json_object
 from torchtitan.tools.logging import logger
 from torchtitan.tools.shipped import find_shipped
@@ -110,4 +111,5 @@ def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with open_file(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")

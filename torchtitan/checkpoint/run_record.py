@@ -57,11 +57,13 @@ def record_of(
     config: JobConfig,
     global_batch_size: int,
     tokenizer: BaseTokenizer | None,
+    num_documents: int | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
     """Return the settings that matter to a run that continues from this run's checkpoints.
 
-    seed: that the run began with, of which a continued run has no use.
+    Ranks compare theirs before they train. seed: that the run began with, of which a continued run
+    has no use.
     """
     record: dict[str, Any] = {"seed": seed}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
@@ -73,6 +75,8 @@ def record_of(
         vocabulary = json.dumps(sorted(backend.get_vocab().items()))
         digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
         record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
+    if num_documents is not None:
+        record["number of documents"] = num_documents  # a resume compares the data position's
     return record
 
 

@@ -57,7 +57,7 @@ class ConfigManager:
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file, and SystemExit(2)
         for a mistake in the flags, which is printed: on several ranks by `exit_on_config_error`.
         """
-        args = sys.argv[1:] if args is None else args
+        args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
@@ -246,6 +246,14 @@ class ConfigManager:
                 is_instance=lambda value: isinstance(value, dict),
                 str_from_instance=lambda value: [json.dumps(value)],
             )
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument that Python has read as ASCII (LANG=C, without UTF-8 mode), as the text it is."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:  # it is no UTF-8, which the checks report
+        return argument
 
 
 custom_registry = tyro.constructors.ConstructorRegistry()

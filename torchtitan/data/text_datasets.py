@@ -159,6 +159,11 @@ class HuggingFaceTextDataset(IterableDataset):
         self._is_started = self._is_resumed = self._ran_out = False
 
     @property
+    def num_documents(self) -> int | None:
+        """None for a stream."""
+        return len(self._data) if hasattr(self._data, "__len__") else None
+
+    @property
     def can_reshard(self) -> bool:
         """Whether `inherit` works: not for a stream."""
         return self._source.can_reshard

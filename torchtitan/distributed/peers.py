@@ -1,9 +1,10 @@
-"""What the ranks of a job tell each other beside training: their configs, and who failed first.
+"""What the ranks of a job tell each other beside training: configs, data, and who failed first.
 
 For `torchtitan.train.main`. When a rank dies, the others' collectives fail late or never, and don't
 say why; here all ranks hear it within seconds, with the reason.
 """
 
+import ipaddress
 import json
 import os
 import secrets
@@ -13,10 +14,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+import torchtitan
 from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 
@@ -38,11 +41,13 @@ _OWN_OF_EACH_RANK = (
 )
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
+_LONGEST_GREETING = 64  # of a connection before its token is known
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the others
 _SECONDS_TO_SAVE = (
     25  # after a helper's failure; torchrun kills ranks 30 s after it asks them to end
 )
 _SECONDS_TO_END = 2  # after hearing of a failure, a rank has this long to end by itself
+_SECONDS_TO_COME = 5  # after rank 0 has failed, a rank that starts has this long to hear of it
 _SECONDS_TO_CLOSE = 10  # and a rank that failed has this long to close what it holds
 
 
@@ -54,7 +59,9 @@ class Peers:
     """This rank's connection with the others of its job; all ranks make one before anything else.
 
     Rank 0 hears from every other rank, and passes on what it hears. If a connection ends without
-    a message, that rank was killed.
+    a message, that rank was killed; if it stays silent for as long as the store waits for a rank
+    (and at least a minute), that rank was stopped: a thread sends its messages, even while the main
+    thread hangs.
 
     helpers: ranks without which the others can still save. When one of these fails, the others have
         longer to end by themselves.
@@ -67,59 +74,75 @@ class Peers:
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
+        self._came: set[int] = set()  # the ranks that have connected to rank 0
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
+        if world_size > 1:
+            self._connect()
 
     # ---- before training ----
 
     def compare(self, config: dict[str, Any] | None, error: str | None = None) -> None:
-        """Compare this rank's config, or its error in reading it, with all others; then watch them.
+        """Compare this rank's config, or its error in reading it, with those of all others.
 
-        Raises PeerError on every rank if a rank has an error or configs differ. Rank 0 prints why,
-        unless it is the error that it has itself. Raises DistStoreError if a rank does not come.
+        The version of this package counts as a setting. Raises PeerError on every rank if a rank
+        has an error or configs differ. Rank 0 prints why, unless it is the error that it has itself.
+        Raises DistStoreError if a rank does not come.
         """
-        timeout = self._store.timeout
-        settings = {
-            key: value
-            for key, value in flat_settings(config).items()
-            if key not in _OWN_OF_EACH_RANK
+        settings = flat_settings(config) | {"the version of torchtitan": torchtitan.__version__}
+        self._agree(self._store, self.world_size, settings, error)
+
+    def compare_data(self, record: dict[str, Any]) -> None:
+        """Compare what this rank has read (`checkpoint.run_record`) with the others that train.
+
+        Raises PeerError on every one of them if they differ.
+        """
+        num_trainers = self._helpers.start if self._helpers else self.world_size
+        if self.rank < num_trainers:
+            self._agree(dist.PrefixStore("data", self._store), num_trainers, record)
+
+    def _agree(
+        self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
+    ) -> None:
+        own = {
+            "error": error,
+            "config": {k: v for k, v in settings.items() if k not in _OWN_OF_EACH_RANK},
         }
-        own = {"error": error, "config": settings}
-        self._store.set(f"config_{self.rank}", json.dumps(own, default=str))
-        server = None
+        store.set(f"config_{self.rank}", json.dumps(own, default=str))
         if self.rank == 0:
-            names = [f"config_{rank}" for rank in range(self.world_size)]
-            self._store.wait(names, timeout)
-            told = [json.loads(text) for text in self._store.multi_get(names)]
-            verdict: dict[str, Any] = {"problem": _problem_of(told)}
-            if verdict["problem"] is None:
-                ipv6 = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-                server = socket.create_server(
-                    ("", 0), **(ipv6 if socket.has_dualstack_ipv6() else {})
-                )
-                verdict |= {"port": server.getsockname()[1], "token": secrets.token_hex(16)}
-            self._store.set("verdict", json.dumps(verdict))
-            if verdict["problem"]:
-                if verdict["problem"] != error:
-                    print(verdict["problem"], file=sys.stderr, flush=True)
+            names = [f"config_{rank}" for rank in range(num_ranks)]
+            store.wait(names, self._store.timeout)
+            problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
+            if problem:
+                self._leaving.set()  # before others read it and end
+            store.set("verdict", json.dumps({"problem": problem}))
+            if problem:
+                if problem != error:
+                    print(problem, file=sys.stderr, flush=True)
                 # The store may be in this process, which is about to end.
                 deadline = time.monotonic() + SECONDS_TO_REPORT
-                others = self.world_size - 1
-                while self._store.add("read", 0) < others and time.monotonic() < deadline:
+                while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
                     time.sleep(0.05)
         else:
-            verdict = json.loads(self._store.get("verdict"))
-            self._store.add("read", 1)
-        if verdict["problem"] is not None:
-            raise PeerError(verdict["problem"])
-        self._watch(server, verdict["port"], verdict["token"])
+            problem = json.loads(store.get("verdict"))["problem"]
+            if problem:
+                self.leave()
+            store.add("read", 1)
+        if problem:
+            raise PeerError(problem)
 
-    # ---- from then on ----
+    # ---- from the start on ----
 
-    def _watch(self, server: socket.socket | None, port: int, token: str) -> None:
-        if server is None:
-            address = os.environ["MASTER_ADDR"], port
+    def _connect(self) -> None:
+        server, token = None, ""
+        if self.rank == 0:
+            server, token = _listen(), secrets.token_hex(16)
+            place = {"port": server.getsockname()[1], "token": token}
+            self._store.set("watch", json.dumps(place))
+        else:
+            place = json.loads(self._store.get("watch"))
+            address = os.environ["MASTER_ADDR"], place["port"]
             try:
                 connection = socket.create_connection(address, timeout=10)
             except OSError as error:
@@ -132,8 +155,8 @@ class Peers:
                 )
                 return
             _keep_alive(connection)
+            connection.sendall(f"{place['token']} {self.rank}\n".encode())
             self._connections[connection] = 0
-            self._send({"token": token, "rank": self.rank})
         threading.Thread(
             target=self._listen_to_peers, args=(server, token), name="peers", daemon=True
         ).start()
@@ -141,10 +164,14 @@ class Peers:
     def _listen_to_peers(self, server: socket.socket | None, token: str) -> None:
         selector = selectors.DefaultSelector()
         unread: dict[socket.socket, bytes] = {}
+        heard_at: dict[socket.socket, float] = {}
+        longest_silence = _longest_silence(self._store.timeout)
+        next_message_at = last_turn = time.monotonic()
 
         def add(connection: socket.socket) -> None:
             connection.settimeout(None)
             unread[connection] = b""
+            heard_at[connection] = time.monotonic()
             selector.register(connection, selectors.EVENT_READ)
 
         if server is not None:
@@ -152,39 +179,62 @@ class Peers:
         for connection in self._connections:
             add(connection)
         while True:
-            for key, _ in selector.select():
+            ready = selector.select(longest_silence / 8)
+            now = time.monotonic()
+            if now - last_turn > longest_silence / 2:  # it was this process that was stopped
+                heard_at = dict.fromkeys(heard_at, now)
+            last_turn = now
+            if now >= next_message_at:
+                next_message_at = now + longest_silence / 4
+                self._send({"alive": self.rank})
+            for key, _ in ready:
                 connection = key.fileobj
                 if connection is server:
-                    connection, _ = server.accept()
+                    try:
+                        connection, _ = server.accept()
+                    except OSError:  # it has gone again, or there are too many open files
+                        time.sleep(0.1)
+                        continue
                     _keep_alive(connection)
                     add(connection)
                     continue
+                heard_at[connection] = now
                 try:
                     data = connection.recv(65536)
                 except OSError:
                     data = b""
                 *lines, unread[connection] = (unread[connection] + data).split(b"\n")
                 is_peer = all([self._hear(connection, line, token) for line in lines])
-                if not data or not is_peer or len(unread[connection]) > _LONGEST_MESSAGE:
+                is_known = connection in self._connections
+                most = _LONGEST_MESSAGE if is_known else _LONGEST_GREETING
+                if not data or not is_peer or len(unread[connection]) > most:
                     selector.unregister(connection)
                     connection.close()
+                    del unread[connection], heard_at[connection]
                     rank = self._connections.pop(connection, None)
                     if rank is not None:
                         self._fail(rank, "")
+            for connection, rank in list(self._connections.items()):
+                if now - heard_at[connection] > longest_silence:
+                    seconds = f"{longest_silence:.0f} s"
+                    self._fail(rank, f"it was stopped, or its machine hangs: silent for {seconds}")
 
     def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
-        """False if the line comes from another program that has found the port."""
-        try:
-            told = dict(json.loads(line))
-        except (ValueError, TypeError):
-            return False
-        if told.get("token") == token:
-            self._connections[connection] = told["rank"]
+        """False if the line comes from another program that has found the port.
+
+        Nothing of a line is parsed before its connection has named the token.
+        """
+        if connection not in self._connections:
+            told_token, _, rank = line.partition(b" ")
+            if told_token != token.encode():
+                return False
+            self._connections[connection] = int(rank)
+            self._came.add(int(rank))
             if self._first_failure is not None:  # before this rank came
                 self._send({"failed": self._first_failure})
-        elif connection not in self._connections:
-            return False
-        elif "failed" in told:
+            return True
+        told = json.loads(line)
+        if "failed" in told:
             self._fail(*told["failed"])
         elif "bye" in told:
             self._connections.pop(connection)
@@ -224,6 +274,11 @@ class Peers:
         if self._first_failure is None:
             self._first_failure = self.rank, message.partition("\n")[0][:2000]
             self._send({"failed": self._first_failure})
+        deadline = time.monotonic() + _SECONDS_TO_COME
+        while self.rank == 0 and len(self._came) < self.world_size - 1:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -267,8 +322,30 @@ def _problem_of(told: list[dict[str, Any]]) -> str | None:
     more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
     return (
         f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
-        "ranks with the same config"
+        "ranks with the same config, files and version"
     )
+
+
+def _longest_silence(timeout: timedelta) -> float:
+    return max(60.0, timeout.total_seconds())
+
+
+def _listen() -> socket.socket:
+    """A free port, on MASTER_ADDR's interface only, as far as this machine can tell which that is.
+
+    A machine's own name may stand for 127.0.1.1 in its /etc/hosts, where other machines don't reach
+    it.
+    """
+    name = os.environ["MASTER_ADDR"]
+    with suppress(OSError):
+        places = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)
+        is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        is_loopback = ipaddress.ip_address(address[0]).is_loopback
+        if is_local or not is_loopback or name in ("localhost", address[0]):
+            return socket.create_server(address[:2], family=family)
+    ipv6 = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    return socket.create_server(("", 0), **(ipv6 if socket.has_dualstack_ipv6() else {}))
 
 
 def _keep_alive(connection: socket.socket) -> None:

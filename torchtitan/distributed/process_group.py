@@ -3,9 +3,11 @@
 import contextlib
 import logging
 import os
+import queue
 import re
 import socket
 import sys
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -162,7 +164,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.1)
-            _meeting_places[place] = [next(dist.rendezvous("env://", timeout=timeout)), 0]
+            _meeting_places[place] = [_meet(timeout), 0]
         except (dist.DistError, OSError) as error:
             where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
             if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -172,7 +174,9 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
                 ) from error
             came = re.search(r"(\d+)/\d+ clients joined", str(error))
             seen = f"nothing answers there ({error})"
-            if came:
+            if isinstance(error, _SilenceError):
+                seen = "a program listens there, but does not answer as rank 0 of a job does"
+            elif came:
                 seen = f"{came[1]} of {world_size} ranks came"
             raise RunError(
                 f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
@@ -185,6 +189,31 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     # torchrun's store outlives a restart, and with it the addresses of processes that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
+
+
+class _SilenceError(OSError):
+    pass
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """torch's rendezvous, which by itself waits for ever if another program has the port."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            answers.put(next(dist.rendezvous("env://", timeout=timeout)))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=meet, name="rendezvous", daemon=True).start()
+    try:
+        # torch's own message, which says how many ranks came, is better if it comes.
+        answer = answers.get(timeout=timeout.total_seconds() + 2)
+    except queue.Empty:
+        raise _SilenceError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:

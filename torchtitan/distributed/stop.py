@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,22 +14,22 @@ import torch.distributed as dist
 
 from torchtitan.config import JobConfig
 from torchtitan.tools.host import seconds_since_start
+from torchtitan.tools.signals import SIGNALS, SignalThread, end_now
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _TIME_LIMIT = 64  # in place of a signal's number
-# `timeout` sends one signal twice: to its child, and to the child's process group.
-_SECONDS_FOR_ONE_SIGNAL = 0.1
 
 
 class StopRequest:
     """Whether to save and end after this step, with the same answer on every rank.
 
-    SIGTERM, SIGINT or SIGUSR2 to any rank asks for it, and `training.time_limit_minutes`. Use it
-    as a context manager around the loop, on every rank, and call `ask` and `answer` in each step.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 to any rank asks for it, and
+    `training.time_limit_minutes`. Use it as a context manager around the loop, on every rank, and
+    call `ask` and `answer` in each step.
 
     A second signal ends the process at once, with 128 + its number, even if the loop hangs. Where
     nothing can be saved, the first one does; SIGINT then raises KeyboardInterrupt, as usual.
-    A signal for which the process has its own handler is left to that handler.
+    A signal for which the process has its own handler is left to that handler, and an ignored one
+    (SIGHUP under nohup) stays ignored.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -46,7 +45,7 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
         self._rank, self._world_size = 0, 1
         self._question: tuple[torch.Tensor, Any] | None = None
-        self._handlers: dict[int, Any] = {}
+        self._signals = SignalThread(self._hear, takes_sigint=self._can_save)
 
     def __enter__(self) -> "StopRequest":
         if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
@@ -55,50 +54,20 @@ class StopRequest:
                 # gloo, so that no step waits for the device; its own, so that its messages don't mix
                 # with others.
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        ours = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
-        if self._can_save and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            ours.append(signal.SIGINT)
-        if ours and threading.current_thread() is threading.main_thread():
-            # Python runs handlers in the main thread, which may hang in a collective. It writes
-            # each signal's number into the wakeup pipe at once, and a thread reads that.
-            read, self._written_by_signals = os.pipe()
-            os.set_blocking(self._written_by_signals, False)
-            self._thread = threading.Thread(
-                target=self._read_signals, args=(read,), name="signals", daemon=True
-            )
-            self._thread.start()
-            self._wakeup_before = signal.set_wakeup_fd(
-                self._written_by_signals, warn_on_full_buffer=False
-            )
-            self._handlers = {n: signal.signal(n, lambda *_: None) for n in ours}
+        self._signals.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._handlers:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._wakeup_before)
-            os.write(self._written_by_signals, b"\0")
-            self._thread.join()
-            os.close(self._written_by_signals)
+        self._signals.close()
         if self._group is not None and dist.is_initialized():
             with suppress(ValueError):  # destroyed together with the default group
                 dist.destroy_process_group(self._group)
 
-    def _read_signals(self, pipe: int) -> None:
-        first_came_at = None
-        while number := os.read(pipe, 1)[0]:
-            if number not in self._handlers:
-                continue
-            name, now = signal.Signals(number).name, time.monotonic()
-            if not self._can_save:
-                _exit_now(number, f"{name}: the run ends; nothing is saved (checkpoint.enable)")
-            if first_came_at is None:
-                first_came_at = now
-                self._signal = number
-            elif now - first_came_at > _SECONDS_FOR_ONE_SIGNAL:
-                _exit_now(number, f"{name} came as a second signal: ending without a checkpoint")
-        os.close(pipe)
+    def _hear(self, number: int) -> None:
+        if not self._can_save:
+            name = signal.Signals(number).name
+            end_now(number, f"{name}: the run ends; nothing is saved (checkpoint.enable)")
+        self._signal = number
 
     # ---- in each step ----
 
@@ -155,9 +124,9 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
 
     SIGTERM from the trainer itself ends it as before.
     """
-    signal.set_wakeup_fd(-1)  # the trainer's, after a fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # tells who sent the signal, which handlers don't learn
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         trainer = multiprocessing.parent_process()  # not the fork server, if it was started by one
@@ -168,8 +137,3 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
             os._exit(0)
 
         threading.Thread(target=end_with_trainer, name="signals", daemon=True).start()
-
-
-def _exit_now(number: int, message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-    os._exit(128 + number)

@@ -27,7 +27,6 @@ from torchtitan.config.checks import check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
 from torchtitan.distributed.process_group import find_peers, init_distributed, join_part
 from torchtitan.distributed.ranks import from_rank_zero
-from torchtitan.distributed.stop import SIGNALS
 from torchtitan.job import find_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import parallel_dims_of, set_device
@@ -41,6 +40,7 @@ from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, send_weigh
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.signals import SIGNALS
 from torchtitan.tools.utils import use_device
 
 _CPU = torch.device("cpu")

@@ -8,6 +8,11 @@ mistakes and --help answer before anything heavy is imported; exit codes are tho
 `torchtitan.train`.
 """
 
+from torchtitan.tools import signals
+
+if __name__ == "__main__":
+    signals.at_start.start()  # before seconds of imports
+
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.job_config import JobConfig

@@ -136,7 +136,7 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
-    faulthandler.register(signal.SIGUSR1, file=stack_file)
+    faulthandler.register(signal.SIGQUIT, file=stack_file)
     # Only now: a failure is told with the stack, and the environment above is what torch reads.
     import torch
 
@@ -216,7 +216,7 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
     if waiting:
         hung = sorted(waiting.values())
         for rank in hung:
-            os.kill(ranks[rank][0].pid, signal.SIGUSR1)  # writes the stack down
+            os.kill(ranks[rank][0].pid, signal.SIGQUIT)  # writes the stack down
         time.sleep(0.3)
         lines = [f"ranks {hung} of {len(ranks)} did not end in time and were killed."]
         for rank in hung:

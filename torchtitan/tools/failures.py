@@ -1,7 +1,10 @@
 """What other programs' errors, that end a run, mean for it."""
 
+import errno
 import re
+import resource
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +26,32 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
         # A pipeline stage wraps what goes wrong in it.
         cause = cause.__cause__ if type(cause) is RuntimeError else None
     return error
+
+
+_FEWEST_FILES = 128  # of one rank with a few data workers
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to its hard one; RunError if that is too low.
+
+    Too few end in errors anywhere, and in data workers that wait for ever.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # macOS: not without bound
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
+        raise RunError(_too_few_files(f"at least {_FEWEST_FILES} are needed"))
+
+
+def _too_few_files(detail: str) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"too many open files: {limit} are allowed to this process (ulimit -n); raise that limit, "
+        "or lower training.dataloader.num_workers and prefetch_factor "
+        f"({detail.strip().splitlines()[-1]})"
+    )
 
 
 def _explain(error: BaseException, config: Any) -> BaseException | None:
@@ -47,6 +76,8 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
             "local_batch_size (gradients accumulate to training.global_batch_size), recompute with "
             "activation_checkpoint.mode = 'full', or shard over more ranks"
         )
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "open files" in text:
+        return RunError(_too_few_files(text))
     # The end of a pipe to a process that this one has started, and that is gone.
     frames = traceback.extract_tb(error.__traceback__)
     is_about_pipe = isinstance(error, (EOFError, OSError)) and any(

@@ -4,6 +4,7 @@ It is named, not the root logger: a program that embeds the engine keeps its own
 and gets these records by propagation. Only our own `main()` calls `init_logger`.
 """
 
+import io
 import logging
 import os
 import sys
@@ -38,6 +39,8 @@ def init_logger() -> None:
 
     May be called again: there is always one handler, bound to the present sys.stdout.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may take ASCII only
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = _StdoutHandler(sys.stdout)
     handler.setFormatter(_LineFormatter())
     logger.handlers = [handler]

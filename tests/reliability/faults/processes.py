@@ -1,8 +1,11 @@
 """Faults of ranks, of where they meet, and of processes that are told to end."""
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
+from tests.reliability import jobs
 from tests.reliability.faults import SAVING, Fault
 
 _BROKEN = "--experimental.custom_import=tests.reliability.broken"
@@ -35,6 +38,24 @@ _taken: list[socket.socket] = []
 def with_port_in_use(folder: Path) -> list[str]:
     if not _taken:
         _taken.append(socket.create_server(("", _PORT + 1)))
+    return []
+
+
+_own_files: list[str] = []
+
+
+def with_own_files_on_rank_1(folder: Path) -> list[str]:
+    (folder / "short.jsonl").write_text('{"text": "a text"}\n' * 3)
+    tokenizer = shutil.copytree(jobs.TOKENIZER, folder / "tokenizer")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    one, other = sorted(ids, key=ids.get)[1500:1502]
+    ids[one], ids[other] = ids[other], ids[one]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    _own_files[:] = [
+        f"--training.dataset_path={folder}/short.jsonl",
+        f"--model.hf_assets_path={tokenizer}",
+    ]
     return []
 
 
@@ -150,12 +171,23 @@ FAULTS = [
         name="ranks with different settings",
         message="config error: the ranks disagree: model.flavor is 'debugmodel' on rank 0 and "
         "'debugmodel_flex_attn' on rank 1; optimizer.lr is 0.0008 on rank 0 and 0.01 on rank 1. "
-        "Start all ranks with the same config",
+        "Start all ranks with the same config, files and version",
         cause="The command or the TOML file differs between machines.",
         remedy="Start all ranks with the same config. Names and paths may differ.",
         arrange=flags(),
         ranks=2,
         arguments_of_rank={1: ["--optimizer.lr=0.01", "--model.flavor=debugmodel_flex_attn"]},
+    ),
+    Fault(
+        name="tokenizer and data that differ on one rank",
+        message="config error: the ranks disagree: number of documents is 2000 on rank 0 and 3 on "
+        "rank 1; tokenizer is '2048 tokens, digest …' on rank 0 and '2048 tokens, digest …' on rank "
+        "1. Start all ranks with the same config, files and version",
+        cause="A machine has another state of the files.",
+        remedy="Copy the files again.",
+        arrange=with_own_files_on_rank_1,
+        ranks=2,
+        arguments_of_rank={1: _own_files},
     ),
     Fault(
         name="module to import that raises",
@@ -258,6 +290,17 @@ FAULTS = [
         environment=breaks("hang", rank=1),
         ranks=2,
         exit_code=1,
+    ),
+    Fault(
+        name="SIGTERM to one rank before it trains",
+        message="error: rank 0 ends because rank 1 failed: SIGTERM: the run ends; what was not saved "
+        "is lost",
+        cause="A scheduler or an administrator ends the job while it starts.",
+        remedy="Start the same command again.",
+        arrange=flags(_BROKEN),
+        environment=breaks("SIGTERM", rank=1, step=None),
+        ranks=2,
+        exit_code=(1, 143),
     ),
     Fault(
         name="SIGTERM to one rank",

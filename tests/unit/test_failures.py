@@ -1,0 +1,91 @@
+"""What a run that fails says last, and failures that are no bugs of this program."""
+
+import errno
+import io
+import os
+import resource
+import sys
+
+import pytest
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.failures import allow_open_files, as_run_error
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import _tell_failure
+
+
+def hook(*_):
+    raise KeyError("no such thing")
+
+
+class Peers:
+    def __init__(self):
+        self.told = []
+
+    def report(self, message):
+        print(f"the others say: {message}", file=sys.stderr)
+        self.told.append(message)
+
+
+@pytest.mark.parametrize("excepthook", [sys.__excepthook__, hook], ids=["python's", "broken"])
+def test_sentence_comes_below_the_stack_of_a_bug_and_before_what_other_ranks_say(
+    excepthook, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "excepthook", excepthook)
+    peers = Peers()
+    try:
+        hook()
+    except KeyError as error:
+        assert _tell_failure(error, JobConfig(), peers) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-3] == "error: KeyError: 'no such thing'"
+    assert lines[-2].startswith(f"(found at {__file__}:")
+    assert lines[-1] == "the others say: KeyError: 'no such thing'"
+    assert "Traceback (most recent call last):" in lines[:-3]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/run/checkpoint"),
+        RuntimeError(
+            "unable to open shared memory object </t> in read-write mode: Too many open files (24)"
+        ),
+    ],
+)
+def test_too_many_open_files_are_told_with_the_limit(error):
+    told = as_run_error(error, JobConfig())
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert isinstance(told, RunError)
+    assert f"too many open files: {limit} are allowed to this process (ulimit -n)" in str(told)
+
+
+def test_limit_of_open_files_is_raised_as_far_as_it_may_be(monkeypatch):
+    limits = [(20, 1024)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    allow_open_files()
+    assert limits[-1] == (1024, 1024)
+    limits.append((100, 100))
+    with pytest.raises(RunError, match="100 are allowed to this process .*at least 128 are needed"):
+        allow_open_files()
+
+
+def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
+    # With LANG=C and without its UTF-8 mode.
+    as_ascii = "größe".encode().decode("ascii", "surrogateescape")
+    monkeypatch.setattr(sys, "argv", ["train", f"--job.description={as_ascii}"])
+    assert ConfigManager().parse_args().job.description == "größe"
+
+
+def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    handlers, propagate = logger.handlers, logger.propagate
+    try:
+        init_logger()
+        logger.info("größe")
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+    assert written.getvalue().endswith(rb"INFO - gr\xf6\xdfe" + b"\n")
