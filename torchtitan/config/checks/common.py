@@ -44,7 +44,7 @@ def value_of(section: Any, key: str) -> Any:
 
 def is_path(key: str) -> bool:
     """Whether the value of a key is a path, by its name."""
-    return key.endswith(("folder", "path", "file", "_csv", "template"))
+    return key.endswith(("folder", "path", "file", "_csv", "template", "hf_config"))
 
 
 def guess(name: Any, known: Iterable[Any]) -> str:
