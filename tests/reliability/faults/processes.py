@@ -38,7 +38,7 @@ _taken: list[socket.socket] = []
 def with_port_in_use(folder: Path) -> list[str]:
     if not _taken:
         _taken.append(socket.create_server(("", _PORT + 1)))
-    return []
+    return ["--comm.init_timeout_seconds=1"]
 
 
 _own_files: list[str] = []
@@ -123,6 +123,17 @@ FAULTS = [
         remedy="End that job, or set another MASTER_PORT on all ranks.",
         arrange=with_port_in_use,
         environment=rank_of_two("0", MASTER_PORT=str(_PORT + 1)),
+        exit_code=1,
+    ),
+    Fault(
+        name="port that another program has, and does not answer at",
+        message="error: rank 1 did not meet the other ranks within 1 s (comm.init_timeout_seconds) at "
+        "MASTER_ADDR = localhost, MASTER_PORT = 29412: a program listens there, but does not answer as "
+        "rank 0 of a job does; check …",
+        cause="Another program uses the port; rank 0 says so, too.",
+        remedy="End that program, or set another MASTER_PORT on all ranks.",
+        arrange=with_port_in_use,
+        environment=rank_of_two("1", MASTER_PORT=str(_PORT + 1)),
         exit_code=1,
     ),
     Fault(
