@@ -304,10 +304,10 @@ def test_config_file_that_is_a_pipe_or_a_device_is_named(tmp_path, make):
 PATHS = """
 job.config_file job.dump_folder job.save_config_file profiling.save_traces_folder
 profiling.save_memory_snapshot_folder metrics.save_tb_folder metrics.save_jsonl_file
-model.hf_assets_path model.tokenizer_path training.dataset_path validation.dataset_path
+model.hf_assets_path model.hf_config model.tokenizer_path training.dataset_path validation.dataset_path
 parallelism.pipeline_parallel_schedule_csv checkpoint.folder checkpoint.initial_load_path
 comm.save_traces_folder rl.task.path rl.task.eval_path rl.task.chat_template
-rl.critic.initial_load_path
+rl.critic.initial_load_path rl.serve.api_key_file
 """.split()
 
 
