@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def write_model_files(
         _write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
         if not generation.exists() and (assets / generation.name).is_file():
-            shutil.copy(assets / generation.name, folder)
+            _write(generation, (assets / generation.name).read_bytes())
         elif not generation.exists() and token_ids:
             _write_json(generation, token_ids)
     except (OSError, ValueError) as error:
@@ -92,9 +91,9 @@ def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int
         tokenizer = HuggingFaceTokenizer(str(assets))
     for source in (Path(tokenizer.tokenizer_path, name) for name in _TOKENIZER_FILES):
         if source.is_file():
-            shutil.copy(source, folder)
+            _write(Path(folder, source.name), source.read_bytes())
     if not Path(folder, "tokenizer.json").exists():
-        tokenizer.tokenizer.save(str(Path(folder, "tokenizer.json")))
+        _write(Path(folder, "tokenizer.json"), tokenizer.tokenizer.to_str(pretty=True).encode())
     config = dict(tokenizer.config or {"tokenizer_class": "PreTrainedTokenizerFast"})
     for key in ("bos_token", "eos_token"):
         token, entry = getattr(tokenizer, key), config.get(key)
@@ -111,5 +110,9 @@ def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with open_file(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    _write(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open_file(path, "wb") as file:
+        file.write(content)
