@@ -195,7 +195,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
             ids.masked_fill(ids == IGNORE_INDEX, 0),
             f" or {IGNORE_INDEX}, which counts nowhere",
         )
-    smallest, largest = ids.aminmax()
+    smallest, largest = (x.item() for x in ids.aminmax())
     if not 0 <= smallest <= largest < vocab_size:
         raise ValueError(
             f"{name} must be ids in [0, {vocab_size}){also}, got {smallest} to {largest}; use the "
