@@ -13,6 +13,8 @@ Letters used below: B sequences, T tokens, V vocabulary entries. What steps are 
     microbatches    one batch on every rank, or a list of them. Rows and T may differ between them,
                     and data-parallel ranks may have lists of different lengths, empty ones too;
                     all ranks of a pipeline give the same.
+    labels          [B, T], or a list of one per microbatch; where none are given, a batch's own entry
+                    "labels", and None without that.
     head            computed in place of logits, such as `TokenLogProbs()`, which then never exist
                     whole; functions get its outputs.
     functions       of the caller, for outputs or a loss: they get logits [B, T, V], or values
@@ -43,8 +45,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward_backward import check_trains, forward, forward_backward
-from torchtitan.step.runner import Head, on_error
+from torchtitan.step.forward_backward import (
+    backward,
+    check_trains,
+    forward,
+    forward_backward,
+    prepare,
+)
+from torchtitan.step.outputs import Reductions, StepOutput
+from torchtitan.step.runner import Head, Microbatch, on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
@@ -170,12 +179,13 @@ class TrainingEngine(build.EngineParts):
         self,
         microbatches: Microbatches,
         *,
+        labels: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         output_fn: Callable[[Any, Batch], Any] | None = None,
         head: Head | None = None,
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        microbatches, head: see the top of this module; a head gets `batch["labels"]` [B, T].
+        microbatches, labels, head: see the top of this module; labels are the head's.
         output_fn: (logits, batch) -> what is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
 
@@ -186,27 +196,39 @@ class TrainingEngine(build.EngineParts):
         RunError.
         """
         self.offloader.check_here("forward_step", "model")
-        return forward(self, microbatches, output_fn, head)
+        return forward(self, microbatches, labels, output_fn, head)
+
+    def from_last_stage(self, outputs: Any) -> Any:
+        """What `forward_step` returned on the rank of the pipeline's last stage, on all ranks.
+
+        outputs: or anything else made of tensors and objects that can be pickled; ignored on the
+            other ranks. Tensors come on the engine's device. Collective over the pipeline; without
+            one, `outputs` as they are.
+        """
+        schedule = self.pp_schedule
+        return outputs if schedule is None else schedule.tree_from_last_stage(outputs)
 
     def forward_backward_step(
         self,
         *,
         input_dict: Microbatches,
-        labels: torch.Tensor | Sequence[torch.Tensor | None] | None,
-        global_valid_tokens: torch.Tensor | float,
-        loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
+        labels: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Any, torch.Tensor, Batch], Any] | None = None,
         head: Head | None = None,
         whole_rows: bool = False,
-    ) -> torch.Tensor:
+        metrics: Reductions | None = None,
+    ) -> torch.Tensor | StepOutput:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
-        input_dict, labels: microbatches, see the top of this module, and the labels [B, T] of each,
-            None for a loss_fn that needs none.
+        input_dict, labels: microbatches and their labels, see the top of this module.
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows, a list is taken as it is.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
-            ranks, all microbatches).
-        loss_fn: (logits, labels, batch) -> sum over tokens. Default is the train spec's loss, which
+            ranks, all microbatches). None leaves a loss_fn's sums as they are, for weights that
+            hold the denominator already, or for `optim_step(denominator=...)`.
+        loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
+            (sum, metrics, output), see `StepOutput`. Default is the train spec's loss, which
             under tensor parallelism gets a DTensor split along V, unless `disable_loss_parallel`
             is set.
         head: without a loss_fn the loss is minus the sum of its log-probs.
@@ -214,11 +236,14 @@ class TrainingEngine(build.EngineParts):
             gave, of labels and batch, too. Tensors [B, T/cp, ...] are gathered for that, logits
             included. Each of the ranks that share the rows computes the whole loss and takes the
             gradient of its own tokens, and an equal part of the loss.
-        Returns this rank's sum divided by the denominator, fp32; summed over data- and
-        context-parallel ranks it is the loss of the global batch. All ranks of a pipeline return
-        the same.
+        metrics: names of the numbers that loss_fn returns, and whether each is summed or maximised
+            over microbatches and ranks; they are not divided by the denominator. {} for none.
+        Returns this rank's sum divided by the denominator, fp32; summed over `loss_group` it is the
+        loss of the global batch. All ranks of a pipeline return the same. With `metrics`, a
+        `StepOutput`, which has the loss of the global batch.
 
-        Raises ValueError for a second microbatch before `optim_step` under
+        Raises ValueError for the default loss without `global_valid_tokens`, for metrics that were
+        not named, for a second microbatch before `optim_step` under
         `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
         head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
@@ -229,8 +254,36 @@ class TrainingEngine(build.EngineParts):
         self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")
         return forward_backward(
-            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
+            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
         )
+
+    def prepare(
+        self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head | None = None
+    ) -> Microbatch:
+        """What a forward of the caller's own takes, in every layout without a pipeline.
+
+        with engine.train_context(), engine.maybe_enable_amp:
+            outputs = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
+            loss = ...  # from outputs, microbatch.labels, microbatch.batch
+        engine.backward(loss)
+
+        batch, labels, head: as in `forward_backward_step`. Under context parallelism inputs, labels
+        and batch hold this rank's tokens, and `microbatch.join` makes whole rows of outputs.
+        Raises ValueError under a pipeline, and as `forward_backward_step` does for bad batches.
+        """
+        return prepare(self, batch, labels, head)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss that the caller computed, until `optim_step`.
+
+        loss: this rank's share, divided by the denominator of the whole step already; summed over
+            `loss_group` it is the loss of the global batch. Forwards and backwards alternate, as
+            often on every rank.
+        Raises ValueError under a pipeline, and for a loss that is no scalar with a gradient.
+        """
+        self.offloader.check_here("backward", "model", "grad")
+        check_trains(self, "backward")
+        backward(self, loss)
 
     def optim_step(
         self,

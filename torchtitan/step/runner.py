@@ -197,8 +197,16 @@ class Runner:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
             del logits  # [B, T, V]: free before backward needs the memory
-            (loss * self.gradient_factor).backward()
+            self._backward(loss)
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a forward that the caller has made. If this fails, the model can be called again."""
+        with on_error(lambda: self._of_fsdp("recover_model")), self.train_context():
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss * self.gradient_factor).backward()
 
     def _run_schedule(
         self,
