@@ -39,6 +39,7 @@ from torchtitan.batch.batch import (
     dict_if_overridden,
 )
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -350,6 +351,17 @@ class TrainingEngine(build.EngineParts):
         self.weights_version = state_dict.get("weights_version", self.step)
         self._loaded_step, self._loaded_version = self.step, self.weights_version
         self._counters_restored = True
+
+    def add_state(self, name: str, state: Any) -> None:
+        """Have full checkpoints hold an object of the caller's, and loads restore it.
+
+        state: has `state_dict()`, of numbers, strings, tensors and containers of these, and
+            `load_state_dict()`. All ranks add the same names before they save or load; what is saved
+            is one rank's, so give states that differ names of their own. Checkpoints without it load
+            with "user_state" in `checkpoint.exclude_from_loading`.
+        Raises ValueError for a name that is taken, and for a state of other data.
+        """
+        self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
 
     @property
     def _caller_counts_steps(self) -> bool:
