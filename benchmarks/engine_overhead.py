@@ -124,9 +124,7 @@ def measure(name: str, attn_type: str, n_turns: int, profile: bool) -> None:
             order = (0, 1) if turn % 2 == 0 else (1, 0)
             found = {i: seconds_of(lambda i=i: steps[i](*batch), n_steps) for i in order}
             turns.append((*found[0], *found[1]))
-        cpu, wall = (
-            statistics.median(turn[i + 2] / turn[i] for turn in turns) for i in (0, 1)
-        )
+        cpu, wall = (statistics.median(turn[i + 2] / turn[i] for turn in turns) for i in (0, 1))
         best = [min(turn[i] for turn in turns) for i in (0, 2)]
         added = statistics.median(turn[2] - turn[0] for turn in turns)
         print(

@@ -25,14 +25,15 @@ Letters used below: B sequences, T tokens, V vocabulary entries. What steps are 
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, overload
 
 import torch
 
 from torchtitan import build, rank_layout
 from torchtitan.batch.batch import (
     Batch,
+    Entries,
     Microbatches,
     PackedBatch,
     batch_to,
@@ -47,6 +48,7 @@ from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
 from torchtitan.step.forward_backward import (
+    Labels,
     backward,
     check_trains,
     forward,
@@ -60,6 +62,9 @@ from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 ENGINE_API_VERSION = 1
+
+Outputs = TypeVar("Outputs")
+Result = TypeVar("Result")
 
 
 class TrainingEngine(build.EngineParts):
@@ -150,7 +155,7 @@ class TrainingEngine(build.EngineParts):
 
     # ---- one step ----
 
-    def to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Mapping[str, Any]) -> Entries:
         """Copy of `batch` with its tensors on the engine's device; other values as they are."""
         return batch_to(batch, self.device)
 
@@ -175,14 +180,44 @@ class TrainingEngine(build.EngineParts):
         method = self.post_dataloading_process
         return method(dict_if_overridden(method, TrainingEngine, batch), batch.labels)
 
+    @overload
+    def forward_step(
+        self, microbatches: Microbatches, *, labels: Labels = None
+    ) -> list[torch.Tensor] | None: ...
+
+    @overload
+    def forward_step(
+        self, microbatches: Microbatches, *, labels: Labels = None, head: Head[Outputs]
+    ) -> list[Outputs] | None: ...
+
+    @overload
+    def forward_step(
+        self,
+        microbatches: Microbatches,
+        *,
+        labels: Labels = None,
+        output_fn: Callable[[torch.Tensor, Any], Result],
+        head: None = None,
+    ) -> list[Result] | None: ...
+
+    @overload
+    def forward_step(
+        self,
+        microbatches: Microbatches,
+        *,
+        labels: Labels = None,
+        output_fn: Callable[[Outputs, Any], Result],
+        head: Head[Outputs],
+    ) -> list[Result] | None: ...
+
     @torch.no_grad()
     def forward_step(
         self,
         microbatches: Microbatches,
         *,
-        labels: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-        output_fn: Callable[[Any, Batch], Any] | None = None,
-        head: Head | None = None,
+        labels: Labels = None,
+        output_fn: Callable[[Any, Any], Any] | None = None,
+        head: Head[Any] | None = None,
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
@@ -199,24 +234,51 @@ class TrainingEngine(build.EngineParts):
         self.offloader.check_here("forward_step", "model")
         return forward(self, microbatches, labels, output_fn, head)
 
-    def from_last_stage(self, outputs: Any) -> Any:
+    def from_last_stage(self, outputs: Result | None) -> Result:
         """What `forward_step` returned on the rank of the pipeline's last stage, on all ranks.
 
         outputs: or anything else made of tensors and objects that can be pickled; ignored on the
             other ranks. Tensors come on the engine's device. Collective over the pipeline; without
             one, `outputs` as they are.
         """
-        schedule = self.pp_schedule
-        return outputs if schedule is None else schedule.tree_from_last_stage(outputs)
+        schedule: Any = self.pp_schedule
+        whole: Any = outputs
+        return whole if schedule is None else schedule.tree_from_last_stage(whole)
+
+    @overload
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: Microbatches,
+        labels: Labels = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Outputs, torch.Tensor, Any], Any] | None = None,
+        head: Head[Outputs] | None = None,
+        whole_rows: bool = False,
+        metrics: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: Microbatches,
+        labels: Labels = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Outputs, torch.Tensor, Any], Any] | None = None,
+        head: Head[Outputs] | None = None,
+        whole_rows: bool = False,
+        metrics: Reductions,
+    ) -> StepOutput: ...
 
     def forward_backward_step(
         self,
         *,
         input_dict: Microbatches,
-        labels: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        labels: Labels = None,
         global_valid_tokens: torch.Tensor | float | None = None,
-        loss_fn: Callable[[Any, torch.Tensor, Batch], Any] | None = None,
-        head: Head | None = None,
+        loss_fn: Callable[[Any, torch.Tensor, Any], Any] | None = None,
+        head: Head[Any] | None = None,
         whole_rows: bool = False,
         metrics: Reductions | None = None,
     ) -> torch.Tensor | StepOutput:
@@ -259,7 +321,7 @@ class TrainingEngine(build.EngineParts):
         )
 
     def prepare(
-        self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head | None = None
+        self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head[Any] | None = None
     ) -> Microbatch:
         """What a forward of the caller's own takes, in every layout without a pipeline.
 

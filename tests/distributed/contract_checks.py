@@ -1117,7 +1117,9 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
         last = engine.pp_has_last_stage
         assert last is (None if layout != "pp" else kit.rank >= kit.world_size // 2)
         assert engine.has_outputs is (last is not False)
-        parts = [documents[engine.dp_rank + i * engine.dp_size :: 2 * engine.dp_size] for i in (0, 1)]
+        parts = [
+            documents[engine.dp_rank + i * engine.dp_size :: 2 * engine.dp_size] for i in (0, 1)
+        ]
         packed = [pack(part) for part in parts]
         batches = [batch | {"labels": labels} for batch, labels in packed]
         plain = PlainLoop(engine)

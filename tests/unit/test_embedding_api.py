@@ -189,7 +189,11 @@ def test_checkpoints_hold_states_of_the_caller(tmp_path):
         for name, state, problem in (
             ("other", Curriculum(), r"new and without a dot, got 'other' beside \['curriculum'"),
             ("bad", {}, "'bad' must have the methods state_dict.*, got a dict"),
-            ("bad", Curriculum(engine=Curriculum), "'bad', which checkpoints are to hold, cannot be"),
+            (
+                "bad",
+                Curriculum(engine=Curriculum),
+                "'bad', which checkpoints are to hold, cannot be",
+            ),
         ):
             with pytest.raises(ValueError, match=problem):
                 engine.add_state(name, state)

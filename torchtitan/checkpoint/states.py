@@ -239,7 +239,9 @@ def saved_shapes_in(path: str) -> Shapes | None:
 
 
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states} - {MODEL}
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states} - {
+        MODEL
+    }
     return {key for key in saved if key.split(".")[0] in components}
 
 

@@ -185,9 +185,7 @@ class Learner(ABC):
             head=self._head(),
         )
 
-    def _per_sample(
-        self, batch: TrainingBatch, scores: list[Tensor] | None
-    ) -> list[Tensor | None]:
+    def _per_sample(self, batch: TrainingBatch, scores: list[Tensor] | None) -> list[Tensor | None]:
         """Cut [B, T] scores into samples, and gather those of all ranks."""
         samples: dict[int, Tensor] = {}
         microbatches = batch.of_rank(self.engine.dp_rank)

@@ -25,7 +25,7 @@ def forward(
     engine: Any,
     microbatches: Microbatches,
     labels: Labels,
-    output_fn: Callable[[Any, Batch], Any] | None,
+    output_fn: Callable[[Any, Any], Any] | None,
     head: Head | None,
 ) -> list[Any] | None:
     """See `TrainingEngine.forward_step`."""
@@ -50,7 +50,7 @@ def forward_backward(
     input_dict: Microbatches,
     labels: Labels,
     global_valid_tokens: Tensor | float | None,
-    loss_fn: Callable[[Any, Tensor, Batch], Any] | None,
+    loss_fn: Callable[[Any, Tensor, Any], Any] | None,
     head: Head | None,
     whole_rows: bool = False,
     metrics: Reductions | None = None,

@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan import distributed
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Entries, PackedBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.packing import ModelInputs
@@ -25,8 +25,21 @@ from torchtitan.tools.utils import keywords_of
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
-Head = Callable[..., Any]
-"""What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
+Outputs = TypeVar("Outputs", covariant=True)
+
+
+class Head(Protocol[Outputs]):
+    """What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> Outputs: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +54,9 @@ class Microbatch:
     """
 
     inputs: Tensor
-    kwargs: Batch
+    kwargs: Entries
     labels: Tensor | None
-    batch: Batch
+    batch: Entries
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_filler: bool = False
     reduces_gradients: bool = True
