@@ -145,7 +145,7 @@ def prepare(engine: Any, batch: Batch, labels: Tensor | None, head: Head | None)
 def backward(engine: Any, loss: Tensor) -> None:
     """See `TrainingEngine.backward`."""
     _check_own_forward(engine, "backward")
-    loss, update = scalar_loss(loss), engine.update
+    loss, update = scalar_loss(loss, "backward must get"), engine.update
     if engine.job_config.optimizer.early_step_in_backward:
         update.prepare_early_step(1)
         engine.checkpointer.maybe_wait_for_staging()  # backward will change the weights
@@ -163,7 +163,7 @@ def check_trains(engine: Any, step: str) -> None:
         )
 
 
-def scalar_loss(loss: Any) -> Tensor:
+def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     """What a caller's loss_fn returned, as []. Raises ValueError if it has no gradients."""
     if isinstance(loss, tuple):
         raise ValueError(
@@ -176,7 +176,7 @@ def scalar_loss(loss: Any) -> Tensor:
             got = f"one of shape {list(loss.shape)}"
             got += "" if loss.requires_grad else " without a gradient"
         raise ValueError(
-            f"loss_fn must return a sum over tokens, a scalar tensor computed from the outputs, got "
+            f"{must} a sum over tokens, a scalar tensor computed from the outputs, got "
             f"{got}; where no token counts, return the outputs' sum times 0"
         )
     return loss.reshape(())
