@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -13,8 +14,10 @@ import tomli
 
 from scripts import architecture, composability
 from tests.compat.test_public_names import REFERENCE_PATHS
+from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 from torchtitan.rl.losses import GSPOLoss
@@ -56,6 +59,28 @@ def test_keys_that_a_page_names_are_keys_of_the_config(page):
         for name in [] if key.endswith(FILES) else key.split("."):
             assert hasattr(value, name), f"{page}: {key}"
             value = getattr(value, name)
+
+
+# ---- embedding.md ----
+
+
+def test_signatures_of_the_engine_are_those_of_the_page():
+    """Without annotations, and properties by their names alone."""
+
+    def line(name, function):
+        parameters = inspect.signature(function).parameters.values()
+        plain = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
+        return f"{name}{inspect.Signature(plain)}"
+
+    lines = [line("TrainingEngine", TrainingEngine)]
+    for cls in (TrainingEngine, build.EngineParts):
+        for name, member in vars(cls).items():
+            if isinstance(member, property) and not name.startswith("_"):
+                lines.append(name)
+            elif isinstance(member, classmethod) or inspect.isfunction(member):
+                lines += [] if name.startswith("_") else [line(name, getattr(cls, name))]
+    block = PAGES["docs/embedding.md"].partition("## Every signature")[2]
+    assert block.split("```")[1].split("\n")[1:-1] == lines
 
 
 # ---- architecture.md ----

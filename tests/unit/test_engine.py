@@ -157,7 +157,9 @@ def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(t
 
 def test_scoring_with_a_head_needs_labels(tmp_path):
     engine = make_engine(tmp_path)
-    with pytest.raises(ValueError, match=r"need labels \[B, T\], got None and a batch of \['input'\]"):
+    with pytest.raises(
+        ValueError, match=r"need labels \[B, T\], got None and a batch of \['input'\]"
+    ):
         engine.forward_step(random_batch(1, 8)[0], head=TokenLogProbs())
 
 
@@ -318,7 +320,10 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
 
     for options, message in (
         ({}, "returned a tuple, and the call names no metrics"),
-        ({"metrics": {"seen": "sum"}}, r"returned the metrics \['largest', 'seen'\], and metrics= "),
+        (
+            {"metrics": {"seen": "sum"}},
+            r"returned the metrics \['largest', 'seen'\], and metrics= ",
+        ),
         ({"metrics": {"seen": "mean"}}, "must be 'sum' or 'max', got 'mean'"),
         ({"metrics": {}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "metrics= names"),
         ({"metrics": {"a": "max"}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "be one number"),
