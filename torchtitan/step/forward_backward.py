@@ -124,14 +124,13 @@ def forward_backward(
             loss = stacked.sum(dtype=torch.float32)
             if is_joined:
                 loss /= runner.sharding.mesh.size()
-        if collected is not None:
-            return collected.reduced(
-                engine, loss, num_copies=runner.sharding.mesh.size() if is_joined else 1
-            )
         if engine.pp_schedule is not None:
             # Only the rank of the last stage knows it, and all ranks log it.
             loss = engine.pp_schedule.broadcast_from_last_stage(loss)
-        return loss
+        if collected is None:
+            return loss
+        num_copies = runner.sharding.mesh.size() if is_joined else 1
+        return collected.reduced(engine, loss, num_copies)
 
 
 def prepare(engine: Any, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
