@@ -22,7 +22,7 @@ CONFIG = f"""
 [mypy]
 mypy_path = {ROOT}
 follow_imports = silent
-[{",".join(f"mypy-{name}.*" for name in SKIPPED)}]
+[mypy-{",".join(f"{name}.*" for name in SKIPPED)}]
 follow_imports = skip
 """
 # Lines with a mistake end in what mypy is to say of it.
