@@ -64,7 +64,7 @@ class EngineParts:
     gradient_accumulation_steps: int
     loss_fn: LossFunction
     model_parts: list[nn.Module]
-    # Set under pipeline parallelism.
+    # Set under pipeline parallelism; `has_outputs` is a bool on every layout.
     pp_schedule: "PipelineSchedule | None" = None
     pp_has_first_stage: bool | None = None
     pp_has_last_stage: bool | None = None
@@ -90,6 +90,18 @@ class EngineParts:
     def dp_group(self) -> torch.distributed.ProcessGroup | None:
         """The ranks that read different batches of one step; None if there is only one."""
         return self.layout.dp_group if self.dp_size > 1 else None
+
+    @property
+    def loss_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks whose shares of the loss add up to that of the global batch; None if this one
+        has all of it. They read different batches, or other tokens of the same rows."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        return None if mesh is None else mesh.get_group()
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs of the model arrive here: everywhere, but for a pipeline's other stages."""
+        return self.pp_has_last_stage is not False
 
     @property
     def lr(self) -> float:
@@ -259,7 +271,7 @@ def average_gradients(engine: Any) -> float:
     has_clients_backward = engine.builds_data and engine.dataloader is None
     if not (is_mean or (replicas_only and has_clients_backward)):
         return 1.0
-    if engine.pp_has_last_stage is not False:
+    if engine.has_outputs:
         scale_gradients(engine.model_parts[-1], 1 / engine.dp_size)
     return 1.0 if is_mean else float(engine.dp_size)
 
@@ -279,7 +291,7 @@ def build_runner(engine: Any, gradient_factor: float) -> Runner:
         engine.maybe_enable_amp,
         sharding=engine.context_sharding,
         schedule=engine.pp_schedule,
-        has_last_stage=engine.pp_has_last_stage is not False,
+        has_last_stage=engine.has_outputs,
         defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
         has_replicas=dims.dp_replicate_enabled,
         keeps_weights=engine.job_config.parallelism.fsdp_reshard_after_forward == "never",

@@ -13,6 +13,8 @@ Letters used below: B sequences, T tokens, V vocabulary entries. What steps are 
     microbatches    one batch on every rank, or a list of them. Rows and T may differ between them,
                     and data-parallel ranks may have lists of different lengths, empty ones too;
                     all ranks of a pipeline give the same.
+    labels          [B, T], or a list of one per microbatch; where none are given, a batch's own entry
+                    "labels", and None without that.
     head            computed in place of logits, such as `TokenLogProbs()`, which then never exist
                     whole; functions get its outputs.
     functions       of the caller, for outputs or a loss: they get logits [B, T, V], or values
@@ -23,33 +25,47 @@ Letters used below: B sequences, T tokens, V vocabulary entries. What steps are 
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, overload
 
 import torch
 
 from torchtitan import build, rank_layout
 from torchtitan.batch.batch import (
     Batch,
+    Entries,
     Microbatches,
     PackedBatch,
     batch_to,
     dict_if_overridden,
 )
 from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward_backward import check_open, check_trains, forward, forward_backward
-from torchtitan.step.runner import Head, on_error
+from torchtitan.step.forward_backward import (
+    Labels,
+    backward,
+    check_open,
+    check_trains,
+    forward,
+    forward_backward,
+    prepare,
+)
+from torchtitan.step.outputs import Reductions, StepOutput
+from torchtitan.step.runner import Head, Microbatch, on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
 ENGINE_API_VERSION = 1
+
+Outputs = TypeVar("Outputs")
+Result = TypeVar("Result")
 
 
 class TrainingEngine(build.EngineParts):
@@ -141,7 +157,7 @@ class TrainingEngine(build.EngineParts):
 
     # ---- one step ----
 
-    def to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Mapping[str, Any]) -> Entries:
         """Copy of `batch` with its tensors on the engine's device; other values as they are."""
         return batch_to(batch, self.device)
 
@@ -166,17 +182,48 @@ class TrainingEngine(build.EngineParts):
         method = self.post_dataloading_process
         return method(dict_if_overridden(method, TrainingEngine, batch), batch.labels)
 
+    @overload
+    def forward_step(
+        self, microbatches: Microbatches, *, labels: Labels = None
+    ) -> list[torch.Tensor] | None: ...
+
+    @overload
+    def forward_step(
+        self, microbatches: Microbatches, *, labels: Labels = None, head: Head[Outputs]
+    ) -> list[Outputs] | None: ...
+
+    @overload
+    def forward_step(
+        self,
+        microbatches: Microbatches,
+        *,
+        labels: Labels = None,
+        output_fn: Callable[[torch.Tensor, Any], Result],
+        head: None = None,
+    ) -> list[Result] | None: ...
+
+    @overload
+    def forward_step(
+        self,
+        microbatches: Microbatches,
+        *,
+        labels: Labels = None,
+        output_fn: Callable[[Outputs, Any], Result],
+        head: Head[Outputs],
+    ) -> list[Result] | None: ...
+
     @torch.no_grad()
     def forward_step(
         self,
         microbatches: Microbatches,
         *,
-        output_fn: Callable[[Any, Batch], Any] | None = None,
-        head: Head | None = None,
+        labels: Labels = None,
+        output_fn: Callable[[Any, Any], Any] | None = None,
+        head: Head[Any] | None = None,
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        microbatches, head: see the top of this module; a head gets `batch["labels"]` [B, T].
+        microbatches, labels, head: see the top of this module; labels are the head's.
         output_fn: (logits, batch) -> what is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
 
@@ -188,27 +235,66 @@ class TrainingEngine(build.EngineParts):
         """
         check_open(self, "forward_step")
         self.offloader.check_here("forward_step", "model")
-        return forward(self, microbatches, output_fn, head)
+        return forward(self, microbatches, labels, output_fn, head)
+
+    def from_last_stage(self, outputs: Result | None) -> Result:
+        """What `forward_step` returned on the rank of the pipeline's last stage, on all ranks.
+
+        outputs: or anything else made of tensors and objects that can be pickled; ignored on the
+            other ranks. Tensors come on the engine's device. Collective over the pipeline; without
+            one, `outputs` as they are.
+        """
+        schedule: Any = self.pp_schedule
+        whole: Any = outputs
+        return whole if schedule is None else schedule.tree_from_last_stage(whole)
+
+    @overload
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: Microbatches,
+        labels: Labels = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Outputs, torch.Tensor, Any], Any] | None = None,
+        head: Head[Outputs] | None = None,
+        whole_rows: bool = False,
+        metrics: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: Microbatches,
+        labels: Labels = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Outputs, torch.Tensor, Any], Any] | None = None,
+        head: Head[Outputs] | None = None,
+        whole_rows: bool = False,
+        metrics: Reductions,
+    ) -> StepOutput: ...
 
     def forward_backward_step(
         self,
         *,
         input_dict: Microbatches,
-        labels: torch.Tensor | Sequence[torch.Tensor | None] | None,
-        global_valid_tokens: torch.Tensor | float,
-        loss_fn: Callable[[Any, torch.Tensor, Batch], torch.Tensor] | None = None,
-        head: Head | None = None,
+        labels: Labels = None,
+        global_valid_tokens: torch.Tensor | float | None = None,
+        loss_fn: Callable[[Any, torch.Tensor, Any], Any] | None = None,
+        head: Head[Any] | None = None,
         whole_rows: bool = False,
-    ) -> torch.Tensor:
+        metrics: Reductions | None = None,
+    ) -> torch.Tensor | StepOutput:
         """Accumulate gradients of one or several microbatches until `optim_step`.
 
-        input_dict, labels: microbatches, see the top of this module, and the labels [B, T] of each,
-            None for a loss_fn that needs none.
+        input_dict, labels: microbatches and their labels, see the top of this module.
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows, a list is taken as it is.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
-            ranks, all microbatches).
-        loss_fn: (logits, labels, batch) -> sum over tokens. Default is the train spec's loss, which
+            ranks, all microbatches). None leaves a loss_fn's sums as they are, for weights that
+            hold the denominator already, or for `optim_step(denominator=...)`.
+        loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
+            (sum, metrics, output), see `StepOutput`. Default is the train spec's loss, which
             under tensor parallelism gets a DTensor split along V, unless `disable_loss_parallel`
             is set.
         head: without a loss_fn the loss is minus the sum of its log-probs.
@@ -216,11 +302,14 @@ class TrainingEngine(build.EngineParts):
             gave, of labels and batch, too. Tensors [B, T/cp, ...] are gathered for that, logits
             included. Each of the ranks that share the rows computes the whole loss and takes the
             gradient of its own tokens, and an equal part of the loss.
-        Returns this rank's sum divided by the denominator, fp32; summed over data- and
-        context-parallel ranks it is the loss of the global batch. All ranks of a pipeline return
-        the same.
+        metrics: names of the numbers that loss_fn returns, and whether each is summed or maximised
+            over microbatches and ranks; they are not divided by the denominator. {} for none.
+        Returns this rank's sum divided by the denominator, fp32; summed over `loss_group` it is the
+        loss of the global batch. All ranks of a pipeline return the same. With `metrics`, a
+        `StepOutput`, which has the loss of the global batch.
 
-        Raises ValueError for a second microbatch before `optim_step` under
+        Raises ValueError for the default loss without `global_valid_tokens`, for metrics that were
+        not named, for a second microbatch before `optim_step` under
         `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
         head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
@@ -231,8 +320,36 @@ class TrainingEngine(build.EngineParts):
         check_trains(self, "forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")
         return forward_backward(
-            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
+            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
         )
+
+    def prepare(
+        self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head[Any] | None = None
+    ) -> Microbatch:
+        """What a forward of the caller's own takes, in every layout without a pipeline.
+
+        with engine.train_context(), engine.maybe_enable_amp:
+            outputs = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
+            loss = ...  # from outputs, microbatch.labels, microbatch.batch
+        engine.backward(loss)
+
+        batch, labels, head: as in `forward_backward_step`. Under context parallelism inputs, labels
+        and batch hold this rank's tokens, and `microbatch.join` makes whole rows of outputs.
+        Raises ValueError under a pipeline, and as `forward_backward_step` does for bad batches.
+        """
+        return prepare(self, batch, labels, head)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss that the caller computed, until `optim_step`.
+
+        loss: this rank's share, divided by the denominator of the whole step already; summed over
+            `loss_group` it is the loss of the global batch. Forwards and backwards alternate, as
+            often on every rank.
+        Raises ValueError under a pipeline, and for a loss that is no scalar with a gradient.
+        """
+        self.offloader.check_here("backward", "model", "grad")
+        check_trains(self, "backward")
+        backward(self, loss)
 
     def optim_step(
         self,
@@ -307,6 +424,17 @@ class TrainingEngine(build.EngineParts):
         self.weights_version = state_dict["weights_version"]
         self._loaded_step, self._loaded_version = self.step, self.weights_version
         self._counters_restored = True
+
+    def add_state(self, name: str, state: Any) -> None:
+        """Have full checkpoints hold an object of the caller's, and loads restore it.
+
+        state: has `state_dict()`, of numbers, strings, tensors and containers of these, and
+            `load_state_dict()`. All ranks add the same names before they save or load; what is saved
+            is one rank's, so give states that differ names of their own. Checkpoints without it load
+            with "user_state" in `checkpoint.exclude_from_loading`.
+        Raises ValueError for a name that is taken, and for a state of other data.
+        """
+        self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
 
     @property
     def _caller_counts_steps(self) -> bool:

@@ -56,7 +56,7 @@ class Trainer(TrainingEngine):
             if job_config.debug.check_document_isolation_freq > 0:
                 pp_mesh = self.parallel_dims.get_optional_mesh("pp")
                 self.isolation_probe = IsolationProbe(
-                    lambda batch: (self.forward_step(batch) or [None])[0],
+                    lambda batch: next(iter(self.forward_step(batch) or ()), None),
                     self.model_parts,
                     self.packing,
                     self.model_args.vocab_size,

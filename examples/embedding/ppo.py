@@ -14,10 +14,10 @@ job = config.JobConfig(
 
 
 def clipped_objective(outputs, labels, batch):
-    """A plain weighted sum over tokens: the weights hold the aggregation and the mask."""
+    """A plain weighted sum over tokens, whose weights hold the aggregation and the mask; a metric."""
     ratio = (outputs.logprobs - batch["old_logprobs"]).exp()
     gain = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
-    return -(gain * batch["loss_weights"]).sum()
+    return -(gain * batch["loss_weights"]).sum(), {"largest ratio": ratio.max()}
 
 
 with TrainingEngine(job) as engine:
@@ -30,11 +30,11 @@ with TrainingEngine(job) as engine:
         batch = {"input": tokens[None, :-1], "labels": tokens[None, 1:]}
         batch["loss_weights"], batch["advantages"] = weight[None], torch.full((1, 32), advantage)
         microbatches.append(batch)
-    sampled = engine.forward_step(microbatches, head=head)
-    for batch, outputs in zip(microbatches, sampled or [], strict=False):  # last stage only
+    sampled = engine.from_last_stage(engine.forward_step(microbatches, head=head))
+    for batch, outputs in zip(microbatches, sampled, strict=True):
         batch["old_logprobs"] = outputs.logprobs
-    labels = [batch["labels"] for batch in microbatches]
-    step = dict(labels=labels, global_valid_tokens=1.0, loss_fn=clipped_objective, head=head)
+    step = dict(loss_fn=clipped_objective, head=head, metrics={"largest ratio": "max"})
     for epoch in range(2):
-        loss = engine.forward_backward_step(input_dict=microbatches, **step)
-        print(f"epoch {epoch}: loss {loss:.5f}, norm {engine.optim_step(lr=1e-4).grad_norm:.4f}")
+        output = engine.forward_backward_step(input_dict=microbatches, **step)
+        norm, ratio = engine.optim_step(lr=1e-4).grad_norm, output.metrics["largest ratio"]
+        print(f"epoch {epoch}: loss {output.loss:.5f}, norm {norm:.4f}, ratio {ratio:.4f}")

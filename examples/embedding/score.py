@@ -29,7 +29,8 @@ with TrainingEngine(job) as engine, engine.eval_mode():
     outputs = engine.forward_step(
         [batch_of(tokens) for tokens in texts], head=TokenLogProbs(entropy=True)
     )
-    # Pipeline ranks without the last stage get None.
-    for tokens, (logprobs, entropy) in zip(texts, outputs or [], strict=False):
+    # None on pipeline ranks without the last stage, and from here on the same everywhere.
+    outputs = engine.from_last_stage(outputs)
+    for tokens, (logprobs, entropy) in zip(texts, outputs, strict=True):
         perplexity, entropy = (-logprobs[0, :-1].mean()).exp(), entropy[0, :-1].mean()
         print(f"{len(tokens):3} tokens: perplexity {perplexity:.0f}, entropy {entropy:.2f} nats")

@@ -690,7 +690,7 @@ def pipelines_take_lists(kit: ClientKit) -> None:
         with torch.no_grad():
             expected = [plain.logprobs(d) for d in documents]
         scores = _scores(engine, documents)
-        assert (scores is not None) == engine.pp_has_last_stage
+        assert (scores is not None) is engine.has_outputs
         for score, one in zip(scores or [], expected, strict=False):
             assert_close(score[0, :-1], one, rtol=0, atol=5e-6)
         loss, norm = run_step(engine, documents, num_microbatches=3)
@@ -1100,3 +1100,64 @@ def padding_between_documents(kit: ClientKit) -> None:
         for one, y in ((batch, labels), (padded, padded_labels))
     ]
     assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+@check(min_ranks=2, cases=("fsdp", "ddp", "tp", "cp", "pp"))
+def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
+    """Under {}, losses, metrics and outputs, and a forward of the caller's own, are a plain loop's."""
+    documents = make_documents(46)
+    n = num_valid(documents)
+
+    def loss_fn(logits: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, dict, Tensor]:
+        logprobs = logprobs_of(logits.float(), labels)
+        metrics = {"worst": -logprobs.min(), "tokens": (labels != IGNORE_INDEX).sum()}
+        return -logprobs.sum() / n, metrics, logprobs
+
+    with kit.build(layout) as engine:
+        last = engine.pp_has_last_stage
+        assert last is (None if layout != "pp" else kit.rank >= kit.world_size // 2)
+        assert engine.has_outputs is (last is not False)
+        parts = [
+            documents[engine.dp_rank + i * engine.dp_size :: 2 * engine.dp_size] for i in (0, 1)
+        ]
+        packed = [pack(part) for part in parts]
+        batches = [batch | {"labels": labels} for batch, labels in packed]
+        plain = PlainLoop(engine)
+        with torch.no_grad():
+            of_parts = [torch.cat([plain.logprobs(d) for d in part]) for part in parts]
+            worst = max(-plain.logprobs(document).min() for document in documents)
+
+        step = engine.forward_backward_step(
+            input_dict=batches, loss_fn=loss_fn, metrics={"tokens": "sum", "worst": "max"}
+        )
+        assert (step.outputs is None) is not engine.has_outputs
+        outputs = engine.from_last_stage(step.outputs)
+        for ours, (_, labels), theirs in zip(outputs, packed, of_parts, strict=True):
+            assert_close(ours[labels != IGNORE_INDEX], theirs, rtol=0, atol=5e-6)
+        assert list(step.metrics) == ["tokens", "worst"] and step.metrics["tokens"] == n
+        assert_close(step.metrics["worst"], worst, rtol=1e-5, atol=0)
+        norm = engine.optim_step().grad_norm
+        assert_close((step.loss.item(), float(norm)), plain.run_step(documents), rtol=1e-5, atol=0)
+
+        if layout == "pp":
+            for call in (lambda: engine.prepare(batches[0]), lambda: engine.backward(step.loss)):
+                try:
+                    call()
+                except ValueError as error:
+                    assert "give forward_backward_step a loss_fn" in str(error)
+                else:
+                    raise AssertionError("a caller's own forward was let into a pipeline")
+            return
+        loss = torch.zeros(())
+        for batch in batches:
+            microbatch = engine.prepare(batch)
+            with engine.train_context(), engine.maybe_enable_amp:
+                logits = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
+                logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+                share, *_ = loss_fn(logits, microbatch.labels, microbatch.batch)
+            engine.backward(share)
+            loss += share.detach()
+        if engine.loss_group is not None:
+            dist.all_reduce(loss, group=engine.loss_group)
+        norm = engine.optim_step().grad_norm
+        assert_close((loss.item(), float(norm)), plain.run_step(documents), rtol=1e-5, atol=0)

@@ -115,7 +115,7 @@ def places(folder):
             place = layout.dp_rank, layout.dp_size, layout.has_outputs, layout.is_output_source
             with TrainingEngine(config, layout=layout) as engine:
                 assert (engine.dp_rank, engine.dp_size) == (layout.dp_rank, layout.dp_size)
-                assert (engine.pp_has_last_stage is not False) == layout.has_outputs
+                assert engine.has_outputs is layout.has_outputs
             result.append((ranks, *place))
     return result
 

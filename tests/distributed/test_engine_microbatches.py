@@ -214,7 +214,7 @@ def step_after_a_callers_failures(fails: bool, dump_folder: str) -> list:
             told.append(caught.value)
             engine.optimizers.zero_grad()
         # Where it runs is where it is needed.
-        own = {"output_fn": lambda logits, _: len(logits)} if engine.pp_has_last_stage else {}
+        own = {"output_fn": lambda logits, _: len(logits)} if engine.has_outputs else {}
         assert engine.forward_step([batch] * 2, **own) == (
             [len(batch["input"])] * 2 if own else None
         )

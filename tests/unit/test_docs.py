@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import graphlib
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ import torch
 from scripts import architecture, composability
 from tests.compat.test_public_names import REFERENCE_PATHS
 from tests.unit.test_hf_config import LLAMA_3_2_3B
+from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.config.toml_values import section_from_table
@@ -87,6 +89,28 @@ def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
             package = (getattr(error, "name", None) or "torchtitan").partition(".")[0]
             missing += [path] if package == "torchtitan" else []  # others may not be installed
     assert missing == []
+
+
+# ---- embedding.md ----
+
+
+def test_signatures_of_the_engine_are_those_of_the_page():
+    """Without annotations, and properties by their names alone."""
+
+    def line(name, function):
+        parameters = inspect.signature(function).parameters.values()
+        plain = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
+        return f"{name}{inspect.Signature(plain)}"
+
+    lines = [line("TrainingEngine", TrainingEngine)]
+    for cls in (TrainingEngine, build.EngineParts):
+        for name, member in vars(cls).items():
+            if isinstance(member, property) and not name.startswith("_"):
+                lines.append(name)
+            elif isinstance(member, classmethod) or inspect.isfunction(member):
+                lines += [] if name.startswith("_") else [line(name, getattr(cls, name))]
+    block = PAGES["docs/embedding.md"].partition("## Every signature")[2]
+    assert block.split("```")[1].split("\n")[1:-1] == lines
 
 
 # ---- architecture.md ----

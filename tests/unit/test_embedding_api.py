@@ -178,3 +178,49 @@ def test_weights_are_initialised_outside_no_grad():
     model.init_weights()
     assert all(p.is_leaf and p.requires_grad for p in model.parameters())
     assert math.isfinite(float(model.output.weight.sum()))
+
+
+class Curriculum:
+    """State of an embedding program that grows between saves."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_checkpoints_hold_states_of_the_caller(tmp_path):
+    seen = {"epochs": [1, {"x": 2.5}], "name": "é", "buffer": torch.arange(5)}
+    config = make_config(tmp_path)
+    with TrainingEngine(config) as engine:
+        engine.add_state("curriculum", Curriculum(**seen))
+        engine.add_state("other", Curriculum(n=1))
+        for name, state, problem in (
+            ("other", Curriculum(), r"new and without a dot, got 'other' beside \['curriculum'"),
+            ("bad", {}, "'bad' must have the methods state_dict.*, got a dict"),
+            (
+                "bad",
+                Curriculum(engine=Curriculum),
+                "'bad', which checkpoints are to hold, cannot be",
+            ),
+        ):
+            with pytest.raises(ValueError, match=problem):
+                engine.add_state(name, state)
+        engine.save(str(tmp_path / "saved"))
+        weights = engine.model_parts[0].state_dict()["norm.weight"].clone()
+    with TrainingEngine(config) as engine:
+        engine.load(str(tmp_path / "saved"))  # one that does not know of it
+        curriculum = Curriculum(epochs=[])
+        engine.add_state("curriculum", curriculum)
+        step(engine)
+        engine.load(str(tmp_path / "saved"))
+        assert curriculum.state.pop("buffer").equal(seen.pop("buffer"))
+        assert curriculum.state == seen
+        assert torch.equal(engine.model_parts[0].state_dict()["norm.weight"], weights)
+        engine.add_state("new", Curriculum())
+        with pytest.raises(ValueError, match="lacks entries of user_state: user_state.new"):
+            engine.load(str(tmp_path / "saved"))

@@ -157,14 +157,16 @@ def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(t
 
 def test_scoring_with_a_head_needs_labels(tmp_path):
     engine = make_engine(tmp_path)
-    with pytest.raises(ValueError, match=r"batch's 'labels' \[B, T\], got \['input'\]"):
+    with pytest.raises(
+        ValueError, match=r"need labels \[B, T\], got None and a batch of \['input'\]"
+    ):
         engine.forward_step(random_batch(1, 8)[0], head=TokenLogProbs())
 
 
 def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
     engine = make_engine(tmp_path)
     batch, labels = random_batch(1, 8)
-    with pytest.raises(ValueError, match="2 microbatches and labels 1"):
+    with pytest.raises(ValueError, match="2 microbatches and labels for 1"):
         engine.forward_backward_step(
             input_dict=[batch, batch], labels=[labels], global_valid_tokens=1
         )
@@ -283,6 +285,67 @@ def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
     with pytest.raises(ValueError, match="the default loss and a head need labels .* got None"):
         engine.forward_backward_step(**step, labels=None)
     engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
+
+
+def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
+    engine = make_engine(tmp_path)
+    pairs = [random_batch(1, 8, seed) for seed in (0, 1)]
+
+    def loss_fn(logits, labels, batch):
+        losses = torch.nn.functional.cross_entropy(
+            logits[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        metrics = {"seen": num_valid(labels), "largest": losses.max()}
+        return (losses * batch["weights"]).sum(), metrics, logits.argmax(-1)
+
+    weights = torch.rand(2, 8, generator=torch.Generator().manual_seed(0))
+    batches = [
+        batch | {"labels": labels, "weights": row}
+        for (batch, labels), row in zip(pairs, weights, strict=True)
+    ]
+    logits = engine.forward_step(batches)
+    expected = [loss_fn(*x) for x in zip(logits, [y for _, y in pairs], batches, strict=True)]
+    step = engine.forward_backward_step(
+        input_dict=batches, loss_fn=loss_fn, metrics={"largest": "max", "seen": "sum"}
+    )
+    assert step.loss.item() == pytest.approx(sum(loss.item() for loss, _, _ in expected), rel=1e-5)
+    assert step.metrics == {
+        "largest": pytest.approx(max(m["largest"].item() for _, m, _ in expected), rel=1e-5),
+        "seen": sum(m["seen"] for _, m, _ in expected),
+    }
+    assert engine.has_outputs is True and engine.pp_has_last_stage is None
+    assert engine.loss_group is None and engine.from_last_stage(step.outputs) is step.outputs
+    for ours, (_, _, theirs) in zip(step.outputs, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+    for options, message in (
+        ({}, "returned a tuple, and the call names no metrics"),
+        (
+            {"metrics": {"seen": "sum"}},
+            r"returned the metrics \['largest', 'seen'\], and metrics= ",
+        ),
+        ({"metrics": {"seen": "mean"}}, "must be 'sum' or 'max', got 'mean'"),
+        ({"metrics": {}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "metrics= names"),
+        ({"metrics": {"a": "max"}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "be one number"),
+        ({"loss_fn": None}, "needs global_valid_tokens to divide it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.forward_backward_step(**{"input_dict": batches, "loss_fn": loss_fn} | options)
+
+
+def test_backward_of_a_callers_own_forward(tmp_path):
+    engine = make_engine(tmp_path)
+    backward(engine)
+    expected = gradients(engine)
+    engine.optimizers.zero_grad()
+    batch, labels = random_batch(2, 32)
+    microbatch = engine.prepare(batch | {"labels": labels})
+    logits = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
+    with pytest.raises(ValueError, match="a scalar tensor computed from the outputs"):
+        engine.backward(logits)
+    engine.backward(engine.loss_fn(logits, microbatch.labels) / num_valid(labels))
+    assert all(torch.equal(g, expected[name]) for name, g in gradients(engine).items())
+    assert engine.optim_step().grad_norm > 0
 
 
 def test_loss_of_one_element_is_a_scalar(tmp_path):

@@ -5,7 +5,7 @@ B rows, T tokens per row.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Required, Self, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,12 +19,28 @@ from torchtitan.batch.documents import (
 )
 from torchtitan.tools.host_copy import on_host, to_device
 
-Batch = dict[str, Any]
-"""`{"input": [B, T] token ids, "positions": [B, T] (optional), ...}`
+Entries = dict[str, Any]
 
-What callers give, and their loss and output functions get. Entries that the model's forward does
-not take reach only those functions.
-"""
+
+class Batch(TypedDict, total=False):
+    """What callers give, and their loss and output functions get.
+
+    Entries that the model's forward does not take reach only those functions. For a type checker a
+    caller adds its own in a subclass:
+
+        class MyBatch(Batch):
+            returns: Tensor
+    """
+
+    input: Required[Tensor]  # [B, T] token ids
+    labels: Tensor  # [B, T] token ids, where the call is given no others
+    positions: Tensor  # [B, T] in a document
+    attention_masks: Any  # a kernel's, or a padding mask [B, T]
+    # Where documents begin; see `batch.documents`.
+    document_ids: Tensor  # [B, T]
+    seq_lens: Tensor  # [B, n]
+    cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
+
 
 Microbatches: TypeAlias = "Batch | PackedBatch | Sequence[Batch | PackedBatch]"
 
@@ -52,7 +68,7 @@ class PackedBatch:
     sample_ids: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, labels: Tensor | None = None) -> Self:
+    def of(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
         """Raises ValueError if `batch["input"]` is not [B, T], or holds no token, for ids, positions or
         lengths of documents that are no whole numbers, and for positions or a padding mask of another
         shape."""
@@ -85,7 +101,7 @@ class PackedBatch:
                     per_token({**entries, "input": tokens}, key)
         return cls(tokens, labels, None, entries, sample_ids)
 
-    def as_dict(self) -> Batch:
+    def as_dict(self) -> Entries:
         """The caller's entries, tokens included, without labels."""
         return {"input": self.tokens, **self.entries}
 
@@ -195,7 +211,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
             ids.masked_fill(ids == IGNORE_INDEX, 0),
             f" or {IGNORE_INDEX}, which counts nowhere",
         )
-    smallest, largest = ids.aminmax()
+    smallest, largest = (x.item() for x in ids.aminmax())
     if not 0 <= smallest <= largest < vocab_size:
         raise ValueError(
             f"{name} must be ids in [0, {vocab_size}){also}, got {smallest} to {largest}; use the "
@@ -203,7 +219,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def batch_to(batch: Batch, device: torch.device) -> Batch:
+def batch_to(batch: Mapping[str, Any], device: torch.device) -> Entries:
     """A copy with its tensors on the device; other values as they are."""
     return {key: _tensor_to(value, device) for key, value in batch.items()}
 
@@ -212,7 +228,7 @@ def _tensor_to(x: Any, device: torch.device) -> Any:
     return to_device(x, device) if isinstance(x, Tensor) else x
 
 
-def dict_if_overridden(method: Any, base: type, batch: PackedBatch) -> Batch | PackedBatch:
+def dict_if_overridden(method: Any, base: type, batch: PackedBatch) -> Any:
     """What a method that clients may replace gets: a dict, unless it still is that of `base`."""
     function = getattr(method, "__func__", None)
     is_ours = function is not None and function is getattr(base, function.__name__, None)

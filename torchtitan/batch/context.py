@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Entries, PackedBatch
 from torchtitan.batch.mask import positions_of_rank, prepare_context_parallel_input, shards_of
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
@@ -71,8 +71,8 @@ class ContextSharding:
         return longer
 
     def shard(
-        self, inputs: Tensor, labels: Tensor | None, extra_inputs: Batch, extra_kwargs: Batch
-    ) -> tuple[Tensor, Tensor | None, Batch, Batch]:
+        self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
+    ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
         """Return the same four for this rank's tokens; masks and positions in the last one."""
         extra_inputs = dict(extra_inputs)
         for key in ("positions", "attention_masks"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, PackedBatch, check_ids
+from torchtitan.batch.batch import Batch, Entries, PackedBatch, check_ids
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
@@ -27,7 +27,7 @@ from torchtitan.config.job_config import Training
 from torchtitan.tools.host_copy import on_host, to_device
 from torchtitan.tools.logging import logger, warn_once
 
-ModelInputs = tuple[Tensor, Tensor | None, Batch, Batch]
+ModelInputs = tuple[Tensor, Tensor | None, Entries, Entries]
 """inputs [B, T], labels [B, T], and what else the model's forward gets: other entries of the batch;
 keywords, such as masks. Under context parallelism all hold this rank's tokens, [B, T/cp]."""
 
@@ -151,7 +151,7 @@ class PackingPolicy:
         padding mask [B, T] among its entries becomes the kernel's.
         """
         entries, device = dict(batch.entries), batch.tokens.device
-        keywords: Batch = {}
+        keywords: Entries = {}
         if isinstance(entries.get("attention_masks"), Tensor):
             padding_mask = entries.pop("attention_masks")
             keywords["attention_masks"] = model.get_padding_masks(padding_mask)

@@ -1,10 +1,12 @@
 """What a run's states are called in a checkpoint, and how they are fitted to what one holds.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
-components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, and those of RL.
+components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, those of RL, and
+`user_state`.
 """
 
 import os
+import pickle
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +22,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.logging import logger
+from torchtitan.tools.unpickling import read_plain
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
 LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
-# Of `torchtitan.rl`, and not of every run that reads the weights.
-RL_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator")
+USER_STATE = "user_state"
+# Of `torchtitan.rl` and of embedding programs, and not of every run that reads the weights.
+EXTRA_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator", USER_STATE)
 
 WEIGHTS_ONLY = (
     "the optimizer, step and data position start from zero. To continue from an earlier full "
@@ -88,6 +93,46 @@ class ModelWrapper(Stateful):
         self.refresh()
 
 
+class UserState(Stateful):
+    """What an embedding program adds to checkpoints: objects with a state of plain data, by name.
+
+    A state is one entry of the checkpoint however it grows, and all ranks' is that of one of them.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+
+    def add(self, name: str, state: Any) -> None:
+        """See `TrainingEngine.add_state`."""
+        if "." in name or name in self._objects:
+            raise ValueError(
+                f"a state's name must be new and without a dot, got {name!r} beside "
+                f"{sorted(self._objects)}; take another one"
+            )
+        if not isinstance(state, Stateful):
+            raise ValueError(
+                f"the state {name!r} must have the methods state_dict() and load_state_dict(), got a "
+                f"{type(state).__name__}; wrap it in an object that has them"
+            )
+        _pickled(name, state)
+        self._objects[name] = state
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {name: _pickled(name, state) for name, state in self._objects.items()}
+
+    def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
+        for name, state in self._objects.items():
+            state.load_state_dict(read_plain(state_dict[name], f"the saved state {name!r}"))
+
+
+def _pickled(name: str, state: Any) -> bytes:
+    """Raises ValueError for what could not be read again."""
+    content = tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state.state_dict())
+    data = pickle.dumps(content)
+    read_plain(data, f"the state {name!r}, which checkpoints are to hold,")
+    return data
+
+
 def fit_to_checkpoint(
     states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
 ) -> dict[str, Any]:
@@ -108,7 +153,7 @@ def fit_to_checkpoint(
         own_keys[name] = set(flatten_state_dict({name: content})[0])
     saved_others = keys_outside_model(saved, all_states)
     left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
-    if others and (left_out := sorted(left_out.intersection(RL_STATES))):
+    if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
         logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
 
     if model_names <= states.keys():
@@ -194,7 +239,9 @@ def saved_shapes_in(path: str) -> Shapes | None:
 
 
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *RL_STATES, *states} - {MODEL}
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states} - {
+        MODEL
+    }
     return {key for key in saved if key.split(".")[0] in components}
 
 

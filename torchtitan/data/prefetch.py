@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.batch import Batch, PackedBatch
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
 _SECONDS_TO_END = 5
 
-Item = tuple[dict[str, Any], Tensor]
+Item = tuple[Batch, Tensor]
 """(input_dict, labels) of a microbatch"""
 
 

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
@@ -119,6 +120,24 @@ class PipelineSchedule:
         """Give all ranks of the pipeline the tensor of the rank with the last stage, in place."""
         dist.broadcast(tensor, self._global_rank_of(self.num_stages - 1), group=self.group)
         return tensor
+
+    def tree_from_last_stage(self, tree: Any) -> Any:
+        """The tree of the rank with the last stage, on all ranks of the pipeline. Collective.
+
+        tree: of tensors, which come on this rank's device without gradients, and other objects that
+            can be pickled. Ignored on the other ranks.
+        """
+        device = self.stages[0].device
+        box = [None]
+        if self.has_last_stage:
+            tree = tree_map_only(Tensor, lambda x: x.detach().to(device).contiguous(), tree)
+            box = [tree_map_only(Tensor, lambda x: x.to("meta"), tree)]
+        dist.broadcast_object_list(
+            box, self._global_rank_of(self.num_stages - 1), group=self.group, device=device
+        )
+        if not self.has_last_stage:
+            tree = tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), box[0])
+        return tree_map_only(Tensor, self.broadcast_from_last_stage, tree)
 
     def raise_from_last_stage(self, failures: list[Exception], *, waits: bool) -> None:
         """Raise the failure of the rank with the last stage, as RunError on others. Collective.

@@ -3,7 +3,6 @@
 B sequences, T tokens, V vocabulary entries.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.loss.logprobs import SummedCrossEntropy
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import keywords_of
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
@@ -63,7 +63,7 @@ def default_head(
     loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)  # of a compiled one
     if loss_fn is not cross_entropy_loss or output is None or chunk_tokens == 0:
         return None
-    if not all("head" in inspect.signature(m.forward).parameters for m in (last, output)):
+    if not all("head" in keywords_of(module.forward)[0] for module in (last, output)):
         return None
     if chunk_tokens == -1 and output.weight.shape[0] < _LARGE_VOCABULARY:
         return None

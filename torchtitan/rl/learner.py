@@ -54,7 +54,7 @@ class Learner(ABC):
         ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
-        return self._per_sample(batch, self._score(batch) or [])
+        return self._per_sample(batch, self._score(batch))
 
     def _accumulate(
         self, batch: TrainingBatch, loss_fn: Any, return_scores: bool = False
@@ -79,52 +79,24 @@ class Learner(ABC):
     def _forward_backward(
         self, batch: TrainingBatch, loss_fn: Any, return_scores: bool
     ) -> ForwardBackwardOutput:
-        # Under context parallelism the loss sees parts of rows, which only `forward` joins.
-        is_split = return_scores and self.engine.parallel_dims.cp_enabled
-        whole = self.forward(batch) if is_split else None
-        # Metrics of all microbatches on this rank: maxima (of absolute values) or sums.
-        max_names = [name for name in loss_fn.metric_names if name.endswith("_max")]
-        sum_names = [name for name in loss_fn.metric_names if name not in max_names]
-        sums = torch.zeros(len(sum_names), device=self.engine.device)
-        maxima = torch.zeros(len(max_names), device=self.engine.device)
-        scores: list[Tensor] = []
-
-        def loss_of(outputs: Any, labels: Tensor, engine_batch: Batch) -> Tensor:
+        def loss_of(outputs: Any, _labels: Tensor, engine_batch: Batch) -> tuple:
             inputs = self._loss_inputs(outputs)
-            loss, metrics = loss_fn(*inputs, engine_batch)
-            sums.add_(torch.stack([metrics[name].float() for name in sum_names]))
-            if max_names:
-                new = torch.stack([metrics[name].float() for name in max_names])
-                torch.maximum(maxima, new, out=maxima)
-            if return_scores and not is_split:
-                scores.append(inputs[0].detach())
-            return loss
+            return *loss_fn(*inputs, engine_batch), inputs[0] if return_scores else None
 
-        microbatches = batch.of_rank(self.engine.dp_rank)
-        loss = self.engine.forward_backward_step(
-            input_dict=[microbatch.engine_batch() for microbatch in microbatches],
-            labels=[microbatch.labels for microbatch in microbatches],
-            global_valid_tokens=1.0,  # the weights in the batch are shares of the whole step
-            loss_fn=loss_of,
+        step = self.engine.forward_backward_step(
+            input_dict=[mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)],
+            loss_fn=loss_of,  # the weights in the batch are shares of the whole step
             head=self._head(loss_fn),
+            metrics={
+                name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names
+            },
         )
-        # Over all ranks; under pipeline parallelism only those of the last stage have the metrics.
-        loss_and_sums = torch.cat([loss.reshape(1).float(), sums])
-        mesh = self.engine.parallel_dims.get_optional_mesh("loss")
-        if mesh is not None:
-            dist.all_reduce(loss_and_sums, group=mesh.get_group())
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        numbers = torch.cat([loss_and_sums, maxima])
-        if self.engine.pp_schedule is not None:
-            numbers = self.engine.pp_schedule.broadcast_from_last_stage(numbers)
-        loss_sum, *values = numbers.tolist()
-        metrics = dict(zip(sum_names + max_names, values, strict=True))
-        if return_scores and not is_split:
-            whole = self._per_sample(batch, scores)
+        loss, *values = torch.stack([step.loss, *step.metrics.values()]).tolist()
+        metrics = dict(zip(step.metrics, values, strict=True))
         return ForwardBackwardOutput(
-            loss=loss_sum,
+            loss=loss,
             metrics=finalize_metrics(metrics, batch.num_measured_tokens),
-            logprobs=whole,
+            logprobs=self._per_sample(batch, step.outputs) if return_scores else None,
         )
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
@@ -213,18 +185,14 @@ class Learner(ABC):
             head=self._head(),
         )
 
-    def _per_sample(self, batch: TrainingBatch, scores: list[Tensor]) -> list[Tensor | None]:
+    def _per_sample(self, batch: TrainingBatch, scores: list[Tensor] | None) -> list[Tensor | None]:
         """Cut [B, T] scores into samples, and gather those of all ranks."""
-        schedule = self.engine.pp_schedule
         samples: dict[int, Tensor] = {}
-        for i, microbatch in enumerate(batch.of_rank(self.engine.dp_rank)):
-            if schedule is None or self.engine.pp_has_last_stage:
-                values = scores[i].float()
-            else:
-                values = torch.zeros(microbatch.labels.shape, device=self.engine.device)
-            if schedule is not None:
-                values = schedule.broadcast_from_last_stage(values)
-            samples |= microbatch.per_sample(values.cpu())
+        microbatches = batch.of_rank(self.engine.dp_rank)
+        for microbatch, values in zip(
+            microbatches, self.engine.from_last_stage(scores), strict=True
+        ):
+            samples |= microbatch.per_sample(values.float().cpu())
         if self.engine.dp_group is not None:
             parts: list[Any] = [None] * self.engine.dp_size
             dist.all_gather_object(parts, samples, group=self.engine.dp_group)

@@ -11,32 +11,28 @@ import torch
 from torch import Tensor
 
 from torchtitan.batch.batch import Batch, Microbatches, PackedBatch
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.checks.common import has_token_loss, has_value_head
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.loss.cross_entropy import default_head
+from torchtitan.step.outputs import Reductions, StepMetrics, StepOutput
 from torchtitan.step.runner import Head, Microbatch, on_error
 from torchtitan.tools import host
+
+Labels = Tensor | Sequence[Tensor | None] | None
 
 
 def forward(
     engine: Any,
     microbatches: Microbatches,
-    output_fn: Callable[[Any, Batch], Any] | None,
+    labels: Labels,
+    output_fn: Callable[[Any, Any], Any] | None,
     head: Head | None,
 ) -> list[Any] | None:
     """See `TrainingEngine.forward_step`."""
     _check_outputs(engine, head)
-    batches, is_single = _as_list(microbatches)
-    packing = engine.packing
-    if head is not None and (without := [x for x in batches if x.get("labels") is None]):
-        raise ValueError(
-            "forward_step with a head needs the batch's 'labels' [B, T], got "
-            f"{sorted(without[0])}; put the token ids there whose log-probs are wanted, "
-            "IGNORE_INDEX where none is"
-        )
-    batches = [packing.pack(x, None if head is None else x["labels"]) for x in batches]
-    if head is not None:
-        batches = [batch.with_token_labels(packing.vocab_size) for batch in batches]
+    has_head = head is not None
+    batches, is_single = _packed(engine, microbatches, labels, has_head, has_head)
     n_fillers = engine.runner.ask_num_fillers(len(batches), is_single)
 
     def output_of(logits: Tensor, microbatch: Microbatch) -> Any:
@@ -53,32 +49,31 @@ def forward(
 def forward_backward(
     engine: Any,
     input_dict: Microbatches,
-    labels: Tensor | Sequence[Tensor | None] | None,
-    global_valid_tokens: Tensor | float,
-    loss_fn: Callable[[Any, Tensor, Batch], Tensor] | None,
+    labels: Labels,
+    global_valid_tokens: Tensor | float | None,
+    loss_fn: Callable[[Any, Tensor, Any], Any] | None,
     head: Head | None,
     whole_rows: bool = False,
-) -> Tensor:
+    metrics: Reductions | None = None,
+) -> Tensor | StepOutput:
     """See `TrainingEngine.forward_backward_step`."""
     _check_outputs(engine, head, needs_logits=loss_fn is None and has_token_loss(engine.train_spec))
-    batches, is_single = _as_list(input_dict)
-    label_list = [labels] if isinstance(labels, Tensor | None) else list(labels)
-    if len(batches) != len(label_list):
-        raise ValueError(
-            f"input_dict has {len(batches)} microbatches and labels {len(label_list)}; "
-            "give one labels tensor per microbatch"
-        )
-    batches = list(map(engine.packing.pack, batches, label_list))
-    if loss_fn is None or head is not None:  # what only a loss function sees may have any shape
-        for batch in batches:
-            if batch.labels is None:
-                raise ValueError(
-                    "the default loss and a head need labels [B, T], got None; give each token its "
-                    "target, or a loss_fn that needs none"
-                )
-            batch.check_labels()
-    if head is not None or (loss_fn is None and has_token_loss(engine.train_spec)):
-        batches = [batch.with_token_labels(engine.packing.vocab_size) for batch in batches]
+    collected = None if metrics is None else StepMetrics(metrics, engine.device)
+    batches, is_single = _packed(
+        engine,
+        input_dict,
+        labels,
+        needs_labels=loss_fn is None or head is not None,
+        are_tokens=head is not None or (loss_fn is None and has_token_loss(engine.train_spec)),
+    )
+    if global_valid_tokens is None:
+        if loss_fn is None:
+            raise ValueError(
+                "the loss without a loss_fn is a sum over tokens, and needs global_valid_tokens to "
+                "divide it: give the valid tokens of all ranks and microbatches, or 1.0 and "
+                "optim_step(denominator=...)"
+            )
+        global_valid_tokens = 1.0
     # One on an accelerator is not looked at, which would wait for it.
     on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"
     if not on_device and not 0 < float(global_valid_tokens) < math.inf:
@@ -111,7 +106,10 @@ def forward_backward(
         elif loss_fn is None:
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
-            loss = scalar_loss(loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch))
+            loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
+            if collected is not None:
+                loss = collected.take(loss, Microbatch.join if is_joined else microbatch.join)
+            loss = scalar_loss(loss)
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
@@ -131,7 +129,30 @@ def forward_backward(
         if engine.pp_schedule is not None:
             # Only the rank of the last stage knows it, and all ranks log it.
             loss = engine.pp_schedule.broadcast_from_last_stage(loss)
-        return loss
+        if collected is None:
+            return loss
+        num_copies = runner.sharding.mesh.size() if is_joined else 1
+        return collected.reduced(engine, loss, num_copies)
+
+
+def prepare(engine: Any, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
+    """See `TrainingEngine.prepare`."""
+    _check_own_forward(engine, "prepare")
+    _check_outputs(engine, head)
+    (packed,), _ = _packed(engine, batch, labels, head is not None, head is not None)
+    return engine.runner.prepare(packed, head)
+
+
+def backward(engine: Any, loss: Tensor) -> None:
+    """See `TrainingEngine.backward`."""
+    _check_own_forward(engine, "backward")
+    loss, update = scalar_loss(loss, "backward must get"), engine.update
+    if engine.job_config.optimizer.early_step_in_backward:
+        update.prepare_early_step(1)
+        engine.checkpointer.maybe_wait_for_staging()  # backward will change the weights
+    with on_error(update.forget_microbatches):
+        engine.runner.backward(loss)
+        update.losses.add(loss.detach().reshape(1), [])
 
 
 def check_open(engine: Any, step: str) -> None:
@@ -153,15 +174,20 @@ def check_trains(engine: Any, step: str) -> None:
         )
 
 
-def scalar_loss(loss: Any) -> Tensor:
+def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     """What a caller's loss_fn returned, as []. Raises ValueError if it has no gradients."""
+    if isinstance(loss, tuple):
+        raise ValueError(
+            "loss_fn returned a tuple, and the call names no metrics: give it metrics={name: 'sum' "
+            "or 'max'} of those in the second value, {} for none"
+        )
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"one of shape {list(loss.shape)}"
             got += "" if loss.requires_grad else " without a gradient"
         raise ValueError(
-            f"loss_fn must return a sum over tokens, a scalar tensor computed from the outputs, got "
+            f"{must} a sum over tokens, a scalar tensor computed from the outputs, got "
             f"{got}; where no token counts, return the outputs' sum times 0"
         )
     return loss.reshape(())
@@ -189,7 +215,49 @@ def _check_outputs(engine: Any, head: Head | None, needs_logits: bool = False) -
         )
 
 
-def _as_list(microbatches: Microbatches) -> tuple[list[Batch | PackedBatch], bool]:
-    """The batches, and whether it was one by itself."""
+def _check_own_forward(engine: Any, method: str) -> None:
+    """Raises ValueError where the caller cannot call the model."""
+    if engine.pp_schedule is not None:
+        raise ValueError(
+            f"{method} is for forwards of the caller's own, and the schedule of a pipeline "
+            "(parallelism.pipeline_parallel_degree > 1) runs the model's: give "
+            "forward_backward_step a loss_fn, or forward_step an output_fn"
+        )
+
+
+def _packed(
+    engine: Any,
+    microbatches: Microbatches,
+    labels: Labels,
+    needs_labels: bool,
+    are_tokens: bool,
+) -> tuple[list[PackedBatch], bool]:
+    """The batches as values with their labels, and whether it was one by itself.
+
+    needs_labels: False where only a loss function sees them: they may have any shape. are_tokens:
+        they must be token ids.
+    """
     is_single = isinstance(microbatches, dict | PackedBatch)
-    return [microbatches] if is_single else list(microbatches), is_single
+    batches = [microbatches] if is_single else list(microbatches)
+    given = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(batches))
+    if len(batches) != len(given):
+        raise ValueError(
+            f"there are {len(batches)} microbatches and labels for {len(given)}; give one labels "
+            "tensor per microbatch, or each batch its own 'labels'"
+        )
+    packing, packed = engine.packing, []
+    for batch, own in zip(batches, given, strict=True):
+        if own is None and isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+            own = batch["labels"]
+        packed.append(packing.pack(batch, own))
+    for batch in packed if needs_labels else ():
+        if batch.labels is None:
+            raise ValueError(
+                "the default loss and a head need labels [B, T], got None and a batch of "
+                f"{sorted(batch.as_dict())}; give each token its target, {IGNORE_INDEX} where it has "
+                "none, as labels= or as the batch's 'labels', or a loss_fn that needs none"
+            )
+        batch.check_labels()
+    if are_tokens:
+        packed = [batch.with_token_labels(packing.vocab_size) for batch in packed]
+    return packed, is_single

@@ -6,27 +6,40 @@ B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 import contextlib
 import dataclasses
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan import distributed
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Entries, PackedBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.packing import ModelInputs
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import keywords_of
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
-Head = Callable[..., Any]
-"""What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
+Outputs = TypeVar("Outputs", covariant=True)
+
+
+class Head(Protocol[Outputs]):
+    """What a decoder computes from hidden states in place of logits; see `loss.logprobs`."""
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> Outputs: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +54,9 @@ class Microbatch:
     """
 
     inputs: Tensor
-    kwargs: Batch
+    kwargs: Entries
     labels: Tensor | None
-    batch: Batch
+    batch: Entries
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_filler: bool = False
     reduces_gradients: bool = True
@@ -96,9 +109,9 @@ class Runner:
         batch = batch.to(self.device)
         inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
         kwargs = extra_inputs | extra_kwargs
-        parameters = inspect.signature(self.model_parts[0].forward).parameters
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            kwargs = {key: value for key, value in kwargs.items() if key in parameters}
+        names, takes_any = keywords_of(self.model_parts[0].forward)
+        if not takes_any:
+            kwargs = {key: value for key, value in kwargs.items() if key in names}
         more = {}
         if self.sharding is None:
             own = batch.as_dict()
@@ -197,8 +210,16 @@ class Runner:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
             del logits  # [B, T, V]: free before backward needs the memory
-            (loss * self.gradient_factor).backward()
+            self._backward(loss)
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a forward that the caller has made. If this fails, the model can be called again."""
+        with on_error(lambda: self._of_fsdp("recover_model")), self.train_context():
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss * self.gradient_factor).backward()
 
     def _run_schedule(
         self,
@@ -301,9 +322,18 @@ class Runner:
             return []
         return [getattr(distributed, name)(part, *args, **kwargs) for part in self.model_parts]
 
+    @functools.cached_property
+    def _has_fsdp(self) -> bool:
+        """Whether FSDP holds parameters of the model: looking at all modules costs a small step 1 %."""
+        if "torch.distributed.fsdp" not in sys.modules:
+            return False
+        modules = (module for part in self.model_parts for module in part.modules())
+        return any(isinstance(module, distributed.FSDPModule) for module in modules)
+
     def reshard(self) -> None:
         """Free what FSDP has gathered, in a client's own forward, too."""
-        self._of_fsdp("reshard_model")
+        if self._has_fsdp:
+            self._of_fsdp("reshard_model")
 
     def bytes_to_keep_gathered(self) -> int:
         """What this rank would hold besides, if forwards did not free what FSDP gathers."""

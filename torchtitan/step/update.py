@@ -196,14 +196,17 @@ class Update:
         self.settle()  # the step before
         self._check_has_gradients(grad_norm)
         skip = self._is_to_skip(grad_norm, total)
-        if skip is not None:
+        if isinstance(skip, Tensor):
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             numbers = torch.stack([number.double() for number in numbers])
-            describe_losses = self.losses.take()
-            verdict = _Verdict(number(), host_copy.read_later(numbers), describe_losses)
-            self._verdict = verdict
-            if not self.skips_on_device:
-                self.settle()
+            read, describe_losses = host_copy.read_later(numbers), self.losses.take()
+            self._verdict = verdict = _Verdict(number(), read, describe_losses)
+        elif skip is not None:
+            numbers = [float(skip), grad_norm.item(), 1.0]
+            self._verdict = verdict = _Verdict(
+                number(), lambda: numbers, lambda: self.losses.take()()
+            )
+            self.settle()
         before_update()
         if lr is not None:
             lr = float(
@@ -214,7 +217,7 @@ class Update:
         # Offloaded gradients have it on the host.
         grad_norm = grad_norm.to(self.device)
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0] if lr is None else lr
-        if skip is not None and self.skips_on_device:
+        if isinstance(skip, Tensor):
             result = _LateOptimStepResult(grad_norm, lr, verdict)
             forget_counts(self.model_parts, where=skip)
             with skipped_where(self.optimizers, skip):
@@ -272,14 +275,17 @@ class Update:
             torch._foreach_div_(grads, divisor.to(grads[0].dtype))
         return total.double()
 
-    def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | None:
-        """Whether the optimizers must leave everything as it is, a bool on the gradients' device.
+    def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
+        """Whether the optimizers must leave everything as it is; where they skip on the device, a bool
+        there.
 
         None if they need not ask. total: what `_divide_gradients` returned.
         """
         skip = None
         # Steps in backward have been made already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
+            if not self.skips_on_device:
+                return not math.isfinite(grad_norm.item())
             skip = ~torch.isfinite(grad_norm)
         if total is not None:
             is_refused = ~(torch.isfinite(total) & (total >= 0))

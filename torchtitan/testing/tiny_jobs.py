@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.ranks import all_ranks
-from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.qwen3 import qwen3_args
 
@@ -119,14 +118,14 @@ def run_step(
     own = documents[engine.dp_rank :: engine.dp_size]
     parts = [own[i::num_microbatches] for i in range(num_microbatches)]
     packed = [pack(part) for part in parts if part]
-    loss = engine.forward_backward_step(
+    step = engine.forward_backward_step(
         input_dict=[batch for batch, _ in packed],
         labels=[labels for _, labels in packed],
         global_valid_tokens=num_valid(documents),
+        metrics={},
         **options,
     )
-    loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-    return loss, float(engine.optim_step().grad_norm)
+    return step.loss.item(), float(engine.optim_step().grad_norm)
 
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
 """Small helpers: the device, its peak speed, Python's garbage collection, colours."""
 
 import gc
+import inspect
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator
+import weakref
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,22 @@ def has_cuda_capability(major: int, minor: int) -> bool:
 def has_rocm_capability(major: int, minor: int) -> bool:
     """True if this is a ROCm build of torch on a device of at least this capability."""
     return torch.version.hip is not None and has_cuda_capability(major, minor)
+
+
+_PARAMETERS: MutableMapping[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
+
+
+def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """(names of a method's parameters, whether it takes other keywords too).
+
+    Remembered for each function: reading a signature takes longer than a small layer does.
+    """
+    function = getattr(method, "__func__", method)
+    if function not in _PARAMETERS:
+        parameters = inspect.signature(method).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        _PARAMETERS[function] = frozenset(parameters), takes_any
+    return _PARAMETERS[function]
 
 
 class GarbageCollection:

@@ -193,8 +193,6 @@ class VerlEngine(BaseEngine):
         else:
             self.engine.forward_backward_step(
                 input_dict=rows,
-                labels=[row["labels"] for row in rows],
-                global_valid_tokens=1.0,  # the loss function divides
                 loss_fn=lambda outputs, _labels, row: loss_of(outputs, row["index"]),
                 head=self._head(data),
                 whole_rows=True,

@@ -1,0 +1,100 @@
+"""What a step gives callers who name metrics: numbers of the global batch, on every rank."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+Reductions = Mapping[str, Literal["sum", "max"]]
+"""Name of a metric -> how it is reduced over microbatches and ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """loss, metrics: of the global batch, the same on every rank; fp32 scalars on the device.
+
+    A maximum over no microbatch at all is -inf.
+    outputs: what loss_fn returned as its third value, for each of this rank's microbatches, without
+        gradients; under context parallelism tensors [B, T/cp, ...] are joined to [B, T, ...]. None on
+        pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    outputs: list[Any] | None
+
+
+class StepMetrics:
+    """Takes what a loss_fn returns for each microbatch; at the end, reduces all of it.
+
+    Raises ValueError for a reduction other than "sum" and "max".
+    """
+
+    def __init__(self, reductions: Reductions, device: torch.device):
+        for name, reduction in reductions.items():
+            if reduction not in ("sum", "max"):
+                raise ValueError(
+                    f"metrics[{name!r}] must be 'sum' or 'max', got {reduction!r}; for a mean, sum "
+                    "it and its count, and divide"
+                )
+        self._device = device
+        self._names = {
+            kind: [name for name, reduction in reductions.items() if reduction == kind]
+            for kind in ("sum", "max")
+        }
+        self._values: dict[str, list[Tensor]] = {name: [] for name in reductions}
+        self._outputs: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def take(self, returned: Any, join: Callable[[Any], Any]) -> Any:
+        """Keep the metrics and output that a loss_fn returned beside its loss; returns the loss.
+
+        join: see `Microbatch`. Raises ValueError for metrics that were not named.
+        """
+        loss, metrics, output = returned, {}, None
+        if isinstance(returned, tuple) and len(returned) in (2, 3):
+            loss, metrics, output = (*returned, None)[:3]
+        if metrics.keys() != self._values.keys():
+            raise ValueError(
+                f"loss_fn returned the metrics {sorted(metrics)}, and metrics= names "
+                f"{sorted(self._values)}; they must be the same on every rank and microbatch"
+            )
+        for name, value in metrics.items():
+            if not isinstance(value, Tensor):  # a number is queued with the work
+                value = torch.full((), value, device=self._device)
+            if value.numel() != 1:
+                raise ValueError(
+                    f"loss_fn's metric {name!r} must be one number, got a tensor of shape "
+                    f"{list(value.shape)}; reduce it"
+                )
+            self._values[name].append(value.detach().float().reshape(()))
+        output = tree_map_only(Tensor, Tensor.detach, output)
+        self._outputs.append((join, output))
+        return loss
+
+    def reduced(self, engine: Any, loss: Tensor, num_copies: int) -> StepOutput:
+        """Collective over all ranks.
+
+        loss: this rank's share. num_copies: how many ranks have the same metrics as this one.
+        """
+        sums, maxima = self._names["sum"], self._names["max"]
+        nothing = {name: torch.zeros((), device=self._device) for name in sums}
+        nothing |= {name: torch.full((), -torch.inf, device=self._device) for name in maxima}
+        of_rank = {name: torch.stack([nothing[name], *x]) for name, x in self._values.items()}
+        added = [of_rank[name].sum() / num_copies for name in sums]
+        numbers = torch.stack([loss, *added, *(of_rank[name].max() for name in maxima)])
+        if engine.loss_group is not None:
+            dist.all_reduce(numbers[: 1 + len(sums)], group=engine.loss_group)
+            dist.all_reduce(numbers[1 + len(sums) :], dist.ReduceOp.MAX, group=engine.loss_group)
+        if engine.pp_schedule is not None:
+            numbers = engine.pp_schedule.broadcast_from_last_stage(numbers)
+        found = dict(zip(sums + maxima, numbers[1:], strict=True))
+        outputs = [join(output) for join, output in self._outputs]
+        return StepOutput(
+            numbers[0],
+            {name: found[name] for name in self._values},
+            outputs if engine.has_outputs else None,
+        )
