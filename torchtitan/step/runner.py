@@ -155,8 +155,9 @@ class Runner:
             microbatch = self.prepare(batch, head, whole_rows)
             is_last = i + 1 == len(batches)
             # Asked for after the others are queued, and only where the answer matters.
-            reduces = is_last and not (defers and n_fillers())
-            yield dataclasses.replace(microbatch, reduces_gradients=reduces)
+            if not is_last or (defers and n_fillers()):
+                microbatch = dataclasses.replace(microbatch, reduces_gradients=False)
+            yield microbatch
         if n := n_fillers():
             filler = dataclasses.replace(self.prepare(self.filler()), is_filler=True)
             for i in range(n):
