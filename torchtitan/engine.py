@@ -186,7 +186,8 @@ class TrainingEngine(build.EngineParts):
         RunError.
         """
         self.offloader.check_here("forward_step", "model")
-        return forward(self, microbatches, output_fn, head)
+        with self.watch.call():
+            return forward(self, microbatches, output_fn, head)
 
     def forward_backward_step(
         self,
@@ -228,9 +229,10 @@ class TrainingEngine(build.EngineParts):
         """
         self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")
-        return forward_backward(
-            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
-        )
+        with self.watch.call():
+            return forward_backward(
+                self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows
+            )
 
     def optim_step(
         self,
@@ -264,15 +266,17 @@ class TrainingEngine(build.EngineParts):
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
         self.update.check_arguments(lr, max_norm)
-        self.runner.reshard()  # parameters that a client's forward left gathered have no gradients
-        return self.update.step(
-            lr,
-            max_norm,
-            denominator,
-            number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
-            before_update=self.checkpointer.maybe_wait_for_staging,
-            advance_schedule=advance_schedule,
-        )
+        with self.watch.call():
+            # Parameters that a client's forward left gathered have no gradients.
+            self.runner.reshard()
+            return self.update.step(
+                lr,
+                max_norm,
+                denominator,
+                number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
+                before_update=self.checkpointer.maybe_wait_for_staging,
+                advance_schedule=advance_schedule,
+            )
 
     # ---- state ----
 
@@ -403,6 +407,7 @@ class TrainingEngine(build.EngineParts):
 
     def close(self) -> None:
         """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
+        self.watch.close()
         try:
             if hasattr(self, "checkpointer"):  # the construction may have failed before it
                 self.checkpointer.close()

@@ -34,13 +34,11 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, VariableShapeStage
-from torchtitan.tools.errors import RunError
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
 _MAX_SCHEDULES = 16  # kept for numbers of microbatches that come again
-_LONGEST_TEXT = 2048  # bytes of an error that other ranks get
 
 
 class PipelineSchedule:
@@ -119,29 +117,6 @@ class PipelineSchedule:
         """Give all ranks of the pipeline the tensor of the rank with the last stage, in place."""
         dist.broadcast(tensor, self._global_rank_of(self.num_stages - 1), group=self.group)
         return tensor
-
-    def raise_from_last_stage(self, failures: list[Exception], *, waits: bool) -> None:
-        """Raise the failure of the rank with the last stage, as RunError on others. Collective.
-
-        failures: one or none; emptied, because its traceback holds this frame.
-        waits: whether this rank looks, for which it waits for the device. One whose caller gave no
-            function takes part without looking.
-        """
-        text = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8, device=self.stages[0].device)
-        if failures:
-            told = f"{type(failures[0]).__name__}: {failures[0]}".encode()[:_LONGEST_TEXT]
-            text[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
-        self.broadcast_from_last_stage(text)
-        if failures:
-            raise failures.pop()
-        if self.has_last_stage or not waits:
-            return
-        if told := bytes(text.tolist()).rstrip(b"\0"):
-            raise RunError(
-                f"rank {self._global_rank_of(self.num_stages - 1)}, which has the pipeline's last "
-                "stage, failed in the function that was given for outputs or the loss: "
-                f"{told.decode(errors='ignore')}"
-            )
 
     # ---- one call ----
 
