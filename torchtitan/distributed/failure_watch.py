@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
@@ -33,8 +34,8 @@ T = TypeVar("T")
 _SECONDS_TO_HEAR = 3  # how long a rank waits until all others have read its message
 _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
 _SECONDS_TO_CLOSE = 1
-_LONGEST_WAIT = timedelta(days=1)
-_SECONDS_BETWEEN_LOOKS = 0.05  # into stores that cannot be waited on in a second thread
+_LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
+_SECONDS_BETWEEN_LOOKS = 0.05  # into a store that is not waited on
 _LONGEST_TEXT = 2000  # characters of an error that other ranks get
 _watches = itertools.count()  # of this process, in the same order on every rank
 
@@ -174,11 +175,15 @@ class FailureWatch(Alone):
                 meeting.set("differ", "")
             if meeting.add("came", 1) == self._num_ranks:
                 meeting.set("all came", "")
-            meeting.wait(["all came"], timedelta(seconds=_SECONDS_TO_FAIL_TOO))
+            deadline = time.monotonic() + _SECONDS_TO_FAIL_TOO
+            while not meeting.check(["all came"]):  # to wait in the store would log the time-out
+                if self._lost is not None or time.monotonic() > deadline:
+                    return False
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
             self._num_met += 1
             self._told = None
             return not meeting.check(["differ"])
-        except RuntimeError:  # not in time, or the store is gone
+        except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user in a hurry
             return False
 
     def _lose(self, error: BaseException) -> None:

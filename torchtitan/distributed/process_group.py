@@ -1,6 +1,5 @@
 """Joining the default process group, or taking over the host's; timeouts; simulated ranks."""
 
-import contextlib
 import os
 import re
 import socket
@@ -63,11 +62,11 @@ def init_distributed(
         if not group_is_ours():
             warn_once(
                 logger,
-                "the process group exists already and is reused: what is set for the default group "
-                "(comm.mode, comm.init_timeout_seconds, comm.train_timeout_seconds, the backend of "
-                "training.enable_cpu_offload, ranks) does not take effect, and NCCL's flight "
-                "recorder (comm.trace_buf_size, comm.save_traces_folder, "
-                "comm.save_traces_file_prefix) only for groups that are made from here on",
+                "the process group exists already and is reused: comm.mode, "
+                "comm.init_timeout_seconds, comm.train_timeout_seconds and our choice of backend "
+                "and ranks don't take effect on it, nor does the flight recorder "
+                "(comm.trace_buf_size, comm.save_traces_folder, comm.save_traces_file_prefix), "
+                "which begins with the groups that are made from here on",
             )
         return dist.get_world_size()
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
