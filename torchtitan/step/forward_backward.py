@@ -139,7 +139,8 @@ def forward_backward(
         if engine.pp_schedule is not None:
             # Only the rank of the last stage knows it, and all ranks log it.
             loss = engine.pp_schedule.broadcast_from_last_stage(loss)
-        engine.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
+        with on_error(runner.recover):
+            engine.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
         return loss
 
 

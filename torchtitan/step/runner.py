@@ -189,7 +189,7 @@ class Runner:
         Returns what on_output returned, losses detached; None on pipeline ranks without the last
         stage. If this fails, the model can be called again.
         """
-        with on_error(lambda: self._of_fsdp("recover_model")):
+        with on_error(self.recover):
             if self.schedule is None:
                 run = self._forward_backward if backward else self._forward
                 outputs = [
@@ -327,6 +327,11 @@ class Runner:
         if "torch.distributed.fsdp" not in sys.modules:
             return []
         return [getattr(distributed, name)(part, *args, **kwargs) for part in self.model_parts]
+
+    def recover(self) -> None:
+        """Make the model ready for its next forward after one that failed; drops what it gathered,
+        and gradients that were not reduced yet."""
+        self._of_fsdp("recover_model")
 
     def reshard(self) -> None:
         """Free what FSDP has gathered, in a client's own forward, too."""
