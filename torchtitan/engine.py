@@ -181,9 +181,9 @@ class TrainingEngine(build.EngineParts):
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
-        Raises ValueError for a head and a batch without labels, or a model with a value head. What
-        output_fn raises on a pipeline's last stage, ranks without it that were given one raise as
-        RunError.
+        Raises ValueError for a head and a batch without labels, or a model with a value head. If
+        output_fn fails on some ranks, the others raise RunError and the engine stays usable; see
+        `torchtitan.distributed.failure_watch`.
         """
         self.offloader.check_here("forward_step", "model")
         with self.watch.call():
@@ -223,9 +223,10 @@ class TrainingEngine(build.EngineParts):
         `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
         head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
-        Where this fails, with the same error on all ranks, the engine stays usable; gradients
-        are those of a part of the microbatches then: call `optimizers.zero_grad()`. What loss_fn
-        raises on a pipeline's last stage, ranks without it that were given one raise as RunError.
+        If loss_fn fails on some ranks, the others raise RunError at the end of the call. The engine
+        stays usable then, and after any error that all ranks raise; gradients are those of a part
+        of the microbatches: call `optimizers.zero_grad()`. After other errors of some ranks all
+        ranks raise, and the engine is lost; see `torchtitan.distributed.failure_watch`.
         """
         self.offloader.check_here("forward_backward_step", "model", "grad")
         check_trains(self, "forward_backward_step")

@@ -56,12 +56,15 @@ class Trial:
         draw = random.Random(f"{layout} {kind} {seed}")
         # In a pipeline, functions run on the last stage.
         self.rank = 1 if layout == "pp" and kind in FUNCTIONS else draw.randrange(2)
-        self.microbatch = draw.randrange(N_MICROBATCHES)
+        # Ranks that give one microbatch by itself do not ask each other for the number of theirs.
+        self.is_single = draw.random() < 0.5
+        self.microbatch = 0 if self.is_single else draw.randrange(N_MICROBATCHES)
         self.layer = draw.randrange(1 if layout == "pp" else 2)
         self.in_backward = draw.random() < 0.5
         self.delay = draw.uniform(0, 0.5)
         self.error = draw.choice(ERRORS)
         self.is_here = dist.get_rank() == self.rank
+        self.is_late = draw.random() < 0.5  # the rank that fails, or the other one
         self.failed_at: float | None = None
         self.num_calls = 0
 
@@ -74,6 +77,8 @@ class Trial:
 
     def run(self, engine: TrainingEngine) -> None:
         """A step that fails."""
+        if self.is_here == self.is_late:
+            time.sleep(0.2)
         if self.kind == "interrupt":
             if self.is_here:
                 threading.Timer(self.delay, self.interrupt).start()
@@ -86,9 +91,10 @@ class Trial:
             if self.in_backward:
                 hook = layers[self.layer].register_full_backward_hook
             hook(self.maybe_fail)
-            step(engine)
+            step(engine, self.is_single)
         if self.kind == "loss_fn":
-            step(engine, loss_fn=lambda *args: self.maybe_fail() or loss_of(*args))
+            loss_fn = lambda *args: self.maybe_fail() or loss_of(*args)  # noqa: E731
+            step(engine, self.is_single, loss_fn=loss_fn)
         if self.kind == "output_fn":
             score(engine, output_fn=lambda outputs, _: self.maybe_fail() or outputs)
         if self.kind == "head":
@@ -106,11 +112,12 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
     return -tiny_jobs.logprobs_of(logits, labels).sum()
 
 
-def step(engine: TrainingEngine, **options: Any) -> None:
+def step(engine: TrainingEngine, is_single: bool = False, **options: Any) -> None:
     packed = [tiny_jobs.pack(documents) for documents in DOCUMENTS]
+    batches, labels = [batch for batch, _ in packed], [labels for _, labels in packed]
     engine.forward_backward_step(
-        input_dict=[batch for batch, _ in packed],
-        labels=[labels for _, labels in packed],
+        input_dict=batches[0] if is_single else batches,
+        labels=labels[0] if is_single else labels,
         global_valid_tokens=10.0,
         **{"loss_fn": loss_of} | options,
     )

@@ -79,11 +79,12 @@ class FailureWatch(Alone):
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         name, store = f"torchtitan/failures/{next(_watches)}", c10d._get_default_store()
         self._store = dist.PrefixStore(name, store)
-        # Of a function of the caller on another rank, until it is raised: (rank, text).
-        self._told: tuple[int, str] | None = None
+        self._call = 0  # number of the call that is under way, or was last; the same on every rank
+        # Of a function of the caller on another rank, until it is raised: (call, rank, text). That
+        # rank may be a call ahead.
+        self._told: tuple[int, int, str] | None = None
         self._own: BaseException | None = None  # of a function on this rank, in this call
         self._raised: BaseException | None = None  # on all ranks
-        self._num_raised = self._num_met = 0  # the same on every rank
         self._lost: tuple[int, str] | None = None  # the rank that failed first, for good
         # False while messages between two ranks, which no group counts, may be under way.
         self.counts_collectives = True
@@ -104,8 +105,8 @@ class FailureWatch(Alone):
     def close(self) -> None:
         if self._thread.is_alive():
             self._closed.set()
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                self._send("closed", "")
+            # In a thread, as the store may be gone or hang.
+            threading.Thread(target=self._send_closed, daemon=True).start()
             self._thread.join(_SECONDS_TO_CLOSE)
         if self._lost is not None:
             forget_meshes()
@@ -118,6 +119,7 @@ class FailureWatch(Alone):
             raise self._lost_error()
         if (late := self._take_failure()) is not None:
             raise late
+        self._call += 1
         try:
             yield
         except BaseException as error:
@@ -137,7 +139,7 @@ class FailureWatch(Alone):
                     traceback.clear_frames(error.__traceback__)
                 with contextlib.suppress(RuntimeError):  # of the store
                     # The first to fail tells the others, before any rank can end this call.
-                    if self._store.add(f"failed/{self._num_raised}/{self._num_met}", 1) == 1:
+                    if self._store.add(f"failed/{self._call}", 1) == 1:
                         self._send("function", _text_of(error))
         return instead()
 
@@ -149,21 +151,21 @@ class FailureWatch(Alone):
             raise self._raised
 
     def _take_failure(self) -> BaseException | None:
-        own, told = self._own, self._told
-        self._own = self._told = None
-        if own is None and told is not None:
-            rank, text = told
-            own = RunError(
+        failure, told = self._own, self._told
+        self._own = None
+        if told is not None and told[0] <= self._call:
+            _, rank, text = told
+            self._told = None
+            failure = failure or RunError(
                 f"rank {rank} failed in a function that was given for outputs or the loss: {text}"
             )
-        self._num_raised += own is not None
-        return own
+        return failure
 
     # ---- failures that leave ranks out of step ----
 
     def _came_on_all_ranks(self) -> bool:
         """Whether all ranks come here in time, and after the same collectives."""
-        meeting = dist.PrefixStore(f"met/{self._num_met}", self._store)
+        meeting = dist.PrefixStore(f"met/{self._call}", self._store)
         try:
             if self._lost is not None or self._store.check(["lost"]):
                 return False
@@ -180,7 +182,6 @@ class FailureWatch(Alone):
                 if self._lost is not None or time.monotonic() > deadline:
                     return False
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-            self._num_met += 1
             self._told = None
             return not meeting.check(["differ"])
         except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user in a hurry
@@ -217,9 +218,13 @@ class FailureWatch(Alone):
     def _send(self, kind: str, text: str) -> None:
         """Tell all ranks. What comes from a function is known to all ranks when this returns."""
         number = self._store.add("sent", 1) - 1
-        self._store.set(f"message/{number}", json.dumps([kind, self._rank, text]))
+        self._store.set(f"message/{number}", json.dumps([kind, self._call, self._rank, text]))
         if kind == "function":
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
+
+    def _send_closed(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._send("closed", "")
 
     def _listen(self, store: dist.Store, can_wait: bool) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it its rank
@@ -231,14 +236,14 @@ class FailureWatch(Alone):
                     if can_wait:
                         with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
                             store.wait([name], _LONGEST_WAIT)
-                kind, rank, text = json.loads(store.get(name))
+                kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":
                     return
                 if kind == "lost":
                     self._lost = rank, text
                     abort_groups(self._groups)
                 elif rank != self._rank:
-                    self._told = rank, text
+                    self._told = call, rank, text
                 if store.add(f"{name}/num_know", 1) == self._num_ranks:
                     store.set(f"{name}/known", "")
 
