@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import json
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from torchtitan.batch.context import ContextSharding
@@ -26,6 +28,7 @@ from torchtitan.distributed.determinism import (
     set_determinism,
     use_deterministic_kernels,
 )
+from torchtitan.distributed.failure_watch import Alone, watch_over
 from torchtitan.distributed.fsdp import scale_gradients
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
@@ -75,6 +78,7 @@ class EngineParts:
     checkpointer: CheckpointManager
     train_context: Callable[[], AbstractContextManager[None]]
     maybe_enable_amp: AbstractContextManager[None]
+    watch: Alone = Alone()
     runner: Runner
 
     @property
@@ -114,6 +118,7 @@ def build_engine(engine: Any, layout: RankLayout | None) -> None:
     part is made of those before it."""
     config, spec = engine.job_config, engine.train_spec
     training = config.training
+    groups_before = set(c10d._world.pg_map)
     if layout is not None:
         engine.layout = layout
     engine.device = set_device() if layout is None else layout.device
@@ -181,6 +186,9 @@ def build_engine(engine: Any, layout: RankLayout | None) -> None:
     engine.maybe_enable_amp = dist_utils.maybe_enable_amp(
         dims, training.mixed_precision_param, engine.device.type
     )
+    groups = set(c10d._world.pg_map) - groups_before
+    engine.watch = watch_over(dims, groups, engine.device)
+    weakref.finalize(engine, engine.watch.close)
     engine.runner = build_runner(engine, gradient_factor)
 
 
@@ -296,6 +304,7 @@ def build_runner(engine: Any, gradient_factor: float) -> Runner:
         has_replicas=dims.dp_replicate_enabled,
         keeps_weights=engine.job_config.parallelism.fsdp_reshard_after_forward == "never",
         gradient_factor=gradient_factor,
+        watch=engine.watch,
         dp_group=engine.dp_group,
         filler=lambda: filler_batch(training.seq_len, engine.packing.separates_documents),
     )

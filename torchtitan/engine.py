@@ -229,13 +229,14 @@ class TrainingEngine(build.EngineParts):
 
         Under pipeline parallelism None on the ranks without the last stage. Microbatches are
         not split then, so give several: one alone is at work on one stage at a time.
-        Raises ValueError for a head and a batch without labels, or a model with a value head. What
-        output_fn raises on a pipeline's last stage, ranks without it that were given one raise as
-        RunError.
+        Raises ValueError for a head and a batch without labels, or a model with a value head. If
+        output_fn fails on some ranks, the others raise RunError and the engine stays usable; see
+        `torchtitan.distributed.failure_watch`.
         """
         check_open(self, "forward_step")
         self.offloader.check_here("forward_step", "model")
-        return forward(self, microbatches, labels, output_fn, head)
+        with self.watch.call():
+            return forward(self, microbatches, labels, output_fn, head)
 
     def from_last_stage(self, outputs: Result | None) -> Result:
         """What `forward_step` returned on the rank of the pipeline's last stage, on all ranks.
@@ -313,15 +314,17 @@ class TrainingEngine(build.EngineParts):
         `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
         head without a loss_fn, where the train spec's loss needs logits, or with a head.
 
-        Where this fails, with the same error on all ranks, the engine stays usable; gradients
-        are those of a part of the microbatches then: call `optimizers.zero_grad()`. What loss_fn
-        raises on a pipeline's last stage, ranks without it that were given one raise as RunError.
+        If loss_fn fails on some ranks, the others raise RunError at the end of the call. The engine
+        stays usable then, and after any error that all ranks raise; gradients are those of a part
+        of the microbatches: call `optimizers.zero_grad()`. After other errors of some ranks all
+        ranks raise, and the engine is lost; see `torchtitan.distributed.failure_watch`.
         """
         check_trains(self, "forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")
-        return forward_backward(
-            self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
-        )
+        with self.watch.call():
+            return forward_backward(
+                self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
+            )
 
     def prepare(
         self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head[Any] | None = None
@@ -349,7 +352,8 @@ class TrainingEngine(build.EngineParts):
         """
         self.offloader.check_here("backward", "model", "grad")
         check_trains(self, "backward")
-        backward(self, loss)
+        with self.watch.call():
+            backward(self, loss)
 
     def optim_step(
         self,
@@ -383,15 +387,17 @@ class TrainingEngine(build.EngineParts):
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
         self.update.check_arguments(lr, max_norm)
-        self.runner.reshard()  # parameters that a client's forward left gathered have no gradients
-        return self.update.step(
-            lr,
-            max_norm,
-            denominator,
-            number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
-            before_update=self.checkpointer.maybe_wait_for_staging,
-            advance_schedule=advance_schedule,
-        )
+        with self.watch.call():
+            # Parameters that a client's forward left gathered have no gradients.
+            self.runner.reshard()
+            return self.update.step(
+                lr,
+                max_norm,
+                denominator,
+                number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
+                before_update=self.checkpointer.maybe_wait_for_staging,
+                advance_schedule=advance_schedule,
+            )
 
     # ---- state ----
 
@@ -542,6 +548,7 @@ class TrainingEngine(build.EngineParts):
 
     def close(self) -> None:
         """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
+        self.watch.close()
         try:
             if hasattr(self, "checkpointer"):  # the construction may have failed before it
                 self.checkpointer.close()

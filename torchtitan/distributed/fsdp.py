@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.own_groups import making_groups
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
@@ -232,7 +233,8 @@ def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., An
     names = "fsdp_between", "fsdp_within"
     sizes = dp_mesh.size(axis) // num_ranks, num_ranks
     # No rank communicates on the outer one.
-    mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
+    with making_groups():
+        mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
     mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def shard_unit(module: nn.Module, **options: Any) -> None:

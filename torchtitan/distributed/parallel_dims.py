@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.distributed.own_groups import making_meshes
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -109,17 +110,18 @@ class ParallelDims:
             "efsdp": fsdp * self.tp // experts,
             "etp": self.etp,
         }
-        world_mesh = init_device_mesh(
-            device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
-        )
-        cuts: dict[str, DeviceMesh] = {}
-        for cut, axes in _AXES_OF_CUT.items():
-            # An axis that no rank communicates on gets torch's fake backend: no communicator.
-            unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
-            cuts[cut] = world_mesh._unflatten(
-                0, tuple(sizes[name] for name in axes), axes, backend_override=unused
+        with making_meshes():
+            world_mesh = init_device_mesh(
+                device_type or get_device_type(), (self.world_size,), mesh_dim_names=("world",)
             )
-        loss_mesh = cuts["dataloading"]["batch", "cp"]._flatten("loss_mesh")
+            cuts: dict[str, DeviceMesh] = {}
+            for cut, axes in _AXES_OF_CUT.items():
+                # An axis that no rank communicates on gets torch's fake backend: no communicator.
+                unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
+                cuts[cut] = world_mesh._unflatten(
+                    0, tuple(sizes[name] for name in axes), axes, backend_override=unused
+                )
+            loss_mesh = cuts["dataloading"]["batch", "cp"]._flatten("loss_mesh")
 
         self._world_mesh = world_mesh
         self._global_meshes = cuts | {"loss": loss_mesh}

@@ -35,13 +35,11 @@ from torch.utils._pytree import tree_map_only
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, VariableShapeStage
-from torchtitan.tools.errors import RunError
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
 _MAX_SCHEDULES = 16  # kept for numbers of microbatches that come again
-_LONGEST_TEXT = 2048  # bytes of an error that other ranks get
 
 
 class PipelineSchedule:
@@ -138,29 +136,6 @@ class PipelineSchedule:
         if not self.has_last_stage:
             tree = tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), box[0])
         return tree_map_only(Tensor, self.broadcast_from_last_stage, tree)
-
-    def raise_from_last_stage(self, failures: list[Exception], *, waits: bool) -> None:
-        """Raise the failure of the rank with the last stage, as RunError on others. Collective.
-
-        failures: one or none; emptied, because its traceback holds this frame.
-        waits: whether this rank looks, for which it waits for the device. One whose caller gave no
-            function takes part without looking.
-        """
-        text = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8, device=self.stages[0].device)
-        if failures:
-            told = f"{type(failures[0]).__name__}: {failures[0]}".encode()[:_LONGEST_TEXT]
-            text[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
-        self.broadcast_from_last_stage(text)
-        if failures:
-            raise failures.pop()
-        if self.has_last_stage or not waits:
-            return
-        if told := bytes(text.tolist()).rstrip(b"\0"):
-            raise RunError(
-                f"rank {self._global_rank_of(self.num_stages - 1)}, which has the pipeline's last "
-                "stage, failed in the function that was given for outputs or the loss: "
-                f"{told.decode(errors='ignore')}"
-            )
 
     # ---- one call ----
 

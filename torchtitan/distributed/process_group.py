@@ -1,6 +1,5 @@
 """Joining the default process group, or taking over the host's; timeouts; simulated ranks."""
 
-import contextlib
 import logging
 import os
 import queue
@@ -9,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed.dtensor import load_dtensor
+from torchtitan.distributed.own_groups import (
+    claim_default_group,
+    forget_meshes,
+    group_is_ours,
+    making_groups,
+)
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.errors import RunError
@@ -62,8 +65,11 @@ def init_distributed(
         if not group_is_ours():
             warn_once(
                 logger,
-                "the process group exists already and is reused: our settings for it (backend, "
-                "comm.init_timeout_seconds, ranks) don't take effect",
+                "the process group exists already and is reused: comm.mode, "
+                "comm.init_timeout_seconds, comm.train_timeout_seconds and our choice of backend "
+                "and ranks don't take effect on it, nor does the flight recorder "
+                "(comm.trace_buf_size, comm.save_traces_folder, comm.save_traces_file_prefix), "
+                "which begins with the groups that are made from here on",
             )
         return dist.get_world_size()
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
@@ -74,13 +80,14 @@ def init_distributed(
     local_rank = os.environ.get("LOCAL_RANK")
     excepthook = sys.excepthook
     connects = device_type != "cpu" and meeting["world_size"] > 1 and local_rank is not None
-    dist.init_process_group(
-        backend=backend,
-        timeout=timeout,
-        device_id=torch.device(device_type, int(local_rank)) if connects else None,
-        _ranks=ranks or [],
-        **meeting,
-    )
+    with making_groups():
+        dist.init_process_group(
+            backend=backend,
+            timeout=timeout,
+            device_id=torch.device(device_type, int(local_rank)) if connects else None,
+            _ranks=ranks or [],
+            **meeting,
+        )
     # While the group is bound to the device, all its ranks split each later group from it
     # together. That hangs where a client makes groups for some of its ranks only, and costs one
     # split per rank for each mesh axis of size 1.
@@ -92,19 +99,11 @@ def init_distributed(
     return dist.get_world_size()
 
 
-# ---- who made the group, and its end ----
-
-_our_group: "weakref.ref[dist.ProcessGroup] | None" = None
-
-
-def group_is_ours() -> bool:
-    """Whether the default process group was made by `init_distributed`, not by the host."""
-    return _our_group is not None and _our_group() is dist.group.WORLD is not None
+# ---- the end of a group that is ours ----
 
 
 def _destroy_group_at_end() -> None:
-    global _our_group
-    _our_group = weakref.ref(dist.group.WORLD)
+    claim_default_group()
     host.at_last_move_out(_destroy_our_group)
 
 
@@ -112,16 +111,7 @@ def _destroy_our_group() -> None:
     if not group_is_ours():
         return
     dist.destroy_process_group()
-    # DTensor remembers results by meshes that look alike: the next engine would get results with
-    # this one's groups in them.
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
-        # As tensor.debug's function does, whose import takes a fifth of a second.
-        dispatcher = load_dtensor().DTensor._op_dispatcher
-        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        load_dtensor("._redistribute")._gen_transform_infos.cache_clear()
+    forget_meshes()
 
 
 # ---- where ranks meet ----

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan.batch.batch import Batch, Microbatches, PackedBatch
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.fillers import zero_loss
 from torchtitan.config.checks.common import has_token_loss, has_value_head
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.loss.cross_entropy import default_head
@@ -33,17 +34,21 @@ def forward(
     _check_outputs(engine, head)
     has_head = head is not None
     batches, is_single = _packed(engine, microbatches, labels, has_head, has_head)
-    n_fillers = engine.runner.ask_num_fillers(len(batches), is_single)
+    runner, watch = engine.runner, engine.watch
+    n_fillers = runner.ask_num_fillers(len(batches), is_single)
 
-    def output_of(logits: Tensor, microbatch: Microbatch) -> Any:
+    def output_of(logits: Any, microbatch: Microbatch) -> Any:
         logits = whole_tensor(logits)
-        return microbatch.join(output_fn(logits, microbatch.batch) if output_fn else logits)
+        output = watch.attempt(
+            lambda: output_fn(logits, microbatch.batch) if output_fn else logits, lambda: None
+        )
+        return output, microbatch.join
 
-    return engine.runner.run(
-        engine.runner.microbatches(batches, head, n_fillers),
-        output_of,
-        is_callers=output_fn is not None,
-    )
+    outputs = runner.run(runner.microbatches(batches, head, n_fillers), output_of)
+    # Only here do ranks wait for each other after the last function.
+    watch.raise_failures(waits=True)
+    # Collective under context parallelism, so none of the functions may have failed.
+    return None if outputs is None else [join(output) for output, join in outputs]
 
 
 def forward_backward(
@@ -93,23 +98,30 @@ def forward_backward(
     # Of the ranks that share whole rows, each computes the same loss.
     is_joined = whole_rows and runner.sharding is not None
     is_default = loss_fn is None and head is None and not is_joined
+    has_functions = not (loss_fn is None and head is None) or engine.pp_schedule is not None
     if is_default:
         head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
 
     def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
         if is_joined:
             logits = microbatch.join(whole_tensor(logits))
-        if is_default and head is not None:
-            loss = logits
-        elif loss_fn is None and head is not None:
-            loss = -logits.logprobs.sum()
-        elif loss_fn is None:
+        elif loss_fn is not None:
+            logits = whole_tensor(logits)
+
+        def compute() -> Tensor:
+            if loss_fn is None:
+                return logits if is_default else -logits.logprobs.sum()
+            returned = loss_fn(logits, microbatch.labels, microbatch.batch)
+            if collected is not None:
+                returned = collected.take(
+                    returned, Microbatch.join if is_joined else microbatch.join
+                )
+            return scalar_loss(returned)
+
+        if loss_fn is None and head is None:  # may be collective
             loss = engine.loss_fn(logits, microbatch.labels)
         else:
-            loss = loss_fn(whole_tensor(logits), microbatch.labels, microbatch.batch)
-            if collected is not None:
-                loss = collected.take(loss, Microbatch.join if is_joined else microbatch.join)
-            loss = scalar_loss(loss)
+            loss = engine.watch.attempt(compute, lambda: zero_loss(logits))
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
@@ -117,7 +129,7 @@ def forward_backward(
         microbatches = runner.microbatches(
             batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
-        losses = runner.run(microbatches, loss_of, backward=True, is_callers=loss_fn is not None)
+        losses = runner.run(microbatches, loss_of, backward=True)
         # In fp32, whatever the loss function gave: ranks without a loss have to match it.
         loss = torch.zeros((), device=engine.device)
         if losses:
@@ -129,6 +141,8 @@ def forward_backward(
         if engine.pp_schedule is not None:
             # Only the rank of the last stage knows it, and all ranks log it.
             loss = engine.pp_schedule.broadcast_from_last_stage(loss)
+        with on_error(runner.recover):
+            engine.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
         if collected is None:
             return loss
         num_copies = runner.sharding.mesh.size() if is_joined else 1
@@ -137,6 +151,7 @@ def forward_backward(
 
 def prepare(engine: Any, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
     """See `TrainingEngine.prepare`."""
+    check_open(engine, "prepare")
     _check_own_forward(engine, "prepare")
     _check_outputs(engine, head)
     (packed,), _ = _packed(engine, batch, labels, head is not None, head is not None)
@@ -151,6 +166,7 @@ def backward(engine: Any, loss: Tensor) -> None:
         update.prepare_early_step(1)
         engine.checkpointer.maybe_wait_for_staging()  # backward will change the weights
     with on_error(update.forget_microbatches):
+        update.had_backward = True
         engine.runner.backward(loss)
         update.losses.add(loss.detach().reshape(1), [])
 

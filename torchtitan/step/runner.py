@@ -19,6 +19,7 @@ from torchtitan.batch.batch import Entries, PackedBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.packing import ModelInputs
+from torchtitan.distributed.failure_watch import Alone
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
 
@@ -72,6 +73,7 @@ class Runner:
     process: a batch on the device -> what the model's forward gets.
     train_context, amp: entered around every forward; the former around backward, too.
     schedule, has_last_stage: under pipeline parallelism.
+    watch: has functions of the caller fail on all ranks.
     dp_group, filler: the ranks that read different batches, and what they run to keep step.
     defers_reduction: gradients are reduced with the last microbatch of a step; without it, only
         the sum over the replicas of HSDP waits.
@@ -90,6 +92,7 @@ class Runner:
     keeps_weights: bool = False
     # Makes sums, in steps of its own, of the means that a client's own backward has.
     gradient_factor: float = 1.0
+    watch: Alone = dataclasses.field(default_factory=Alone)
     dp_group: dist.ProcessGroup | None = None
     filler: Callable[[], PackedBatch] | None = None
     more_follow: bool = dataclasses.field(default=False, init=False)
@@ -126,10 +129,31 @@ class Runner:
             if reads_batch := getattr(head, "with_batch", None):
                 head = reads_batch(own)
             kwargs["head"] = functools.partial(head, labels=labels)
+            # Outputs that ranks join with each other must not be missing on one of them.
+            if not (whole_rows and self.sharding is not None):
+                kwargs["head"] = functools.partial(self._attempt_head, kwargs["head"])
         if whole_rows and self.sharding is not None:
             whole = whole.to(self.device)
             labels, own = whole.labels, whole.as_dict()
         return Microbatch(inputs, kwargs, labels, own, **more)
+
+    def _attempt_head(
+        self,
+        head: Head,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> Any:
+        """What the head returns, or a scalar 0 if a function has failed; see `FailureWatch`."""
+
+        def compute() -> Any:
+            return head(h, weight, bias, group=group)
+
+        if group is not None:  # the ranks of tensor parallelism compute it together
+            return compute()
+        return self.watch.attempt(compute, lambda: zero_loss((h, weight, bias)))
 
     def ask_num_fillers(self, n: int, is_single: bool) -> Callable[[], int]:
         """How many microbatches this rank, with `n`, has fewer than others; see `num_fillers`.
@@ -171,18 +195,15 @@ class Runner:
         on_output: OnOutput,
         *,
         backward: bool = False,
-        is_callers: bool = False,
     ) -> list[Any] | None:
         """Call on_output(logits, microbatch) for each microbatch, fillers excepted.
 
         microbatches: taken one at a time, except by a pipeline.
         backward: on_output returns a loss, whose gradients are accumulated.
-        is_callers: on_output calls a function of the caller. If that fails in a pipeline, the ranks
-            without the last stage raise RunError, for which they wait for the last stage.
         Returns what on_output returned, losses detached; None on pipeline ranks without the last
         stage. If this fails, the model can be called again.
         """
-        with on_error(lambda: self._of_fsdp("recover_model")):
+        with on_error(self.recover):
             if self.schedule is None:
                 run = self._forward_backward if backward else self._forward
                 outputs = [
@@ -192,7 +213,7 @@ class Runner:
                     if not microbatch.is_filler
                 ]
             else:
-                outputs = self._run_schedule(list(microbatches), on_output, backward, is_callers)
+                outputs = self._run_schedule(list(microbatches), on_output, backward)
         if not backward:
             # FSDP keeps the last unit gathered, whose gradients nobody would see then.
             self.reshard()
@@ -216,30 +237,18 @@ class Runner:
 
     def backward(self, loss: Tensor) -> None:
         """Of a forward that the caller has made. If this fails, the model can be called again."""
-        with on_error(lambda: self._of_fsdp("recover_model")), self.train_context():
+        with on_error(self.recover), self.train_context():
             self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
         (loss * self.gradient_factor).backward()
 
     def _run_schedule(
-        self,
-        microbatches: Sequence[Microbatch],
-        on_output: OnOutput,
-        backward: bool,
-        is_callers: bool,
+        self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
     ) -> list[Any] | None:
-        failures: list[Exception] = []
-
         def call(logits: Any, microbatch: Microbatch) -> Any:
-            if not microbatch.is_filler and not failures:
-                try:
-                    return on_output(logits, microbatch)
-                except Exception as error:
-                    if not is_callers:
-                        raise
-                    # The stages before this one wait for gradients: finish, and raise on all ranks.
-                    failures.append(error)
+            if not microbatch.is_filler:
+                return on_output(logits, microbatch)
             return zero_loss(logits) if backward else None
 
         outputs: list[Any] = []
@@ -253,18 +262,36 @@ class Runner:
             "return_outputs": False,
         }
         if microbatches:
+            self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
                     counting = [functools.partial(self._counting, mb) for mb in microbatches]
                     self.schedule.step(**inputs, context_mbs=counting)
                 else:
                     self.schedule.eval(**inputs)
-            # On all ranks: the caller may have given the function to the last stage's only.
-            self.schedule.raise_from_last_stage(failures, waits=is_callers)
+            self.watch.counts_collectives = True
         if not self.has_last_stage:
             return None
         outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
         return [loss.detach() for loss in outputs] if backward else outputs
+
+    @property
+    def backward_orders_ranks(self) -> bool:
+        """Whether this rank's step ends after every other rank's last function, by itself.
+
+        On an accelerator the host does not wait for the collectives of backward.
+        """
+        if self.device.type != "cpu":
+            return False
+        if self.schedule is None and self.more_follow:
+            return not (self.defers_reduction or self.has_replicas)
+        if self.schedule is None and self.dp_group is None and self.sharding is None:
+            # Tensor parallelism alone: there is nothing to reduce, and backward communicates
+            # as far down as there are gradients to compute.
+            blocks = getattr(self.model_parts[0], "layers", None)
+            first = next(iter(blocks.values()), None) if blocks else None
+            return first is not None and any(p.requires_grad for p in first.parameters())
+        return True
 
     def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Experts count the tokens of all microbatches but fillers."""
@@ -330,6 +357,11 @@ class Runner:
             return False
         modules = (module for part in self.model_parts for module in part.modules())
         return any(isinstance(module, distributed.FSDPModule) for module in modules)
+
+    def recover(self) -> None:
+        """Make the model ready for its next forward after one that failed; drops what it gathered,
+        and gradients that were not reduced yet."""
+        self._of_fsdp("recover_model")
 
     def reshard(self) -> None:
         """Free what FSDP has gathered, in a client's own forward, too."""
