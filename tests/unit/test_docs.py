@@ -228,7 +228,25 @@ def names_of_checkpoint_page():
 
 
 # What a page takes for granted.
+def batches_of_embedding_page():
+    """Two microbatches of 8 and 6 labels, and the mean over their tokens as a loss of one's own."""
+    batches = []
+    for n_tokens in (8, 6):
+        batch = {"input": torch.arange(n_tokens)[None], "labels": torch.arange(n_tokens)[None] + 1}
+        ones = torch.ones(1, n_tokens)
+        batches.append(
+            batch | {"old_logprobs": -7 * ones, "advantages": ones, "weights": ones / 14}
+        )
+
+    def my_loss(logits, labels, batch):
+        return torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+
+    given = {"my_loss": my_loss, "num_valid_of_the_step": 14}
+    return given | {"microbatches": batches, "batches": batches}
+
+
 GIVEN = {
+    "docs/embedding.md": batches_of_embedding_page,
     "docs/checkpoint.md": names_of_checkpoint_page,
     "docs/report.md": lambda: {"job_config": JobConfig(), "step": 3},
 }
@@ -260,7 +278,10 @@ def labels_are_left_out(names, output):
         assert bool(seen(zero, zero, q, k)) == (documents[q] == documents[k] and k <= q)
 
 
-def critic_has_the_losss_gradient(names, output):
+def metrics_and_the_critics_gradient_are_those_by_hand(names, output):
+    assert names["step"].metrics["tokens"] == 14
+    # 14 labels of weight 1/14 and ratio exp(log-prob + 7): about minus the largest ratio, or above.
+    assert -names["step"].metrics["largest_ratio"] <= names["step"].loss < 0
     (values,) = names["critic"].forward_step({"input": names["tokens"]})
     slope = 2 * (values.squeeze(-1) - names["returns"]) * names["mask"]
     bias = names["critic"].model_parts[0].score.bias.grad
@@ -289,7 +310,7 @@ THEN = {
     "docs/checkpoint.md": weights_were_sent,
     "docs/datasets.md": dataset_is_registered,
     "docs/documents.md": labels_are_left_out,
-    "docs/embedding.md": critic_has_the_losss_gradient,
+    "docs/embedding.md": metrics_and_the_critics_gradient_are_those_by_hand,
     "docs/report.md": phase_is_on_record,
     "docs/rl.md": policy_took_a_step_and_guesses_are_answered,
 }
