@@ -31,7 +31,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.checkpoint.retention import estimated_bytes
+from torchtitan.checkpoint.retention import Retention, estimated_bytes
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     ModelWrapper,
@@ -235,6 +235,24 @@ def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(
     for step, kept in ((3, [3, 8]), (4, [3, 4]), (5, [4, 5])):
         manager.save(curr_step=step)
         wait_for_steps(tmp_path, kept)
+
+
+def test_step_that_is_being_written_neither_counts_nor_goes(tmp_path):
+    retention = Retention(str(tmp_path))
+    for step in (1, 2, 9):
+        (tmp_path / f"step-{step}").mkdir()
+        for name in (".metadata", HASHES_FILE):
+            (tmp_path / f"step-{step}" / name).touch()
+    writing = str(tmp_path / "step-3")
+    for is_written in (False, True):
+        mark_unfinished(writing)
+        if is_written:  # and nobody has waited for it
+            (tmp_path / "step-3" / ".metadata").touch()
+            (tmp_path / "step-3" / UNFINISHED_MARKER).unlink()
+        retention.will_write(writing, warns=False)
+        retention.purge(str(tmp_path), 3, saving_to=writing)
+        retention.close()
+        assert steps_in(tmp_path) == [1, 2, 3, 9]
 
 
 def test_linked_step_is_not_purged(build_fake, fakes, tmp_path):
@@ -775,6 +793,23 @@ def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
         run.manager.close()
     assert find_damage(str(tmp_path / "checkpoint" / "step-1")) is None
     assert Run(tmp_path).manager.load()
+
+
+def test_marker_goes_once_the_hashes_are_on_disk(tmp_path):
+    real_unlink, real_fsync, events = os.unlink, os.fsync, []
+
+    def fsync(file):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        real_fsync(file)
+
+    def unlink(path, **kwargs):
+        events.append(f"no more {os.path.basename(path)}")
+        real_unlink(path, **kwargs)
+
+    with mock.patch("os.fsync", fsync), mock.patch("os.unlink", unlink):
+        Run(tmp_path).train_and_save(1)
+    assert events[0] == UNFINISHED_MARKER
+    assert events[-2:] == [HASHES_FILE, f"no more {UNFINISHED_MARKER}"]
 
 
 def test_writer_can_be_sent_to_another_process(tmp_path):

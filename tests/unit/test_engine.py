@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,20 +320,21 @@ def test_optim_step_reports_norm_and_learning_rate_of_the_first_step(tmp_path):
     assert result.skipped is False
 
 
-def poison(engine):
+def poison(engine, value: float = math.nan):
     for p in engine.model_parts[0].parameters():
-        p.grad = torch.full_like(p, float("nan"))
+        p.grad = torch.full_like(p, value)
 
 
 def test_non_finite_gradient_is_skipped_and_leaves_the_weights(tmp_path, caplog):
     engine = make_engine(tmp_path)
     before = copy.deepcopy(engine.model_parts[0].state_dict())
-    poison(engine)
-    assert engine.optim_step().skipped is True
-    for name, tensor in engine.model_parts[0].state_dict().items():
-        assert torch.equal(tensor, before[name])
-    assert engine.weights_version == 0  # a look at what an accelerator said
-    assert "gradient norm is nan" in caplog.text
+    for value in (math.nan, math.inf):
+        poison(engine, value)
+        assert engine.optim_step().skipped is True
+        for name, tensor in engine.model_parts[0].state_dict().items():
+            assert torch.equal(tensor, before[name])
+        assert engine.weights_version == 0  # a look at what an accelerator said
+        assert f"gradient norm is {value}" in caplog.text
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
@@ -447,6 +449,19 @@ def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before
     assert engine.optim_step(denominator=0).grad_norm.item() == 0
     with pytest.raises(ValueError, match="denominator must add up to a finite number"):
         engine.optim_step(denominator=float("nan"))
+
+
+def test_denominators_of_ranks_are_reduced_as_their_gradients_are(tmp_path, monkeypatch):
+    """Two ranks give 2 and 6: sums of gradients are divided by the sum, means by the mean."""
+    engine = make_engine(tmp_path)
+    engine.update.dp_group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(6.0))
+    norm = math.sqrt(sum(p.numel() for p in engine.model_parts[0].parameters()))
+    for reduction, divisor in (("sum", 8), ("mean", 4)):
+        engine.job_config.training.gradient_reduction = reduction
+        poison(engine, 1.0)
+        result = engine.optim_step(denominator=2.0)
+        assert result.grad_norm.item() == pytest.approx(norm / divisor, rel=1e-5)
 
 
 def test_arguments_of_optim_step_are_refused_where_weights_are_updated_in_backward(tmp_path):

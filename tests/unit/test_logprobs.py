@@ -1,5 +1,6 @@
 """Log-probs and entropies without logits, against torch's log-softmax of all logits."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -81,6 +82,14 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
 
 
+def test_gradients_of_many_chunks_in_bf16_are_added_up_in_fp32():
+    """In bf16 a sum of ones ends at 256."""
+    weight, bias = (torch.zeros(shape).bfloat16().requires_grad_() for shape in ((2, 1), (2,)))
+    h, labels = torch.ones(1, 1000, 1).bfloat16(), torch.zeros(1, 1000, dtype=torch.int64)
+    SummedCrossEntropy(1)(h, weight, bias, labels=labels).backward()
+    assert weight.grad.flatten().tolist() == bias.grad.tolist() == [-500, 500]
+
+
 def test_summed_loss_keeps_no_gradient_where_none_is_wanted():
     h, weight, _, labels = make_inputs()
     whole = -reference(torch.nn.functional.linear(h, weight), labels, 1.0).logprobs.sum()
@@ -104,6 +113,13 @@ def test_logits_that_exist_give_the_same_as_a_head_and_are_left_alone(entropy):
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-14)
     assert torch.equal(logits, before)
+
+
+def test_temperature_of_0_is_for_padding_alone():
+    logits, labels = torch.zeros(1, 2, 3), torch.tensor([[1, IGNORE_INDEX]])
+    for temperature, message in (([[1.0, 0.0]], None), ([[0.0, 1.0]], "must be above 0, got 0.0")):
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            token_logprobs(logits, labels, temperature=torch.tensor(temperature))
 
 
 def test_only_entropy_may_have_a_gradient():
