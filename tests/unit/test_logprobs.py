@@ -5,12 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.logprobs import SummedCrossEntropy, TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.testing.gloo import run_ranks
 
 ROWS, TOKENS, DIM, VOCAB = 2, 7, 5, 13
 
@@ -80,6 +82,36 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
     for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
         scale = gradient.abs().max().item()
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
+
+
+def values_of_vocabulary_parts(n_ranks):
+    """What both heads return on this rank, and the gradients of what is whole and what is its own."""
+    h, weight, bias, labels = make_inputs()
+    weight, bias = weight.detach()[: VOCAB - 1], bias.detach()[: VOCAB - 1]  # two ranks divide it
+    bias[6:] += 4.0  # ranks have different highest logits
+    labels = labels.clamp(max=VOCAB - 2)
+    rank, n = (dist.get_rank(), 6) if n_ranks > 1 else (0, VOCAB - 1)
+    own = [part[rank * n : (rank + 1) * n].clone().requires_grad_() for part in (weight, bias)]
+    group = dist.group.WORLD if n_ranks > 1 else None
+    results = []
+    for head in (TokenLogProbs(entropy=True, chunk_tokens=3), SummedCrossEntropy(3)):
+        found = head(h, *own, labels=labels, group=group)
+        loss = some_loss(found) if isinstance(found, TokenOutputs) else found
+        gradients = torch.autograd.grad(loss, (h, *own))
+        values = found if isinstance(found, TokenOutputs) else (found,)
+        results += [([value.detach() for value in values], gradients)]
+    return results
+
+
+def test_ranks_that_share_the_vocabulary_compute_what_one_does():
+    whole = values_of_vocabulary_parts(1)
+    ranks = run_ranks(values_of_vocabulary_parts, 2, 2)
+    for (values, gradients), first, second in zip(whole, *ranks, strict=True):
+        torch.testing.assert_close(first[0], values)
+        torch.testing.assert_close(second[0], values)
+        of_h, of_weight, of_bias = zip(first[1], second[1], strict=True)
+        joined = sum(of_h), torch.cat(of_weight), torch.cat(of_bias)
+        torch.testing.assert_close(joined, gradients, rtol=1e-10, atol=1e-12)
 
 
 def test_gradients_of_many_chunks_in_bf16_are_added_up_in_fp32():
