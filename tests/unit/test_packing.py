@@ -98,8 +98,8 @@ def test_tokens_and_positions_that_are_no_whole_numbers_are_refused(dtype):
 
 
 def test_labels_that_count_are_those_that_are_not_ignored():
-    labels = torch.tensor([[0, 0, IGNORE_INDEX, 1, IGNORE_INDEX, 2]])
-    assert PackedBatch.of({"input": TOKENS}, labels).num_valid == 4
+    labels = torch.tensor([[0, 0, IGNORE_INDEX, 1, 3, 2]])
+    assert PackedBatch.of({"input": TOKENS}, labels).num_valid == 5
 
 
 def test_labels_are_not_changed_in_place():

@@ -116,7 +116,7 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
     second = timedelta(seconds=1)
     pack = lambda item: PackedBatch.of(*item)  # noqa: E731
     steps = prefetch.StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), 2, second)
-    assert [number(item) for item in steps] == [1, 2]
+    assert [number(item) for item, _ in zip(steps, range(3), strict=False)] == [1, 2]
     assert steps.counts == prefetch.StepCounts(3, 0, 1)
     steps.close()
 
