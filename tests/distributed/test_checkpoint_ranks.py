@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.checkpoint.folder import (
     HASHES_FILE,
     HashingWriter,
+    find_damage,
     mark_unfinished,
 )
 from torchtitan.checkpoint.manager import CheckpointManager
@@ -188,6 +189,12 @@ def fall_back_twice(folder: str) -> list[int]:
 
     from_rank_zero(damage)
     assert run.manager.load()
+    step_1 = Path(folder) / "checkpoint" / "step-1"
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):  # whichever rank reads it
+        content = from_rank_zero((step_1 / name).read_bytes)
+        from_rank_zero(lambda: (step_1 / name).write_bytes(content[:-1]))  # noqa: B023
+        assert find_damage(str(step_1)).startswith(f"{name} does not have the content")
+        from_rank_zero(lambda: (step_1 / name).write_bytes(content))  # noqa: B023
     return [
         step for step in saved if torch.equal(saved[step]["0.weight"], _full(run.model[0].weight))
     ]

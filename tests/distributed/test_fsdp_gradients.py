@@ -18,6 +18,8 @@ from torchtitan.distributed.fsdp import (
     _reshard_after_forward,
     apply_ddp,
     apply_fsdp,
+    bytes_to_keep_gathered,
+    keep_gathered,
     reshard_model,
 )
 from torchtitan.distributed.utils import clip_grad_norm_
@@ -231,15 +233,27 @@ def parameters_after_forward_without_backward():
         model(global_batch()[0])
     after = all(isinstance(p, DTensor) for p in model.parameters())
     reshard_model(model)
-    return before, after, all(isinstance(p, DTensor) for p in model.parameters())
+    after_reshard = all(isinstance(p, DTensor) for p in model.parameters())
+    n_bytes = [bytes_to_keep_gathered(model)]
+    with keep_gathered(model):
+        n_bytes.append(bytes_to_keep_gathered(model))
+        with torch.no_grad():
+            model(global_batch()[0])
+    n_bytes.append(bytes_to_keep_gathered(model))
+    after_keeping = all(isinstance(p, DTensor) for p in model.parameters())
+    return (before, after, after_reshard, after_keeping), n_bytes
 
 
 def test_reshard_model_returns_every_parameter_to_its_shard():
-    for before, after_forward, after_reshard in run_ranks(
+    whole = build_toy()
+    freed = [*whole.tok_embeddings.parameters(), *whole.layers.parameters()]
+    n_freed = 4 * sum(p.numel() for p in freed)  # norm and output are kept by every forward
+    for (before, after_forward, *afterwards), n_bytes in run_ranks(
         parameters_after_forward_without_backward, 2
     ):
-        assert before and after_reshard
+        assert before and all(afterwards)
         assert not after_forward, "torch no longer needs reshard_model: it can go"
+        assert n_bytes == [n_freed, 0, n_freed]
 
 
 def test_reshard_model_leaves_plain_model_alone():

@@ -32,7 +32,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.checkpoint.retention import estimated_bytes
+from torchtitan.checkpoint.retention import Retention, estimated_bytes
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     ModelWrapper,
@@ -238,6 +238,64 @@ def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(
         wait_for_steps(tmp_path, kept)
 
 
+def finished_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        (folder / f"step-{step}").mkdir()
+        for name in (".metadata", HASHES_FILE):
+            (folder / f"step-{step}" / name).touch()
+
+
+def test_step_that_is_being_written_neither_counts_nor_goes(tmp_path):
+    retention = Retention(str(tmp_path))
+    finished_steps(tmp_path, 1, 2, 9)
+    writing = str(tmp_path / "step-3")
+    for is_written in (False, True):
+        mark_unfinished(writing)
+        if is_written:  # and nobody has waited for it
+            (tmp_path / "step-3" / ".metadata").touch()
+            (tmp_path / "step-3" / UNFINISHED_MARKER).unlink()
+        retention.will_write(writing, warns=False)
+        retention.purge(str(tmp_path), 3, saving_to=writing)
+        retention.close()
+        assert steps_in(tmp_path) == [1, 2, 3, 9]
+
+
+def test_interrupted_step_is_kept_until_a_newer_one_is_finished(tmp_path):
+    retention = Retention(str(tmp_path))
+    finished_steps(tmp_path, 1, 2)
+    mark_unfinished(str(tmp_path / "step-3"))
+    for n_finished, kept in ((2, [1, 2, 3]), (4, [1, 2, 4])):
+        if n_finished == 4:
+            finished_steps(tmp_path, 4)
+        retention.purge(str(tmp_path), 3, saving_to=None)
+        retention.close()
+        assert steps_in(tmp_path) == kept
+
+
+def test_damaged_step_that_is_written_again_counts_among_those_to_keep(tmp_path):
+    retention = Retention(str(tmp_path))
+    finished_steps(tmp_path, 1, 2, 3)
+    retention.damaged.add(str(tmp_path.resolve() / "step-3"))
+    retention.will_write(str(tmp_path / "step-3"), warns=False)
+    retention.purge(str(tmp_path), 1, saving_to=None)
+    retention.close()
+    assert steps_in(tmp_path) == [3]
+
+
+def test_step_that_waits_to_be_removed_is_unfinished_at_once(tmp_path):
+    retention = Retention(str(tmp_path))
+    finished_steps(tmp_path, 1, 2)
+    with mock.patch.object(retention, "start"):  # the thread is slow
+        retention.purge(str(tmp_path), 1, saving_to=None)
+    assert [f.contents for f in list_steps(str(tmp_path))] == [Contents.UNFINISHED, Contents.DCP]
+
+
+def test_steps_are_listed_by_their_numbers(tmp_path):
+    for step in (100, 9, 10):
+        mark_unfinished(str(tmp_path / f"step-{step}"))
+    assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
+
+
 def test_linked_step_is_not_purged(build_fake, fakes, tmp_path):
     (tmp_path / "safe").mkdir()
     (tmp_path / "safe" / HASHES_FILE).touch()
@@ -248,6 +306,13 @@ def test_linked_step_is_not_purged(build_fake, fakes, tmp_path):
         manager.save(curr_step=step)
     manager.close()
     assert os.listdir(tmp_path / "safe") == [HASHES_FILE]
+    (tmp_path / "safe").rename(tmp_path / "own" / "best")  # beside the steps
+    (tmp_path / "own" / "step-1").unlink()
+    (tmp_path / "own" / "step-1").symlink_to("best")
+    manager = build_fake(folder="own", keep_latest_k=2)
+    manager.save(curr_step=5)
+    manager.close()
+    assert os.listdir(tmp_path / "own" / "best") == [HASHES_FILE]
 
 
 def test_failing_save_deletes_nothing(build_fake, fakes, tmp_path):
@@ -778,6 +843,23 @@ def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
     assert Run(tmp_path).manager.load()
 
 
+def test_marker_goes_once_the_hashes_are_on_disk(tmp_path):
+    real_unlink, real_fsync, events = os.unlink, os.fsync, []
+
+    def fsync(file):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        real_fsync(file)
+
+    def unlink(path, **kwargs):
+        events.append(f"no more {os.path.basename(path)}")
+        real_unlink(path, **kwargs)
+
+    with mock.patch("os.fsync", fsync), mock.patch("os.unlink", unlink):
+        Run(tmp_path).train_and_save(1)
+    assert events[0] == UNFINISHED_MARKER
+    assert events[-2:] == [HASHES_FILE, f"no more {UNFINISHED_MARKER}"]
+
+
 def test_writer_can_be_sent_to_another_process(tmp_path):
     import pickle
 
@@ -918,6 +1000,8 @@ def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
         run.manager.claim_folder()
     # 2 layers of 4 * 4 + 4 numbers, with two moments each, in 4 bytes
     assert estimated_bytes([run.model]) == 2 * 20 * 3 * 4
+    run.model.layers["0"].requires_grad_(False)
+    assert estimated_bytes([run.model]) == (20 + 20 * 3) * 4
     assert "up to 3 more of them are kept" in caplog.text
     assert "lower checkpoint.keep_latest_k" in caplog.text
 
@@ -966,6 +1050,14 @@ def test_saving_a_step_again_replaces_what_was_there(tmp_path):
     assert not (folder / "__7_0.distcp").exists() and (folder / "notes.txt").exists()
     other = Run(tmp_path)
     assert other.manager.load() and other.counter.step == 2
+
+
+def test_steps_that_will_be_replaced_are_told(tmp_path, caplog):
+    Run(tmp_path).train_and_save(1, 2)
+    for step, is_told in ((2, False), (1, True)):
+        Run(tmp_path).manager.load(step)
+        assert ("holds steps after 1 (2), which this run replaces" in caplog.text) is is_told
+        assert "holds steps after 2" not in caplog.text
 
 
 def test_all_steps_damaged_is_an_error(tmp_path):

@@ -10,6 +10,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.data.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.stop import leave_signals_to_trainer
 
 
 class Counting(IterableDataset):
@@ -57,6 +58,11 @@ def test_worker_options_are_dropped_without_workers():
     data = loader(batch_size=4, num_workers=0, persistent_workers=True, prefetch_factor=2)
     assert data.batch_size == 4
     assert not data.persistent_workers and data.prefetch_factor is None
+
+
+def test_workers_leave_signals_to_the_trainer_unless_told_otherwise():
+    assert loader(num_workers=1).worker_init_fn is leave_signals_to_trainer
+    assert loader(num_workers=1, worker_init_fn=print).worker_init_fn is print
 
 
 def test_memory_is_not_pinned_without_an_accelerator(recwarn):
@@ -166,6 +172,36 @@ def test_positions_of_all_ranks_are_handed_to_the_dataset_of_fewer_ranks(workers
     saved = saved_by_ranks(3, num_workers=workers)
     ParallelAwareDataloader(dataset, 0, 1, batch_size=4).load_state_dict(saved)
     assert dataset.inherited == [4, 8, 12]
+
+
+def test_position_of_another_number_of_data_workers_is_dealt_out_again():
+    for saved_workers, workers, positions in ((0, 1, [4]), (1, 0, [4]), (2, 0, [4, 0])):
+        dataset = Numbered()
+        data = ParallelAwareDataloader(dataset, 0, 1, batch_size=4, num_workers=workers)
+        data.load_state_dict(saved_by_ranks(1, num_workers=saved_workers))
+        assert dataset.inherited == positions
+
+
+class Dealt(Numbered):
+    def inherit(self, states):
+        self.next = 50
+
+
+def test_position_that_is_dealt_out_replaces_the_present_one():
+    loaded = ParallelAwareDataloader(Dealt(), 0, 1, batch_size=4)
+    loaded.load_state_dict(saved_by_ranks(1))
+    with_worker = ParallelAwareDataloader(Dealt(), 0, 1, batch_size=4, num_workers=1)
+    with_worker.state_dict()  # has started the worker
+    for data in (loaded, with_worker):
+        data.load_state_dict(saved_by_ranks(3))
+        assert next(iter(data))[1].tolist() == [50, 51, 52, 53]
+
+
+def test_position_between_snapshots_of_workers_is_not_dealt_out():
+    saved = saved_by_ranks(2, num_workers=1, snapshot_every_n_steps=2)  # rank 0 took one batch
+    data = ParallelAwareDataloader(Numbered(), 0, 1, batch_size=4)
+    with pytest.raises(ValueError, match="snapshot_every_n_steps > 1"):
+        data.load_state_dict(saved)
 
 
 def test_one_hostile_position_among_those_of_other_ranks_executes_nothing(tmp_path):

@@ -266,10 +266,28 @@ def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
         build(stream, 3, 0, 0).load_state_dict(states)
 
 
+def test_shuffled_stream_has_another_order_in_each_pass_and_resumes_in_the_second():
+    from datasets import Dataset
+
+    stream = Dataset.from_list(documents_of([5] * 6)).to_iterable_dataset(num_shards=6)
+    stream = stream.shuffle(seed=1, buffer_size=1)  # the order of shards; a sequence is a document
+    dataset = make_dataset(stream, infinite=True)
+    sequences, states = [], []
+    for sequence, _ in zip(dataset, range(12), strict=False):
+        sequences.append(tokens_of(*sequence))
+        states.append(dataset.state_dict())
+    assert sequences[:6] != sequences[6:] and sorted(sequences[:6]) == sorted(sequences[6:])
+    resumed = make_dataset(stream, infinite=True)
+    resumed.load_state_dict(states[7])
+    assert [tokens_of(*x) for x, _ in zip(resumed, range(4), strict=False)] == sequences[8:]
+
+
 def test_position_in_other_data_is_refused():
     state = make_dataset(documents_of([9, 9])).state_dict()
     with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 3"):
         make_dataset(documents_of([9, 9, 9])).load_state_dict(state)
+    with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 1"):
+        make_dataset(documents_of([9])).load_state_dict(state)
 
 
 # ---- long documents ----

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -354,6 +355,12 @@ def test_loss_of_one_element_is_a_scalar(tmp_path):
     for shape in ((), (1,), (1, 1)):
         loss_fn = lambda logits, *_, shape=shape: logits.sum().reshape(shape)  # noqa: E731
         assert engine.forward_backward_step(**step, loss_fn=loss_fn).shape == ()
+    for loss_fn, got in (
+        (lambda *_: torch.tensor(1.0), r"shape \[\] without a gradient"),
+        (lambda logits, *_: logits[0, :2, 0], r"shape \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=f"loss_fn must return .* got one of {got}"):
+            engine.forward_backward_step(**step, loss_fn=loss_fn)
     assert engine.optim_step().grad_norm > 0
 
 
@@ -382,24 +389,28 @@ def test_optim_step_reports_norm_and_learning_rate_of_the_first_step(tmp_path):
     assert result.skipped is False
 
 
-def poison(engine):
+def poison(engine, value: float = math.nan):
     for p in engine.model_parts[0].parameters():
-        p.grad = torch.full_like(p, float("nan"))
+        p.grad = torch.full_like(p, value)
 
 
 def test_non_finite_gradient_is_skipped_and_leaves_the_weights(tmp_path, caplog):
     engine = make_engine(tmp_path)
     before = copy.deepcopy(engine.model_parts[0].state_dict())
-    poison(engine)
-    assert engine.optim_step().skipped is True
-    for name, tensor in engine.model_parts[0].state_dict().items():
-        assert torch.equal(tensor, before[name])
-    assert engine.weights_version == 0  # a look at what an accelerator said
-    assert "gradient norm is nan" in caplog.text
+    for value in (math.nan, math.inf):
+        poison(engine, value)
+        assert engine.optim_step().skipped is True
+        for name, tensor in engine.model_parts[0].state_dict().items():
+            assert torch.equal(tensor, before[name])
+        assert engine.weights_version == 0  # a look at what an accelerator said
+        assert f"gradient norm is {value}" in caplog.text
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
     engine = make_engine(tmp_path)
+    for step_is_bad in (True, False):  # not in a row with those that follow
+        poison(engine) if step_is_bad else backward(engine)
+        engine.optim_step()
     for _ in range(MAX_SKIPPED_STEPS_IN_A_ROW):
         poison(engine)
         engine.optim_step()
@@ -473,16 +484,18 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
     assert engine.lr == pytest.approx(3e-3 / 5)
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [{"lr": -1e-3}, {"lr": float("nan")}, {"max_norm": 0}, {"max_norm": torch.tensor(-1.0)}],
-)
-def test_arguments_that_would_make_weights_useless_are_refused(argument, tmp_path):
+def test_arguments_that_would_make_weights_useless_are_refused(tmp_path):
     engine = make_engine(tmp_path)
     backward(engine)
-    (name,) = argument
-    with pytest.raises(ValueError, match=f"optim_step's {name} must be .*; correct it"):
-        engine.optim_step(**argument)
+    for name, value in (
+        ("lr", -1e-3),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("max_norm", 0),
+        ("max_norm", torch.tensor(-1.0)),
+    ):
+        with pytest.raises(ValueError, match=f"optim_step's {name} must be .*; correct it"):
+            engine.optim_step(**{name: value})
     assert engine.optim_step().grad_norm > 0  # the gradients are still there
 
 
@@ -511,8 +524,25 @@ def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before
     nothing = {"input_dict": [], "labels": [], "global_valid_tokens": 1}
     engine.forward_backward_step(**nothing)
     assert engine.optim_step(denominator=0).grad_norm.item() == 0
-    with pytest.raises(ValueError, match="denominator must add up to a finite number"):
-        engine.optim_step(denominator=float("nan"))
+    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=divide_by)
+    undivided = engine.optim_step(lr=0.0, denominator=0).grad_norm.item()
+    assert undivided == pytest.approx(norms[0] * num_valid(labels), rel=1e-5)
+    for denominator in (math.nan, math.inf, -1.0):
+        with pytest.raises(ValueError, match="denominator must add up to a finite number"):
+            engine.optim_step(denominator=denominator)
+
+
+def test_denominators_of_ranks_are_reduced_as_their_gradients_are(tmp_path, monkeypatch):
+    """Two ranks give 2 and 6: sums of gradients are divided by the sum, means by the mean."""
+    engine = make_engine(tmp_path)
+    engine.update.dp_group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(6.0))
+    norm = math.sqrt(sum(p.numel() for p in engine.model_parts[0].parameters()))
+    for reduction, divisor in (("sum", 8), ("mean", 4)):
+        engine.job_config.training.gradient_reduction = reduction
+        poison(engine, 1.0)
+        result = engine.optim_step(denominator=2.0)
+        assert result.grad_norm.item() == pytest.approx(norm / divisor, rel=1e-5)
 
 
 def test_arguments_of_optim_step_are_refused_where_weights_are_updated_in_backward(tmp_path):
@@ -539,14 +569,18 @@ def test_second_microbatch_is_refused_where_weights_are_updated_in_backward(tmp_
         engine.optim_step()
 
 
-def test_update_in_backward_waits_for_a_save_that_is_still_copying(tmp_path, monkeypatch):
-    engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
+@pytest.mark.parametrize("flags", [(), ("--optimizer.early_step_in_backward",)], ids=str)
+def test_update_waits_for_a_save_that_is_still_copying(flags, tmp_path, monkeypatch):
+    engine = make_engine(tmp_path, *flags)
     (weight, *_) = engine.model_parts[0].parameters()
     before, waited_with = weight.clone(), []
     monkeypatch.setattr(
         engine.checkpointer, "maybe_wait_for_staging", lambda: waited_with.append(weight.clone())
     )
     backward(engine)
+    if not flags:  # backward changes nothing
+        assert not waited_with
+        engine.optim_step()
     assert waited_with and torch.equal(waited_with[0], before) and not torch.equal(weight, before)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.batch.documents import document_ids_from_lengths
+from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, cp_shard, map_masks
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
@@ -57,6 +57,13 @@ def test_what_did_not_come_from_the_host_leads_nowhere():
     assert on_host(host) is host and to_device(host, "cpu") is host and fetch(host) is host
     with torch.inference_mode():  # where nobody counts changes
         assert on_host(to_device(torch.arange(3), "meta")).device.type == "meta"
+
+
+def test_sources_of_two_devices_are_read_where_they_are():
+    batch = {"input": to_device(TOKENS, "meta"), "positions": torch.zeros(2, 8, device="meta")}
+    assert boundaries_on_host(batch) is batch
+    batch["positions"] = to_device(torch.zeros(2, 8), "meta")
+    assert {x.device.type for x in boundaries_on_host(batch).values()} == {"cpu"}
 
 
 def llama3(attn_type, mask_type):

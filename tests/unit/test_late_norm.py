@@ -169,6 +169,11 @@ def test_denominator_on_the_device_divides_and_is_refused_late(tmp_path):
             norms.append(engine.optim_step(lr=0.0, denominator=total).grad_norm.item())
         assert norms == [norms[0], norms[0], pytest.approx(norms[0] / 4, rel=1e-6)]
         assert engine.weights_version == 3
+        # A gradient that is not finite is no better for a good denominator.
+        engine.job_config.training.nonfinite_grad_norm = "skip"
+        backward(engine)
+        poison(engine)
+        assert engine.optim_step(denominator=torch.tensor(4.0)).skipped
 
 
 def test_other_implementations_than_fused_let_the_host_look_at_once(tmp_path):

@@ -1,15 +1,18 @@
 """Log-probs and entropies without logits, against torch's log-softmax of all logits."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.logprobs import SummedCrossEntropy, TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.testing.gloo import run_ranks
 
 ROWS, TOKENS, DIM, VOCAB = 2, 7, 5, 13
 
@@ -81,6 +84,44 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
 
 
+def values_of_vocabulary_parts(n_ranks):
+    """What both heads return on this rank, and the gradients of what is whole and what is its own."""
+    h, weight, bias, labels = make_inputs()
+    weight, bias = weight.detach()[: VOCAB - 1], bias.detach()[: VOCAB - 1]  # two ranks divide it
+    bias[6:] += 4.0  # ranks have different highest logits
+    labels = labels.clamp(max=VOCAB - 2)
+    rank, n = (dist.get_rank(), 6) if n_ranks > 1 else (0, VOCAB - 1)
+    own = [part[rank * n : (rank + 1) * n].clone().requires_grad_() for part in (weight, bias)]
+    group = dist.group.WORLD if n_ranks > 1 else None
+    results = []
+    for head in (TokenLogProbs(entropy=True, chunk_tokens=3), SummedCrossEntropy(3)):
+        found = head(h, *own, labels=labels, group=group)
+        loss = some_loss(found) if isinstance(found, TokenOutputs) else found
+        gradients = torch.autograd.grad(loss, (h, *own))
+        values = found if isinstance(found, TokenOutputs) else (found,)
+        results += [([value.detach() for value in values], gradients)]
+    return results
+
+
+def test_ranks_that_share_the_vocabulary_compute_what_one_does():
+    whole = values_of_vocabulary_parts(1)
+    ranks = run_ranks(values_of_vocabulary_parts, 2, 2)
+    for (values, gradients), first, second in zip(whole, *ranks, strict=True):
+        torch.testing.assert_close(first[0], values)
+        torch.testing.assert_close(second[0], values)
+        of_h, of_weight, of_bias = zip(first[1], second[1], strict=True)
+        joined = sum(of_h), torch.cat(of_weight), torch.cat(of_bias)
+        torch.testing.assert_close(joined, gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_many_chunks_in_bf16_are_added_up_in_fp32():
+    """In bf16 a sum of ones ends at 256."""
+    weight, bias = (torch.zeros(shape).bfloat16().requires_grad_() for shape in ((2, 1), (2,)))
+    h, labels = torch.ones(1, 1000, 1).bfloat16(), torch.zeros(1, 1000, dtype=torch.int64)
+    SummedCrossEntropy(1)(h, weight, bias, labels=labels).backward()
+    assert weight.grad.flatten().tolist() == bias.grad.tolist() == [-500, 500]
+
+
 def test_summed_loss_keeps_no_gradient_where_none_is_wanted():
     h, weight, _, labels = make_inputs()
     whole = -reference(torch.nn.functional.linear(h, weight), labels, 1.0).logprobs.sum()
@@ -104,6 +145,13 @@ def test_logits_that_exist_give_the_same_as_a_head_and_are_left_alone(entropy):
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-14)
     assert torch.equal(logits, before)
+
+
+def test_temperature_of_0_is_for_padding_alone():
+    logits, labels = torch.zeros(1, 2, 3), torch.tensor([[1, IGNORE_INDEX]])
+    for temperature, message in (([[1.0, 0.0]], None), ([[0.0, 1.0]], "must be above 0, got 0.0")):
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            token_logprobs(logits, labels, temperature=torch.tensor(temperature))
 
 
 def test_only_entropy_may_have_a_gradient():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config import ConfigManager, LRScheduler
-from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer
 
 BASE_LR = 0.1
@@ -115,6 +115,12 @@ def test_decay_follows_its_curve_down_to_the_floor(decay_type, curve):
     seen = factors(12, warmup_steps=2, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
     expected = [0.5] + [1.0] * 6 + [0.1 + 0.9 * curve(i / 6) for i in range(1, 6)]
     assert seen == pytest.approx(expected)
+
+
+def test_decay_ratio_is_one_of_the_total_steps():
+    options = dict(training_steps=10, total_steps=20, warmup_steps=0, decay_ratio=0.5)
+    expected = [1.0] * 11 + [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert factors(20, **options) == pytest.approx(expected)
 
 
 def test_total_steps_stretch_the_schedule_beyond_the_training_steps():
@@ -245,11 +251,24 @@ def test_one_state_restores_every_scheduler():
         assert scheduler.get_last_lr() == first.schedulers[0].get_last_lr()
     second.schedulers[0].step()
     assert second.schedulers[1].last_epoch == 4
+    second.step()
+    assert [scheduler.last_epoch for scheduler in second] == [6, 5]
+    second.schedulers[0].base_lrs[0] = 7.0  # as a client may; nobody else's changes
+    others = first.schedulers[0], second.schedulers[1]
+    assert [scheduler.base_lrs for scheduler in others] == [[BASE_LR], [BASE_LR]]
 
 
 def test_no_optimizer_is_an_assertion_error():
     with pytest.raises(AssertionError):
         build_lr_schedulers(container(), LRScheduler(), training_steps=10)
+
+
+def test_learning_rate_that_is_a_tensor_changes_in_place():
+    lr = torch.tensor(BASE_LR)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
+    lr = optimizer.param_groups[0]["lr"]  # what a compiled optimizer reads
+    set_lrs(optimizer, [0.25])
+    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
 
 
 def test_schedule_goes_to_the_step_it_is_told():

@@ -90,6 +90,19 @@ def test_boundaries_are_masked_by_default_where_documents_are_kept_apart(mask_ty
     assert ignored(chosen, {"input": TOKENS}) == ([1, 5] if masks else [])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_tokens_and_positions_that_are_no_whole_numbers_are_refused(dtype):
+    wrong = torch.ones(1, 6, dtype=dtype)
+    for batch in ({"input": wrong}, {"input": TOKENS, "positions": wrong}):
+        with pytest.raises(ValueError, match=f"must be whole numbers, got a tensor of {dtype}"):
+            PackedBatch.of(batch)
+
+
+def test_labels_that_count_are_those_that_are_not_ignored():
+    labels = torch.tensor([[0, 0, IGNORE_INDEX, 1, 3, 2]])
+    assert PackedBatch.of({"input": TOKENS}, labels).num_valid == 5
+
+
 def test_labels_are_not_changed_in_place():
     labels = torch.zeros_like(TOKENS)
     assert policy().mask_labels({"input": TOKENS}, labels).count_nonzero() == 2
@@ -120,6 +133,13 @@ def test_positions_restart_with_each_document():
     assert extra_kwargs == {"attention_masks": "masks"}
     assert extra_inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert model.asked_with["document_ids"].tolist() == [[0, 0, 1, 1, 1, 1]]
+
+
+def test_masks_are_made_of_document_ids_alone():
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    model = Model()
+    model_inputs(policy("position_block_causal"), {"input": TOKENS, "positions": positions}, model)
+    assert model.asked_with.keys() == {"document_ids"}
 
 
 def test_positions_of_the_batch_are_kept():
@@ -216,7 +236,7 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
 
 def test_batch_that_needs_no_split_stays_one():
     batch = PackedBatch.of({"input": TOKENS, "attention_masks": "own"}, TOKENS)
-    assert batch.split(8) == [batch]
+    assert batch.split(8) == batch.split(1) == [batch]
 
 
 @pytest.mark.parametrize(
@@ -240,3 +260,14 @@ def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     padded = two_ranks.pad(policy().pack(batch))
     assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
     assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
+
+
+def test_padding_for_context_parallelism_counts_nowhere():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    rows = {"input": torch.ones(2, 3).long(), "positions": torch.arange(3)[None]}
+    packed = PackedBatch.of(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
+    padded = two_ranks.pad(packed)
+    assert padded.tokens.tolist() == [[1, 1, 1, 0]] * 2
+    assert padded.labels.tolist() == [[5, 5, 5, IGNORE_INDEX]] * 2
+    assert padded.entries["positions"].tolist() == [[0, 1, 2, -1]]  # of all rows
+    assert padded.entries["loss_weights"].tolist() == [[1, 1, 1, 0]] * 2

@@ -1,8 +1,10 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.testing.gloo import run_ranks
@@ -79,6 +81,29 @@ def test_derived_numbers():
     assert dims(dp_shard=4, cp=2, tp=3, pp=2).non_data_parallel_size == 12
     assert dims(cp=2, tp=4).seq_len_divisor == 16
     assert dims(tp=2).seq_len_divisor == 4
+
+
+@pytest.mark.parametrize(
+    "degrees, uses_fsdp",
+    [
+        ({}, False),
+        ({"tp": 2}, False),
+        ({"dp_replicate": 2}, False),  # DDP
+        ({"dp_replicate": 2, "tp": 2}, True),  # which DDP cannot
+        ({"dp_shard": 2}, True),
+        ({"cp": 2}, True),
+        ({"always_fsdp": True}, True),
+    ],
+)
+def test_fsdp_holds_parameters_where_it_shards_them_or_ddp_cannot(degrees, uses_fsdp):
+    assert dims(**degrees).uses_fsdp is uses_fsdp
+
+
+def test_context_parallel_ranks_share_rows_parameters_and_the_loss():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    d = dims(dp_shard=2, cp=2, tp=2)
+    ranks = {name: d.get_mesh(name).mesh.tolist() for name in ("batch", "cp", "fsdp", "loss")}
+    assert ranks == {"batch": [3, 7], "cp": [1, 3], "fsdp": [1, 3, 5, 7], "loss": [1, 3, 5, 7]}
 
 
 def look_at_single_rank(_):

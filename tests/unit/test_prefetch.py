@@ -2,11 +2,13 @@
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchtitan.batch.batch import PackedBatch
+from torchtitan.data import prefetch
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.prefetch import StepsAhead
 
@@ -15,13 +17,14 @@ class Numbers(BaseDataLoader):
     """Batches 1, 2, ...: batch n has n valid tokens. `error` comes in place of batch `end`."""
 
     def __init__(self, end=1000, error=None):
-        self.last, self.end, self.error = 0, end, error
+        self.last, self.end, self.error, self.n_read = 0, end, error, 0
         self.threads = set()
 
     def __iter__(self):
         while self.last + 1 < self.end:
             self.threads.add(threading.current_thread())
             self.last += 1
+            self.n_read += 1
             yield {"input": torch.full((1, self.last), self.last)}, torch.ones(1, self.last)
         if self.error is not None:
             raise self.error
@@ -78,7 +81,44 @@ def test_nothing_is_read_beyond_the_last_step():
     items = iter(steps)
     assert [number(next(items)) for _ in range(4)] == [1, 2, 3, 4]
     steps.close()
-    assert loader.last == 4
+    assert loader.last == loader.n_read == 4
+
+
+def test_position_that_the_loader_changes_in_place_is_copied():
+    class Live(Numbers):
+        position = {"last": 0}
+
+        def state_dict(self):
+            self.position["last"] = self.last
+            return self.position
+
+    steps = ahead(Live())
+    next(iter(steps))
+    wait_until_idle(steps)
+    assert steps._dataloader.state_dict() == {"last": 4} and steps.state_dict() == {"last": 2}
+    steps.close()
+
+
+def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkeypatch):
+    def all_reduce(sums, group):
+        assert group == "of the data"
+        sums += torch.tensor(
+            [sums[0].item(), 0, 1]
+        )  # the other rank's: as many tokens, one failure
+
+    group = SimpleNamespace(
+        get_backend=lambda: "gloo",
+        new_group=lambda **_: "of the data",
+        all_reduce=all_reduce,
+        is_initialized=lambda: False,
+    )
+    monkeypatch.setattr(prefetch, "dist", group)
+    second = timedelta(seconds=1)
+    pack = lambda item: PackedBatch.of(*item)  # noqa: E731
+    steps = prefetch.StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), 2, second)
+    assert [number(item) for item, _ in zip(steps, range(3), strict=False)] == [1, 2]
+    assert steps.counts == prefetch.StepCounts(3, 0, 1)
+    steps.close()
 
 
 def test_data_that_end_within_a_step_leave_the_position_before_it():

@@ -43,6 +43,15 @@ def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
     assert text == f"optimizer.beta1 was 0.9 there and is 0.8 now: {used}"
 
 
+def test_learning_rate_comes_with_the_schedule():
+    for loaded, used in (
+        ("lr_scheduler", "the saved one is used"),
+        ("optimizer", "this run's is used"),
+    ):
+        (text,) = told([loaded], optimizer__lr=1.0)
+        assert text.startswith("optimizer.lr was ") and text.endswith(used)
+
+
 def test_each_difference_is_told():
     texts = told(
         lr_scheduler__warmup_steps=7,

@@ -146,6 +146,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             )
         loader_states = [_read_loader_state(state_dict, name) for name in names]
         super().load_state_dict({})  # forgets iterator and workers of the present position
+        self.next_iter_state = None  # of a position that was loaded before
         with _one_error_if_damaged():
             self.dataset.inherit(
                 [state for loader in loader_states for state in _reader_states(loader)]

@@ -276,6 +276,16 @@ def test_packed_rows_hold_whole_samples_whose_positions_restart():
         assert not cell.loss_weights[in_padding].any()
 
 
+def test_packing_fills_rows_to_their_last_slot_and_not_beyond():
+    samples = sequences_of(5, 3, 8, 6, 2, 9)
+    batch = make_batcher(packing=True, rows=4, seq_len=8).batch(samples)
+    assert batch.oversize == (5,)
+    ((cell,),) = batch.microbatches
+    assert cell.token_ids.shape == (3, 8) and (cell.sequence_ids >= 0).all()
+    rows = [[slot.sample for slot in cell.slots if slot.row == row] for row in range(3)]
+    assert rows == [[2], [3, 4], [0, 1]]  # the longest first, each into the first row with room
+
+
 def test_rows_are_as_long_as_the_longest_sample_rounded_up():
     (of_ranks,) = make_batcher(pad_multiple=8).batch(sequences_of(3, 9)).microbatches
     assert of_ranks[0].token_ids.shape == (2, 16)
@@ -306,6 +316,9 @@ def test_samples_keep_weights_of_their_own():
     samples = [dataclasses.replace(s, weights=weights) for s in sequences_of(2, 2)]
     ((cell,),) = make_batcher("token-mean").batch(samples).microbatches
     assert cell.loss_weights.tolist() == [[0.0, 3.0], [0.0, 3.0]]
+    samples[1].loss_mask[1] = 0  # whatever weight such a token has
+    ((cell,),) = make_batcher("token-mean").batch(samples).microbatches
+    assert cell.loss_weights.tolist() == [[0.0, 3.0], [0.0, 0.0]]
 
 
 def test_samples_of_which_only_some_have_weights_or_reference_are_refused():

@@ -18,7 +18,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.critic import Critic, ValueLoss
+from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.trainer import PolicyTrainer
 
@@ -103,6 +103,14 @@ def test_value_loss_and_its_gradient_are_those_worked_out_token_by_token(value_c
     assert output.loss.item() == pytest.approx(total, rel=1e-13)
     assert output.metrics["value_clipped_frac"].item() == n_clipped
     assert (n_clipped > 0) == (value_clip > 0)
+
+
+def test_explained_variance_is_the_share_of_the_returns_that_values_tell():
+    returns = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    for values, expected in (([1.0, 2.0, 3.0], 1.0), ([7.0] * 3, 0.0), ([0.5, 1.0, 1.5], 0.75)):
+        fit = _fit_of_values([*torch.tensor(values).split([2, 1])], returns)
+        assert fit["explained_variance"] == pytest.approx(expected)
+        assert (fit["value_mean"], fit["return_mean"]) == (sum(values) / 3, 2.0)
 
 
 # ---- the critic ----

@@ -1,5 +1,6 @@
 """Episodes of several turns: what is sampled, replied, trained on and counted."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
@@ -108,6 +109,38 @@ def test_each_turn_has_draws_of_its_own_which_follow_from_the_step_and_the_row(t
     alone = Scripted(task.tokenizer, bisect)
     draw(task, alone, tmp_path, "--rl.task.max_turns=1")
     assert alone.calls == generator.calls[:1]
+
+
+class Updated(Scripted):
+    """Whose weights are replaced after each turn."""
+
+    def _draw(self, *arguments):
+        completions = super()._draw(*arguments)
+        self.policy_version += 1
+        return [dataclasses.replace(c, policy_version=self.policy_version) for c in completions]
+
+
+def test_each_sample_of_each_prompt_gets_replies_of_its_own_and_knows_its_oldest_weights(tmp_path):
+    task = GuessTask(value_max=6)
+    draws = Draws(task, Updated(task.tokenizer, bisect), torch.device("cpu"), ahead=False)
+    rollouts = Rollouts(task, toy_config(tmp_path, *GUESS).rl, draws)
+    rollouts.start_until(1)
+    episodes = rollouts.take(1)
+    assert [e.group_id for e in episodes] == [place for place in range(4) for _ in range(4)]
+    assert {e.reward for e in episodes} == {1}  # this policy finds what the replies are about
+    assert {e.policy_version for e in episodes} == {6}
+    longest = max(episodes, key=lambda episode: len(episode.token_ids))
+    assert longest.token_versions == (6, 6, -1, 7, 7, -1, 8, 8)
+
+
+def test_steps_that_were_drawn_ahead_are_not_drawn_again(tmp_path):
+    task = GuessTask(value_max=6)
+    draws = Draws(task, Scripted(task.tokenizer, bisect), torch.device("cpu"), ahead=False)
+    rollouts = Rollouts(task, toy_config(tmp_path, *GUESS).rl, draws)
+    for skip_to, start_until, n_steps_drawn in ((1, 3, 3), (2, 3, 3), (5, 5, 4)):
+        rollouts.skip_to(skip_to)
+        rollouts.start_until(start_until)
+        assert task.state_dict() == {"num_drawn": 4 * n_steps_drawn}
 
 
 def test_turn_that_is_cut_off_or_ends_with_no_number_ends_the_episode(tmp_path):

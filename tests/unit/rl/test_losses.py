@@ -208,6 +208,8 @@ def test_metrics_are_sums_over_tokens_that_become_means():
     assert metrics["logprob_diff_mean"] == pytest.approx((math.log(1.5) + math.log(2)) / 3)
     assert metrics["logprob_diff_max"] == pytest.approx(math.log(2))
     assert metrics["policy_loss"] == pytest.approx(output.loss.item())
+    whole = {"policy_loss": 6.0, "mismatch_max": 6.0, "masked_sequences_count": 6.0}
+    assert finalize_metrics(whole | {"kl_ref": 6.0}, 3) == whole | {"kl_ref": 2.0}
     # KL(generator || policy) by k3, r - 1 - log r.
     kl = [r - 1 - math.log(r) for r in ratios[:3]]
     assert metrics["kl_generator"] == pytest.approx(sum(kl) / 3)

@@ -164,8 +164,11 @@ def test_metrics_count_what_was_weighted_and_left_out():
     loss = GRPOLoss(
         correction="sequence", max_token_mismatch=0.9, max_sequence_mismatch=0.4, correction_cap=1.1
     )
-    batch = make_batch([-2.0] * 6, [1.0] * 6, sequence_ids=SEQUENCES)
-    metrics = loss(torch.tensor([[-2 + m for m in MISMATCH]]), None, batch).metrics
+    # Then a token of the first sequence that was not sampled, and padding.
+    batch = make_batch([-2.0] * 8, [1.0] * 8)
+    batch["sequence_ids"] = torch.tensor([[*SEQUENCES[0].tolist(), 0, -1]])
+    batch["loss_mask"][0, 6:] = batch["loss_weights"][0, 6:] = 0
+    metrics = loss(torch.tensor([[-2 + m for m in [*MISMATCH, 3.0, 0.0]]]), None, batch).metrics
     assert tuple(metrics) == loss.metric_names
     found = {name: value.item() for name, value in metrics.items()}
     assert found["mismatch_mean"] == pytest.approx(sum(map(abs, MISMATCH)))

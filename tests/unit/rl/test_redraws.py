@@ -6,7 +6,9 @@ import torch
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.rollout import Request
 from torchtitan.rl.tasks import Grade
+from torchtitan.rl.types import Episode
 
 
 def controller_of(folder, *overrides):
@@ -20,6 +22,16 @@ def test_penalty_grows_linearly_over_the_last_tokens():
     # By hand, eq. 13: (|y| - 15) / 5, twice.
     assert [penalty(n) for n in (1, 15, 16, 19, 20)] == pytest.approx([0, 0, 0.4, 1.6, 2.0])
     assert OverlongPenalty(max_tokens=20)(20) == 0
+
+
+def test_penalty_of_a_dialogue_is_that_of_its_longest_turn():
+    episode = Episode(
+        group_id=0, prompt="", prompt_token_ids=(1,), expected_answer="", text="", reward=1.0,
+        token_ids=(2,) * 8, token_log_probs=(0.0,) * 8, policy_version=0,
+        loss_mask=(1, 0, 1, 1, 1, 1, 1, 0),
+    )  # fmt: skip
+    request = Request([], 1, OverlongPenalty(max_tokens=6, num_tokens=2))
+    assert request.with_extras(episode, 0).reward == 0.5  # 5 tokens, half-way from 4 to 6
 
 
 def test_long_completions_lose_reward_in_training_and_not_in_evaluation(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.report import append_episodes, mean_scores
+from torchtitan.rl.report import append_episodes, mean_scores, staleness
 from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Grade, Prompt, SumDigitsTask
 from torchtitan.rl.types import Completion, Episode, TrainingSample
@@ -39,6 +39,11 @@ def test_completions_are_graded_without_their_stop_token():
     assert len(episodes[0].token_log_probs) == 2
     (cut,) = make_episodes(TASK, PROMPTS[:1], [completion("7", stops=False)])
     assert (cut.text, cut.reward, cut.finish_reason) == ("7", 1, "length")
+    (stopped,) = make_episodes(TASK, PROMPTS[:1], [completion("7=+", stops=False)], ["+", "="])
+    assert stopped.text == "7=+"  # it did not stop
+    said = replace(completion("7=+", stops=False), finish_reason="stop")
+    (stopped,) = make_episodes(TASK, PROMPTS[:1], [said], ["+", "="])
+    assert (stopped.text, stopped.reward) == ("7", 1)
 
 
 def test_advantages_are_within_prompts_and_make_training_samples():
@@ -47,6 +52,18 @@ def test_advantages_are_within_prompts_and_make_training_samples():
     samples = [TrainingSample.of_episode(episode) for episode in episodes]
     assert [sample.policy_version for sample in samples] == [2] * 4
     assert samples[1].advantages.tolist() == [0, 0, 0, -0.5, -0.5]
+
+
+def test_lag_is_that_of_the_oldest_episode_and_its_mean_that_of_all():
+    episode = dict(group_id=0, prompt="", prompt_token_ids=(1,), expected_answer="", text="")
+    episode |= dict(token_ids=(2,), token_log_probs=(0.0,))
+    assert staleness([Episode(**episode, policy_version=v) for v in (5, 3, 5, 5)], 6) == {
+        "rl/lag": 3,
+        "rl/lag_mean": 1.5,
+        "rl/versions_per_episode": 1.0,
+        "rl/episodes_by_lag/1": 3,
+        "rl/episodes_by_lag/3": 1,
+    }
 
 
 def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):

@@ -169,12 +169,17 @@ class FailsAtTheSecond(CrossEntropyLoss):
 
 def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer):
     batch = batcher(rows=2, agg_mode="token-mean", deferred=True).batch(toy_samples(9))
+    trainer.zero_grad()
+    trainer.forward_backward(batch)
+    expected = gradients(trainer)
     with pytest.raises(RuntimeError, match="the second microbatch"):
         trainer.forward_backward(batch, FailsAtTheSecond())
     with pytest.raises(ValueError, match="found no gradients"):
         trainer.optim_step()
     trainer.forward_backward(batch)
     assert trainer._denominator == batch.denominator
+    for name, gradient in gradients(trainer).items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,21 @@ def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
     assert (sample.group_id, sample.policy_version, len(sample)) == (3, 4, 4)
 
 
+def test_stop_string_may_be_longer_than_the_last_tokens():
+    sampling = SamplingConfig(
+        stop_strings=("a stop", "b"), decode=lambda ids: "".join(map(chr, ids))
+    )
+    for text, stops in (("x" * 20 + "a stop", True), ("a stop", True), ("a stoq", False)):
+        assert sampling.stops_at([*map(ord, text)]) is stops
+
+
+def test_episode_counts_the_tokens_and_the_weights_of_its_turns_alone():
+    dialogue = make_episode(token_ids=(8, 9, 1, 7), loss_mask=(1, 1, 0, 1))
+    assert dialogue.turn_lengths == [2, 1] and make_episode().turn_lengths == [2]
+    for versions, n in (((4, 4, -1, 4), 1), ((4, 5, -1, 5), 2), (None, 1)):
+        assert make_episode(token_versions=versions).num_versions == n
+
+
 def test_episode_without_advantage_is_refused():
     with pytest.raises(ValueError, match="group 3 has no advantage yet"):
         TrainingSample.of_episode(make_episode())

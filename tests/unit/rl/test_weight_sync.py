@@ -1,6 +1,8 @@
 """Weights that go to a generator's own copy: complete, of the right version, bit for bit."""
 
 import copy
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
     OurNames,
+    StaleWeightsError,
     WeightMismatchError,
+    WeightSync,
     copy_weights,
 )
 
@@ -122,3 +126,12 @@ def test_weights_of_another_dtype_are_refused():
     generator = CopyGenerator(tiny("llama3", 2))
     with pytest.raises(WeightMismatchError, match="send weights in the generator's dtype"):
         generator.update_weights(weights_of(tiny("llama3", 1), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_generator_that_has_other_weights_after_an_update_is_told(version):
+    generator = SimpleNamespace(
+        weight_dtype=None, weight_names="none", policy_version=version, update_weights=mock.Mock()
+    )
+    with pytest.raises(StaleWeightsError, match=f"has version {version} after an update to 3"):
+        WeightSync(SimpleNamespace(weights_version=3), generator).update()
