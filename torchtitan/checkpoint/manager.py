@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import HashingWriter, list_steps, mark_kept, newest_finished_step
+from torchtitan.checkpoint.folder import (
+    HashingWriter,
+    list_steps,
+    mark_kept,
+    newest_finished_step,
+    remove_failed_save,
+)
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention, estimated_bytes, warn_of_little_space
 from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
@@ -50,7 +56,7 @@ from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
@@ -235,7 +241,7 @@ class CheckpointManager:
             folder = os.fspath(path)
             self._retention.given.add(os.path.realpath(folder))
             # Before the first byte: a save that is killed leaves a folder that is still kept.
-            with self._explaining_failure(f"The checkpoint {folder} could not be written"):
+            with self._explaining_failure(folder, f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
         # The last save is synchronous in every mode: the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -266,7 +272,7 @@ class CheckpointManager:
         self._wait_for_save()
         self.states[MODEL].refresh()
         states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
-        with self._explaining_failure(f"The Hugging Face files in {path} could not be written"):
+        with self._explaining_failure(path, f"The Hugging Face files in {path} could not be written"):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
     def maybe_wait_for_staging(self) -> None:
@@ -296,7 +302,8 @@ class CheckpointManager:
             arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
             arguments["async_stager"] = self.stager
         copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
-        with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
+        what = f"The checkpoint {checkpoint_id} could not be written"
+        with self._explaining_failure(checkpoint_id, what):
             if to_hf:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
@@ -356,13 +363,16 @@ class CheckpointManager:
             return False
         future, path = self.save_future, self._saving_to
         self.save_future = self._saving_to = None
-        with self._explaining_failure(f"The asynchronous save to {path} failed"):
+        with self._explaining_failure(path, f"The asynchronous save to {path} failed"):
             future.result()
         return True
 
     @contextmanager
-    def _explaining_failure(self, what: str) -> Iterator[None]:
-        """Make one RunError, the same on all ranks, of what fails inside; it says what is left."""
+    def _explaining_failure(self, folder: str | None, what: str) -> Iterator[None]:
+        """Make one RunError, the same on all ranks, of what fails inside; it says what is left.
+
+        What was written to `folder` is removed then: it may be what fills the disk.
+        """
 
         def advice() -> str:
             step = newest_finished_step(self.folder)
@@ -374,9 +384,12 @@ class CheckpointManager:
         try:
             with dcp.one_error(what, advice):
                 yield
-        except BaseException:
+        except BaseException as error:
             # All ranks get the error, but only some of them may remember a plan.
             self._plans.forget()
+            if folder and isinstance(error, RunError) and _rank() == 0:
+                with suppress(OSError):
+                    remove_failed_save(folder)
             raise
 
     def _should_save(self, curr_step: int, last_step: bool) -> bool:
