@@ -1053,8 +1053,17 @@ def test_unknown_name_in_exclude_from_loading_lists_the_names(tmp_path):
 def test_model_only_checkpoint_loads_with_a_warning(tmp_path, caplog):
     run = Run(tmp_path)
     run.train()
-    run.manager.save(1, last_step=True)
+    with caplog.at_level("INFO"):
+        run.manager.save(1)
+        assert "last_save_model_only" not in caplog.text and not run.manager.holds_weights_only(1)
+        run.manager.save(1, last_step=True)
+    (told,) = [line for line in caplog.messages if "last_save_model_only" in line]
+    assert told.endswith(
+        "step 1's save, weights only: training cannot continue from it; "
+        "checkpoint.last_save_model_only = false saves everything"
+    )
     other = Run(tmp_path, seed=1)
+    assert other.manager.holds_weights_only(1)
     assert other.manager.load()
     assert "holds weights only" in caplog.text
     assert other.counter.step == 0
@@ -1259,6 +1268,7 @@ def test_hf_export_in_own_folder_continues_with_its_weights(tmp_path, caplog):
     run.train()
     run.manager.save(2, last_step=True)
     other = Run(tmp_path, adapter=NetAdapter(None, None), seed=1)
+    assert other.manager.holds_weights_only(2) and not other.manager.holds_weights_only(1)
     assert other.manager.load()
     assert other.counter.step == 0 and "Hugging Face format" in caplog.text
     assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
+    Contents,
     HashingWriter,
+    contents_of,
     list_steps,
     mark_kept,
     newest_finished_step,
@@ -44,6 +46,8 @@ from torchtitan.checkpoint.states import (
     OPTIMIZER,
     ModelWrapper,
     fit_to_checkpoint,
+    keys_outside_model,
+    saved_shapes_in,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
@@ -243,11 +247,12 @@ class CheckpointManager:
             # Before the first byte: a save that is killed leaves a folder that is still kept.
             with self._explaining_failure(folder, f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
+        has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode: the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
             self.states[MODEL].refresh()
             states = self._flattened_model_states_sd()
-            if last_step and self.last_save_model_only:
+            if has_weights_only:
                 states = {
                     name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
                     for name, tensor in self.states[MODEL].state_dict().items()
@@ -257,8 +262,14 @@ class CheckpointManager:
         else:
             self._save_in_background(folder)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
+        told = ""
+        if has_weights_only and curr_step > 0:  # a seed has no more to keep
+            told = (
+                ", weights only: training cannot continue from it; "
+                "checkpoint.last_save_model_only = false saves everything"
+            )
         logger.info(
-            f"Training waited {seconds:.2f} s for step {curr_step}'s save",
+            f"Training waited {seconds:.2f} s for step {curr_step}'s save{told}",
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
         self._purge()  # last, so that a save that fails costs no older checkpoint
@@ -501,6 +512,17 @@ class CheckpointManager:
         folders = from_rank_zero(lambda: list_steps(self.folder))
         newest = self._selection.newest_whole_step(self.folder, folders)
         return -1 if newest is None else newest.step
+
+    def holds_weights_only(self, step: int) -> bool:
+        """Whether that step of this run's folder has nothing to continue training with. Collective."""
+        path = self._create_checkpoint_id(step)
+
+        def look() -> bool:
+            if (saved := saved_shapes_in(path)) is None:
+                return contents_of(path) == Contents.HF
+            return not keys_outside_model(saved, self.states)
+
+        return from_rank_zero(look)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is finished, -1 if there is none."""

@@ -303,6 +303,7 @@ FAULTS = [
         arrange=resume("--training.steps=6", change=keep_weights_only),
         exit_code=1,
         after_run=True,
+        absent=("start from zero", "Loading the checkpoint"),
     ),
     Fault(
         name="run that is complete",
