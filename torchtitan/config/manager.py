@@ -64,9 +64,8 @@ class ConfigManager:
             base = self._dict_to_dataclass(config_cls, toml_values or {})
         except ConfigError as error:
             path = _flag_value(args, "job", "config_file")
-            raise ConfigError(
-                f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
-            ) from error
+            where = f" (in {path}; `{_program()} --help` lists all keys)"
+            raise ConfigError(str(error) + where, error.sentence + where) from error
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
@@ -277,7 +276,7 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
         yield
         return
     except (ValueError, FileNotFoundError) as error:
-        message = f"config error: {error}"
+        message = f"config error: {getattr(error, 'sentence', error)}"
     except _FlagMistake as error:
         message = error.message
     if tell is not None:
@@ -325,10 +324,13 @@ def _sentence_in(box: str) -> str:
     parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
     problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
+    sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
     hint = f"; there is {', '.join(known)}" if known else ""
-    if problem[-1:] in (["Unrecognized options: True"], ["Unrecognized options: False"]):
+    if sentence in ("True is unknown", "False is unknown"):
         hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
-    return f"config error: {' '.join(problem)}{hint} (`{_program()} --help` lists all keys)"
+    elif is_typo and known:
+        hint = f", did you mean {', '.join(line.split()[0] for line in known)}?"
+    return f"config error: {sentence}{hint} (`{_program()} --help` lists all keys)"
 
 
 def _expand_home(section: Any) -> None:

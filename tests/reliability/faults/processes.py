@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         name="unknown key on one rank",
-        message="rank 1: … Unrecognized options …--training.stepz…",
+        message="rank 1: config error: --training.stepz…is unknown, did you mean …",
         cause="The command differs between machines.",
         remedy="Start all ranks with the same command.",
         arrange=flags(),
