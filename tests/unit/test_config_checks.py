@@ -214,7 +214,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
         ["profiling.profile_freq", "got 3 with 3 + 1", "set it to 4"],
     ),
-    "torchft": ({"fault_tolerance__enable": True}, ["fault_tolerance.enable", "set it to false"]),
+    "torchft": ({"fault_tolerance__enable": True}, ["fault_tolerance.enable", "leave it out", "--max-restarts"]),
     "degree": (
         {"parallelism__tensor_parallel_degree": 0},
         ["parallelism.tensor_parallel_degree", "at least 1", "got 0", "1 turns it off"],
@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     ),
     "expert communication": (
         {"parallelism__expert_parallel_comm_backend": "deepep"},
-        ["parallelism.expert_parallel_comm_backend", "'deepep'", "set it to 'standard'"],
+        ["parallelism.expert_parallel_comm_backend", "'deepep'", "leave it out"],
     ),
     "dataset path": (
         {"training__dataset_path": "data/no.jsonl"},

@@ -231,7 +231,19 @@ def test_help_lists_every_key(capsys):
     printed = capsys.readouterr().out.replace("_", "-")
     for section in dataclasses.fields(JobConfig):
         for key in dataclasses.fields(section.type):
-            assert f"--{section.name}.{key.name}".replace("_", "-") in printed
+            flag = f"--{section.name}.{key.name}"
+            only_raises = section.name == "fault_tolerance" or flag.endswith("_comm_backend")
+            assert (flag.replace("_", "-") in printed) is not only_raises
+
+
+def test_what_is_not_available_is_refused_where_it_is_parsed(parse_toml):
+    """Everything else of the section is taken, as the reference's configs may have it."""
+    with pytest.raises(ConfigError, match=r"fault_tolerance.enable .*--max-restarts"):
+        parse("--fault_tolerance.enable")
+    with pytest.raises(ConfigError, match="comm_backend must be 'standard'.*'deepep'.*leave it out"):
+        parse_toml({"parallelism": {"expert_parallel_comm_backend": "deepep"}})
+    config = parse("--fault_tolerance.replica_id=1", "--fault_tolerance.no_enable")
+    assert config.fault_tolerance.replica_id == 1
 
 
 @pytest.mark.filterwarnings("ignore:get_parser")
