@@ -446,5 +446,6 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     if engine.step > 0:
         logger.info("the run continues after step %d", engine.step)
     started = event("training", engine.step)
-    logger.info("training starts at step %d", engine.step + 1, extra=started)
+    compiling = "; compiling, so the first one takes longer" if config.compile.enable else ""
+    logger.info("training starts at step %d%s", engine.step + 1, compiling, extra=started)
     return True

@@ -214,7 +214,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
         ["profiling.profile_freq", "got 3 with 3 + 1", "set it to 4"],
     ),
-    "torchft": ({"fault_tolerance__enable": True}, ["fault_tolerance.enable", "leave it out", "--max-restarts"]),
+    "torchft": (
+        {"fault_tolerance__enable": True},
+        ["fault_tolerance.enable", "leave it out", "--max-restarts"],
+    ),
     "degree": (
         {"parallelism__tensor_parallel_degree": 0},
         ["parallelism.tensor_parallel_degree", "at least 1", "got 0", "1 turns it off"],

@@ -240,7 +240,9 @@ def test_what_is_not_available_is_refused_where_it_is_parsed(parse_toml):
     """Everything else of the section is taken, as the reference's configs may have it."""
     with pytest.raises(ConfigError, match=r"fault_tolerance.enable .*--max-restarts"):
         parse("--fault_tolerance.enable")
-    with pytest.raises(ConfigError, match="comm_backend must be 'standard'.*'deepep'.*leave it out"):
+    with pytest.raises(
+        ConfigError, match="comm_backend must be 'standard'.*'deepep'.*leave it out"
+    ):
         parse_toml({"parallelism": {"expert_parallel_comm_backend": "deepep"}})
     config = parse("--fault_tolerance.replica_id=1", "--fault_tolerance.no_enable")
     assert config.fault_tolerance.replica_id == 1
@@ -372,7 +374,10 @@ def test_mistake_in_toml_is_one_line(tmp_path, capsys):
     for text, words in (
         ("[training]\nstepz = 3", "'stepz' in [training] is unknown, did you mean 'steps'?"),
         ("[trainign]\nsteps = 3", "'trainign' in the file is unknown, did you mean 'training'?"),
-        ("[training]\nsteps = 'a'", "[training] steps = 'a': expected int, got str; the default is"),
+        (
+            "[training]\nsteps = 'a'",
+            "[training] steps = 'a': expected int, got str; the default is",
+        ),
         ("model = 3", "model is a table of settings, got the single value 3; write [model] on a"),
     ):
         path.write_text(text)

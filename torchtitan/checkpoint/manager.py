@@ -283,7 +283,9 @@ class CheckpointManager:
         self._wait_for_save()
         self.states[MODEL].refresh()
         states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
-        with self._explaining_failure(path, f"The Hugging Face files in {path} could not be written"):
+        with self._explaining_failure(
+            path, f"The Hugging Face files in {path} could not be written"
+        ):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
     def maybe_wait_for_staging(self) -> None:

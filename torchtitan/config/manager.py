@@ -19,7 +19,7 @@ import tyro
 
 from torchtitan.config.checks.common import import_named, is_path, refuse
 from torchtitan.config.checks.values import unavailable
-from torchtitan.config.job_config import FaultTolerance, JobConfig, section
+from torchtitan.config.job_config import FaultTolerance, JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
@@ -38,8 +38,12 @@ class _UnavailableParallelism:
 class _Unavailable:
     """Merged into the config for `--help`, which then leaves out what only raises."""
 
-    fault_tolerance: tyro.conf.Suppress[FaultTolerance] = section(FaultTolerance)
-    parallelism: _UnavailableParallelism = section(_UnavailableParallelism)
+    fault_tolerance: tyro.conf.Suppress[FaultTolerance] = dataclasses.field(
+        default_factory=FaultTolerance
+    )
+    parallelism: _UnavailableParallelism = dataclasses.field(
+        default_factory=_UnavailableParallelism
+    )
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):

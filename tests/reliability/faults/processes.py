@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         name="rank that fails",
         message="error: rank 0 ends because rank 1 failed: the disk is gone …error: the disk is gone "
-        "(found at …",
+        "(TORCHTITAN_TRACEBACK=1 shows the stack)",
         cause="One rank has an error; the others could only wait for it.",
         remedy="Mend what that rank's message says.",
         arrange=flags(_BROKEN, "--training.steps=1000"),
