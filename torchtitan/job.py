@@ -68,7 +68,10 @@ def model_of_file(config_file: str) -> dict[str, Any]:
     """
     from torchtitan.config import ConfigManager  # loads the command line's parser
 
-    config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
+    try:
+        config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
+    except ConfigError as error:
+        raise ConfigError(error.sentence) from error
     model = config.model
     return {
         "model_name": model.name,

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError, Peers
 from torchtitan.distributed.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import LostConnectionError, RunError
+from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError
 from torchtitan.tools.failures import allow_open_files, as_run_error
 from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
@@ -40,6 +41,12 @@ from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
+# Warnings of torch on a plain and on a compiled run; patterns of how they begin.
+_NOISE = (
+    "Torchinductor does not support code generation for complex operators",  # RoPE
+    "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
+)
 
 __all__ = ["Trainer", "main"]
 __getattr__ = load_on_access(__name__, {"Trainer": "torchtitan.trainer"})
@@ -64,6 +71,7 @@ def main(
     if not torch.distributed.is_initialized():  # a host decides itself what ends it
         signals.at_start.start()
     init_logger()
+    _quiet_libraries()
     logger.info("torchtitan version: %s", torchtitan.__version__)
     try:
         keep_freed_memory()
@@ -80,6 +88,14 @@ def main(
         sys.exit(128 + signal.SIGINT)
     finally:
         signals.at_start.close()
+
+
+def _quiet_libraries() -> None:
+    """Leave out of this program's output what libraries print and a user can do nothing about."""
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message, UserWarning)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
@@ -171,18 +187,19 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) 
     if not is_bug and "\nOriginal Traceback" in message:
         # An error in a data worker comes with the worker's stack before it.
         message = re.split(rf"\n[\w.]*{type(told).__name__}: ", message)[-1].strip()
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    sentence = f"error: {message}\n(found at {where.filename}:{where.lineno}"
+    sentence = f"error: {message}"
     shows_stack = is_bug or bool(os.environ.get("TORCHTITAN_TRACEBACK"))
     if shows_stack:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        sentence += f"\n(found at {where.filename}:{where.lineno})"
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except Exception:  # it may be somebody's own
             traceback.print_exception(error)
-    else:
-        sentence += "; TORCHTITAN_TRACEBACK=1 shows the stack"
+    elif not isinstance(told, ConfigError):
+        sentence += "\n(TORCHTITAN_TRACEBACK=1 shows the stack)"
     # Last, also on a console that ranks share: the others end once they have been told.
-    print(f"{sentence})", file=sys.stderr, flush=True)
+    print(sentence, file=sys.stderr, flush=True)
     if peers is not None:
         peers.report(message)
     stack = "".join(traceback.format_exception(error))

@@ -423,9 +423,9 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     Raises ValueError if the newest one holds weights only: starting again from step 0 would
     overwrite the run's own checkpoints.
     """
-    config = engine.job_config
-    engine.checkpointer.claim_folder()
-    newest = engine.checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
+    config, checkpointer = engine.job_config, engine.checkpointer
+    checkpointer.claim_folder()
+    newest = checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
     continues = newest > 0
     if continues and newest >= config.training.steps:
         logger.info(
@@ -433,18 +433,19 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             f"{config.training.steps}"
         )
         return False
-    engine.checkpointer.load(step=config.checkpoint.load_step)
-    follow_own_schedule(engine.lr_schedulers)
     excluded = config.checkpoint.exclude_from_loading
-    if continues and engine.step == 0 and "train_state" not in excluded:
+    if continues and "train_state" not in excluded and checkpointer.holds_weights_only(newest):
         raise ValueError(
             f"the newest checkpoint, of step {newest}, holds weights only "
             "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
+    checkpointer.load(step=config.checkpoint.load_step)
+    follow_own_schedule(engine.lr_schedulers)
     if engine.step > 0:
         logger.info("the run continues after step %d", engine.step)
     started = event("training", engine.step)
-    logger.info("training starts at step %d", engine.step + 1, extra=started)
+    compiling = "; compiling, so the first one takes longer" if config.compile.enable else ""
+    logger.info("training starts at step %d%s", engine.step + 1, compiling, extra=started)
     return True

@@ -307,7 +307,7 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 2, "expert_parallel_comm_backend": "deepep"},
         {"model": MOE},
-        ["expert_parallel_comm_backend must be 'standard'", "got 'deepep'", "set it to 'standard'"],
+        ["expert_parallel_comm_backend must be 'standard'", "got 'deepep'", "leave it out"],
     ),
     "ep, step in backward": (
         2,

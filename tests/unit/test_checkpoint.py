@@ -1015,17 +1015,36 @@ def test_unfinished_newest_step_falls_back_to_the_one_before(tmp_path, caplog):
     assert "step-2: its save was interrupted" in caplog.text
 
 
-def test_failed_write_leaves_an_unfinished_folder(tmp_path):
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path, async_mode):
+    run = Run(tmp_path, async_mode=async_mode)
+    run.train_and_save(1)
+    given, foreign = tmp_path / "given", tmp_path / "checkpoint/step-3"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("of somebody else")
+    failing = mock.patch(
+        "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
+    )
+    for number, path in ((2, None), (3, None), (4, str(given))):
+        with failing, pytest.raises(RuntimeError, match="disk full"):
+            run.manager.save(number, path=path)
+            run.manager.close()
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-3"]
+    # Marked, as everything that no checkpoint was finished in, so that a resume passes over it.
+    assert sorted(os.listdir(foreign)) == [UNFINISHED_MARKER, "notes.txt"]
+    assert not given.exists()
+    run.counter.step = 7
+    assert run.manager.load() and run.counter.step == 1
+
+
+def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replace(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    with (
-        mock.patch(
-            "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
-        ),
-        pytest.raises(RuntimeError, match="step-2 could not be written.*disk full"),
-    ):
-        run.manager.save(2)
-    assert (tmp_path / "checkpoint" / "step-2" / UNFINISHED_MARKER).is_file()
+    no_room = mock.patch(
+        "torchtitan.checkpoint.folder._write_synced", side_effect=OSError("disk full")
+    )
+    with no_room, pytest.raises(RuntimeError, match="step-1 could not be written.*disk full"):
+        run.manager.save(1)
     run.counter.step = 7
     assert run.manager.load() and run.counter.step == 1
 
@@ -1126,8 +1145,17 @@ def test_unknown_name_in_exclude_from_loading_lists_the_names(tmp_path):
 def test_model_only_checkpoint_loads_with_a_warning(tmp_path, caplog):
     run = Run(tmp_path)
     run.train()
-    run.manager.save(1, last_step=True)
+    with caplog.at_level("INFO"):
+        run.manager.save(1)
+        assert "last_save_model_only" not in caplog.text and not run.manager.holds_weights_only(1)
+        run.manager.save(1, last_step=True)
+    (told,) = [line for line in caplog.messages if "last_save_model_only" in line]
+    assert told.endswith(
+        "step 1's save, weights only: training cannot continue from it; "
+        "checkpoint.last_save_model_only = false saves everything"
+    )
     other = Run(tmp_path, seed=1)
+    assert other.manager.holds_weights_only(1)
     assert other.manager.load()
     assert "holds weights only" in caplog.text
     assert other.counter.step == 0
@@ -1332,6 +1360,7 @@ def test_hf_export_in_own_folder_continues_with_its_weights(tmp_path, caplog):
     run.train()
     run.manager.save(2, last_step=True)
     other = Run(tmp_path, adapter=NetAdapter(None, None), seed=1)
+    assert other.manager.holds_weights_only(2) and not other.manager.holds_weights_only(1)
     assert other.manager.load()
     assert other.counter.step == 0 and "Hugging Face format" in caplog.text
     assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))

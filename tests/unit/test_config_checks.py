@@ -1,10 +1,12 @@
 """Every rule: the message has the key, the value and the remedy, and a config that obeys passes."""
 
 import copy
+import errno
 import os
 import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -212,7 +214,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
         ["profiling.profile_freq", "got 3 with 3 + 1", "set it to 4"],
     ),
-    "torchft": ({"fault_tolerance__enable": True}, ["fault_tolerance.enable", "set it to false"]),
+    "torchft": (
+        {"fault_tolerance__enable": True},
+        ["fault_tolerance.enable", "leave it out", "--max-restarts"],
+    ),
     "degree": (
         {"parallelism__tensor_parallel_degree": 0},
         ["parallelism.tensor_parallel_degree", "at least 1", "got 0", "1 turns it off"],
@@ -231,7 +236,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     ),
     "expert communication": (
         {"parallelism__expert_parallel_comm_backend": "deepep"},
-        ["parallelism.expert_parallel_comm_backend", "'deepep'", "set it to 'standard'"],
+        ["parallelism.expert_parallel_comm_backend", "'deepep'", "leave it out"],
     ),
     "dataset path": (
         {"training__dataset_path": "data/no.jsonl"},
@@ -330,6 +335,21 @@ def test_pareto_needs_matplotlib(monkeypatch):
 def test_dump_folder_that_is_not_writable_is_named():
     message = message_of(check_job_config, config_with(job__dump_folder="/proc/x"))
     assert "job.dump_folder must be writable, got '/proc/x'" in message
+
+
+def test_unfinished_step_is_named_where_the_disk_is_full(tmp_path, monkeypatch):
+    """A killed job could not remove it."""
+    unfinished = tmp_path / "checkpoint/step-4"
+    unfinished.mkdir(parents=True)
+    (unfinished / ".incomplete").touch()
+    config = config_with(job__dump_folder=str(tmp_path), checkpoint__enable=True)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("tempfile.TemporaryDirectory", mock.Mock(side_effect=full))
+    message = message_of(check_job_config, config)
+    assert message.endswith(
+        f"(No space left on device); remove {unfinished}, whose save was interrupted, or choose "
+        "another"
+    )
 
 
 def test_dataset_path_may_be_a_hub_name_or_a_pattern(tmp_path):

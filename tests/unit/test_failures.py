@@ -5,14 +5,17 @@ import io
 import os
 import resource
 import sys
+import warnings
+from functools import partial
 
 import pytest
+import torch
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.failures import allow_open_files, as_run_error
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.train import _tell_failure
+from torchtitan.train import _quiet_libraries, _tell_failure
 
 
 def hook(*_):
@@ -43,6 +46,35 @@ def test_sentence_comes_below_the_stack_of_a_bug_and_before_what_other_ranks_say
     assert lines[-2].startswith(f"(found at {__file__}:")
     assert lines[-1] == "the others say: KeyError: 'no such thing'"
     assert "Traceback (most recent call last):" in lines[:-3]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "hint"),
+    [
+        (ConfigError("set it to 3"), 2, []),
+        (RunError("mend that"), 1, ["(TORCHTITAN_TRACEBACK=1 shows the stack)"]),
+    ],
+)
+def test_sentence_stands_without_the_place_in_this_code_that_found_it(error, code, hint, capsys):
+    assert _tell_failure(error, JobConfig(), None) == code
+    assert capsys.readouterr().err.splitlines() == [f"error: {error}", *hint]
+
+
+def test_program_leaves_out_warnings_of_torch_about_what_is_meant(monkeypatch):
+    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS", raising=False)
+    torch.set_warn_always(True)
+    norm = partial(torch.rms_norm, torch.ones(2, 4).bfloat16(), (4,), torch.ones(4))
+    try:
+        with pytest.warns(UserWarning, match="Mismatch dtype"):
+            norm()
+        with warnings.catch_warnings(record=True) as caught:
+            _quiet_libraries()
+            norm()
+            warnings.warn("of the user's own", UserWarning, stacklevel=1)
+    finally:
+        torch.set_warn_always(False)
+    assert [str(warning.message) for warning in caught] == ["of the user's own"]
+    assert os.environ.pop("HF_DATASETS_DISABLE_PROGRESS_BARS") == "1"  # off a terminal
 
 
 @pytest.mark.parametrize(
@@ -88,4 +120,4 @@ def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):
         logger.info("größe")
     finally:
         logger.handlers, logger.propagate = handlers, propagate
-    assert written.getvalue().endswith(rb"INFO - gr\xf6\xdfe" + b"\n")
+    assert written.getvalue().endswith(rb" gr\xf6\xdfe" + b"\n")

@@ -24,6 +24,7 @@ from torchtitan.config.checks.common import is_path, value_of
 from torchtitan.config.checks.values import _settings
 from torchtitan.config.job_config import Parallelism, Validation
 from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
+from torchtitan.job import model_of_file
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 
 TRAIN_CONFIGS = Path("torchtitan/models/llama3/train_configs")
@@ -217,7 +218,7 @@ def test_bad_flag_exits_with_2_and_one_message(flags, words, capsys):
 def test_any_rank_prints_what_is_wrong_and_which_rank_it_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for flags, word in ((["--abcde"], "Unrecognized"), (["--job.config_file=/x"], "config error")):
+    for flags, word in ((["--abcde"], "is unknown"), (["--job.config_file=/x"], "config error")):
         with pytest.raises(SystemExit, match="2"):
             parse_args_or_exit(flags)
         printed = capsys.readouterr().err
@@ -230,7 +231,21 @@ def test_help_lists_every_key(capsys):
     printed = capsys.readouterr().out.replace("_", "-")
     for section in dataclasses.fields(JobConfig):
         for key in dataclasses.fields(section.type):
-            assert f"--{section.name}.{key.name}".replace("_", "-") in printed
+            flag = f"--{section.name}.{key.name}"
+            only_raises = section.name == "fault_tolerance" or flag.endswith("_comm_backend")
+            assert (flag.replace("_", "-") in printed) is not only_raises
+
+
+def test_what_is_not_available_is_refused_where_it_is_parsed(parse_toml):
+    """Everything else of the section is taken, as the reference's configs may have it."""
+    with pytest.raises(ConfigError, match=r"fault_tolerance.enable .*--max-restarts"):
+        parse("--fault_tolerance.enable")
+    with pytest.raises(
+        ConfigError, match="comm_backend must be 'standard'.*'deepep'.*leave it out"
+    ):
+        parse_toml({"parallelism": {"expert_parallel_comm_backend": "deepep"}})
+    config = parse("--fault_tolerance.replica_id=1", "--fault_tolerance.no_enable")
+    assert config.fault_tolerance.replica_id == 1
 
 
 @pytest.mark.filterwarnings("ignore:get_parser")
@@ -339,11 +354,11 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
             "--checkpoint.interval=x",
             "Error parsing --checkpoint.interval: .*'x'; there is --checkp",
         ),
-        ("--checkpoint.enable=True", "Unrecognized options: True; a switch takes no value"),
+        ("--checkpoint.enable=True", "True is unknown; a switch takes no value"),
         ("--checkpoint.interval", "Missing value for argument '--checkpoint.interval'"),
         (
             "--checkpoint.intervals=3",
-            "Unrecognized options: --checkpoint.intervals=3; there is --ch",
+            r"--checkpoint.intervals=3 is unknown, did you mean --checkpoint.interval\?",
         ),
     ],
 )
@@ -352,6 +367,28 @@ def test_mistake_in_a_flag_is_one_line(flag, words, capsys):
         check_job_config(parse("--checkpoint.enable", flag))
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"config error: {words}", line)
+
+
+def test_mistake_in_toml_is_one_line(tmp_path, capsys):
+    path = tmp_path / "job.toml"
+    for text, words in (
+        ("[training]\nstepz = 3", "'stepz' in [training] is unknown, did you mean 'steps'?"),
+        ("[trainign]\nsteps = 3", "'trainign' in the file is unknown, did you mean 'training'?"),
+        (
+            "[training]\nsteps = 'a'",
+            "[training] steps = 'a': expected int, got str; the default is",
+        ),
+        ("model = 3", "model is a table of settings, got the single value 3; write [model] on a"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="2"), exit_on_config_error():
+            parse(f"--job.config_file={path}")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"config error: {words}")
+        assert line.endswith("--help` lists all keys)") and f"(in {path}; `" in line
+        with pytest.raises(ConfigError) as raised:
+            model_of_file(str(path))
+        assert line == f"config error: {raised.value}"
 
 
 def test_unknown_key_is_named_with_the_nearest_one(parse_toml):
@@ -365,7 +402,7 @@ def test_unknown_key_is_named_with_the_nearest_one(parse_toml):
         "Please modify your .toml config file or override these fields from the command line."
     )
     assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
-    assert lines[3] == "'stepz' in [training] is unknown, did you mean 'steps'?"
+    assert lines[3].startswith("'stepz' in [training] is unknown, did you mean 'steps'? (in ")
 
 
 def test_unknown_table_is_named_with_the_nearest_one(parse_toml):

@@ -47,7 +47,15 @@ DCP_METADATA = ".metadata"
 RUN_RECORD = "run.json"
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
-WEIGHT_FILES = (DCP_METADATA, HASHES_FILE, RUN_RECORD, HF_INDEX, "*.distcp", "*.safetensors")
+WEIGHT_FILES = (
+    DCP_METADATA,
+    f"{DCP_METADATA}.tmp",  # while DCP writes it
+    HASHES_FILE,
+    RUN_RECORD,
+    HF_INDEX,
+    "*.distcp",
+    "*.safetensors",
+)
 GIB = 1024**3
 
 
@@ -142,6 +150,21 @@ def start_writing(folder: str) -> None:
     files would be loaded in their place.
     """
     mark_unfinished(folder)
+    _remove_weights(folder)
+
+
+def remove_failed_save(folder: str) -> None:
+    """Free what a save that failed has written in `folder`; a whole checkpoint there stays.
+
+    Other files stay as well, and with them the marker.
+    """
+    if contents_of(folder) == Contents.UNFINISHED:
+        _remove_weights(folder)
+        if set(os.listdir(folder)) <= {UNFINISHED_MARKER, KEPT_MARKER}:
+            remove_folder(folder)
+
+
+def _remove_weights(folder: str) -> None:
     for entry in list(os.scandir(folder)):
         is_shards = entry.name == "sharded"
         if is_shards and entry.is_dir(follow_symlinks=False):

@@ -20,7 +20,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import HashingWriter, list_steps, mark_kept, newest_finished_step
+from torchtitan.checkpoint.folder import (
+    Contents,
+    HashingWriter,
+    contents_of,
+    list_steps,
+    mark_kept,
+    newest_finished_step,
+    remove_failed_save,
+)
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention, estimated_bytes, warn_of_little_space
 from torchtitan.checkpoint.run_record import check_same_optimizer, differences, read_record
@@ -38,6 +46,8 @@ from torchtitan.checkpoint.states import (
     OPTIMIZER,
     ModelWrapper,
     fit_to_checkpoint,
+    keys_outside_model,
+    saved_shapes_in,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
@@ -50,7 +60,7 @@ from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
@@ -235,13 +245,14 @@ class CheckpointManager:
             folder = os.fspath(path)
             self._retention.given.add(os.path.realpath(folder))
             # Before the first byte: a save that is killed leaves a folder that is still kept.
-            with self._explaining_failure(f"The checkpoint {folder} could not be written"):
+            with self._explaining_failure(folder, f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
+        has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode: the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
             self.states[MODEL].refresh()
             states = self._flattened_model_states_sd()
-            if last_step and self.last_save_model_only:
+            if has_weights_only:
                 states = {
                     name: tensor.to(self.export_dtype) if tensor.is_floating_point() else tensor
                     for name, tensor in self.states[MODEL].state_dict().items()
@@ -251,8 +262,14 @@ class CheckpointManager:
         else:
             self._save_in_background(folder)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
+        told = ""
+        if has_weights_only and curr_step > 0:  # a seed has no more to keep
+            told = (
+                ", weights only: training cannot continue from it; "
+                "checkpoint.last_save_model_only = false saves everything"
+            )
         logger.info(
-            f"Training waited {seconds:.2f} s for step {curr_step}'s save",
+            f"Training waited {seconds:.2f} s for step {curr_step}'s save{told}",
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
         self._purge()  # last, so that a save that fails costs no older checkpoint
@@ -266,7 +283,9 @@ class CheckpointManager:
         self._wait_for_save()
         self.states[MODEL].refresh()
         states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
-        with self._explaining_failure(f"The Hugging Face files in {path} could not be written"):
+        with self._explaining_failure(
+            path, f"The Hugging Face files in {path} could not be written"
+        ):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
     def maybe_wait_for_staging(self) -> None:
@@ -296,7 +315,8 @@ class CheckpointManager:
             arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
             arguments["async_stager"] = self.stager
         copies = self._host_copies if async_mode == AsyncMode.ASYNC else None
-        with self._explaining_failure(f"The checkpoint {checkpoint_id} could not be written"):
+        what = f"The checkpoint {checkpoint_id} could not be written"
+        with self._explaining_failure(checkpoint_id, what):
             if to_hf:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
@@ -356,13 +376,16 @@ class CheckpointManager:
             return False
         future, path = self.save_future, self._saving_to
         self.save_future = self._saving_to = None
-        with self._explaining_failure(f"The asynchronous save to {path} failed"):
+        with self._explaining_failure(path, f"The asynchronous save to {path} failed"):
             future.result()
         return True
 
     @contextmanager
-    def _explaining_failure(self, what: str) -> Iterator[None]:
-        """Make one RunError, the same on all ranks, of what fails inside; it says what is left."""
+    def _explaining_failure(self, folder: str | None, what: str) -> Iterator[None]:
+        """Make one RunError, the same on all ranks, of what fails inside; it says what is left.
+
+        What was written to `folder` is removed then: it may be what fills the disk.
+        """
 
         def advice() -> str:
             step = newest_finished_step(self.folder)
@@ -374,9 +397,12 @@ class CheckpointManager:
         try:
             with dcp.one_error(what, advice):
                 yield
-        except BaseException:
+        except BaseException as error:
             # All ranks get the error, but only some of them may remember a plan.
             self._plans.forget()
+            if folder and isinstance(error, RunError) and _rank() == 0:
+                with suppress(OSError):
+                    remove_failed_save(folder)
             raise
 
     def _should_save(self, curr_step: int, last_step: bool) -> bool:
@@ -488,6 +514,17 @@ class CheckpointManager:
         folders = from_rank_zero(lambda: list_steps(self.folder))
         newest = self._selection.newest_whole_step(self.folder, folders)
         return -1 if newest is None else newest.step
+
+    def holds_weights_only(self, step: int) -> bool:
+        """Whether that step of this run's folder has nothing to continue training with. Collective."""
+        path = self._create_checkpoint_id(step)
+
+        def look() -> bool:
+            if (saved := saved_shapes_in(path)) is None:
+                return contents_of(path) == Contents.HF
+            return not keys_outside_model(saved, self.states)
+
+        return from_rank_zero(look)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is finished, -1 if there is none."""

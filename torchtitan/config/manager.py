@@ -17,8 +17,9 @@ from typing import Any, get_type_hints
 import tomli
 import tyro
 
-from torchtitan.config.checks.common import import_named, is_path
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.checks.common import import_named, is_path, refuse
+from torchtitan.config.checks.values import unavailable
+from torchtitan.config.job_config import FaultTolerance, JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
@@ -26,6 +27,23 @@ from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
 _FLAGS_SHOWN = 4  # of those that are like a mistyped one
+
+
+@dataclasses.dataclass
+class _UnavailableParallelism:
+    expert_parallel_comm_backend: tyro.conf.Suppress[str] = "standard"
+
+
+@dataclasses.dataclass
+class _Unavailable:
+    """Merged into the config for `--help`, which then leaves out what only raises."""
+
+    fault_tolerance: tyro.conf.Suppress[FaultTolerance] = dataclasses.field(
+        default_factory=FaultTolerance
+    )
+    parallelism: _UnavailableParallelism = dataclasses.field(
+        default_factory=_UnavailableParallelism
+    )
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
@@ -60,13 +78,15 @@ class ConfigManager:
         args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
+        wants_help = bool({"-h", "--help"} & set(args))
+        if wants_help:
+            config_cls = self._merge_configs(config_cls, _Unavailable)
         try:
             base = self._dict_to_dataclass(config_cls, toml_values or {})
         except ConfigError as error:
             path = _flag_value(args, "job", "config_file")
-            raise ConfigError(
-                f"{error}\n(in {path}; `{_program()} --help` lists all keys)"
-            ) from error
+            where = f" (in {path}; `{_program()} --help` lists all keys)"
+            raise ConfigError(str(error) + where, error.sentence + where) from error
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
@@ -77,8 +97,7 @@ class ConfigManager:
                     default=base,
                     registry=custom_registry,
                     use_underscores=True,  # messages name a key as TOML does; dashes still work
-                    console_outputs=os.environ.get("RANK", "0") == "0"
-                    or not {"-h", "--help"} & set(args),
+                    console_outputs=os.environ.get("RANK", "0") == "0" or not wants_help,
                 )
         except AssertionError as error:
             # A section's own rule, broken by a flag.
@@ -190,7 +209,8 @@ class ConfigManager:
         return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
-        """Carry old key names over to the new ones, and refuse old tokenizer files."""
+        """Carry old key names over to the new ones; refuse old tokenizer files and what is not there."""
+        refuse(unavailable(self.config))
         job, model = self.config.job, self.config.model
         if old_name := self.config.experimental.custom_args_module:
             logger.warning(
@@ -277,7 +297,7 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
         yield
         return
     except (ValueError, FileNotFoundError) as error:
-        message = f"config error: {error}"
+        message = f"config error: {getattr(error, 'sentence', error)}"
     except _FlagMistake as error:
         message = error.message
     if tell is not None:
@@ -325,10 +345,13 @@ def _sentence_in(box: str) -> str:
     parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
     problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
+    sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
     hint = f"; there is {', '.join(known)}" if known else ""
-    if problem[-1:] in (["Unrecognized options: True"], ["Unrecognized options: False"]):
+    if sentence in ("True is unknown", "False is unknown"):
         hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
-    return f"config error: {' '.join(problem)}{hint} (`{_program()} --help` lists all keys)"
+    elif is_typo and known:
+        hint = f", did you mean {', '.join(line.split()[0] for line in known)}?"
+    return f"config error: {sentence}{hint} (`{_program()} --help` lists all keys)"
 
 
 def _expand_home(section: Any) -> None:

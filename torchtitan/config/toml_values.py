@@ -23,16 +23,18 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = [name for name in table if name not in fields]
     if unknown:
-        lines = [
-            f"Invalid field names in {cls} data: {set(unknown)}.",
-            "Please modify your .toml config file or override these fields from the command line.",
-            "Run `NGPU=1 ./run_train.sh --help` to read all valid fields.",
-        ]
-        for name in unknown:
-            where = f"[{section}]" if section else "the file"
-            hint = guess(name, fields) or f"; known are {', '.join(fields)}"
-            lines.append(f"{name!r} in {where} is unknown{hint}")
-        raise ConfigError("\n".join(lines))
+        where = f"[{section}]" if section else "the file"
+        sentence = "; ".join(
+            f"{name!r} in {where} is unknown"
+            + (guess(name, fields) or f"; known are {', '.join(fields)}")
+            for name in unknown
+        )
+        reference_text = (
+            f"Invalid field names in {cls} data: {set(unknown)}.\n"
+            "Please modify your .toml config file or override these fields from the command line.\n"
+            "Run `NGPU=1 ./run_train.sh --help` to read all valid fields.\n"
+        )
+        raise ConfigError(reference_text + sentence, sentence)
 
     hints = get_type_hints(cls, include_extras=True)
     values = {}

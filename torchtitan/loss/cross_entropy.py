@@ -78,5 +78,5 @@ def build_mse_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
 def _maybe_compile(loss_fn: LossFunction, job_config: JobConfig) -> LossFunction:
     if not job_config.compile.applies_to("loss"):
         return loss_fn
-    logger.info("Compiling the loss function with torch.compile")
+    logger.debug("Compiling the loss function with torch.compile")
     return torch.compile(loss_fn, backend=job_config.compile.backend)

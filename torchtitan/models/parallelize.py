@@ -136,7 +136,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
                 piece.compile(**options)
         if moe.experts.use_grouped_mm:
             moe.experts.compile_products(**options)
-    logger.info("compiling each block with backend %r", compile_config.backend)
+    logger.debug("compiling each block with backend %r", compile_config.backend)
 
 
 # ---- data parallelism ----

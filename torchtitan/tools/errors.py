@@ -2,7 +2,15 @@
 
 
 class ConfigError(ValueError):
-    """The config cannot work as it stands; the message says what to change."""
+    """The config cannot work as it stands; the message says what to change.
+
+    sentence: what a user is shown, in one line, where the message has more: texts of the reference
+        that programs look for.
+    """
+
+    def __init__(self, message: str, sentence: str | None = None) -> None:
+        super().__init__(message)
+        self.sentence = sentence or message
 
 
 class RunError(RuntimeError):

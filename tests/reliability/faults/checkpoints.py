@@ -132,9 +132,16 @@ def whole_steps(*numbers: int):
     return check
 
 
+def removed_step(number: int):
+    def check(folder: Path) -> None:
+        assert not step(folder, number).exists()
+
+    return check
+
+
 def older_steps_are_whole(folder: Path) -> None:
     whole_steps(2, 4)(folder)
-    assert not (step(folder, 6) / ".sha256sums").exists()
+    removed_step(6)(folder)
 
 
 def flags(*arguments: str):
@@ -296,6 +303,7 @@ FAULTS = [
         arrange=resume("--training.steps=6", change=keep_weights_only),
         exit_code=1,
         after_run=True,
+        absent=("start from zero", "Loading the checkpoint"),
     ),
     Fault(
         name="run that is complete",
@@ -452,7 +460,7 @@ FAULTS = [
         message="error: The checkpoint …step-6 could not be written (on rank 0): OSError: [Errno 28] "
         "No space left on device. Mend that and start again: the last whole checkpoint in …"
         "outputs/checkpoint is that of step 4",
-        cause="The disk, or this user's quota, is used up.",
+        cause="The disk, or this user's quota, is used up. What was written of the step is removed.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
         arrange=resume("--training.steps=6", FULL_DISK),
         exit_code=1,
@@ -464,7 +472,7 @@ FAULTS = [
         message="error: The asynchronous save to …step-6 failed (on rank 0): OSError: [Errno 28] No "
         "space left on device. Mend that and start again: the last whole checkpoint in …"
         "outputs/checkpoint is that of step 4",
-        cause="The disk, or this user's quota, is used up.",
+        cause="The disk, or this user's quota, is used up. What was written of the step is removed.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
         arrange=resume("--training.steps=7", "--checkpoint.async_mode=async", FULL_DISK),
         exit_code=1,
@@ -482,6 +490,7 @@ FAULTS = [
         exit_code=1,
         ranks=2,
         environment={"LIMITED_RANKS": "1"},
+        check=removed_step(2),
     ),
     Fault(
         name="file where a step's folder should be",
@@ -503,6 +512,7 @@ FAULTS = [
         arrange=flags(LIMITED, *HF_EXPORT, "--checkpoint.interval=9"),
         exit_code=1,
         environment={"LIMITED_RANKS": "0"},
+        check=removed_step(4),
     ),
     Fault(
         name="export to Hugging Face files that fails on one rank",
@@ -514,5 +524,6 @@ FAULTS = [
         exit_code=1,
         ranks=2,
         environment={"LIMITED_RANKS": "1"},
+        check=removed_step(4),
     ),
 ]

@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         name="unknown key on one rank",
-        message="rank 1: … Unrecognized options …--training.stepz…",
+        message="rank 1: config error: --training.stepz…is unknown, did you mean …",
         cause="The command differs between machines.",
         remedy="Start all ranks with the same command.",
         arrange=flags(),
@@ -280,7 +280,7 @@ FAULTS = [
     Fault(
         name="rank that fails",
         message="error: rank 0 ends because rank 1 failed: the disk is gone …error: the disk is gone "
-        "(found at …",
+        "(TORCHTITAN_TRACEBACK=1 shows the stack)",
         cause="One rank has an error; the others could only wait for it.",
         remedy="Mend what that rank's message says.",
         arrange=flags(_BROKEN, "--training.steps=1000"),

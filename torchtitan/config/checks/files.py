@@ -1,5 +1,6 @@
 """Rules about the files and folders that a job reads and writes."""
 
+import errno
 import glob
 import os
 import tempfile
@@ -91,9 +92,11 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
         if not job.dump_folder:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
-        yield from _unwritable("job.dump_folder", job.dump_folder)
+        steps = _checkpoint_folder(job_config)
+        unfinished = sorted(glob.glob(f"{glob.escape(steps)}/step-*/.incomplete"))
+        yield from _unwritable("job.dump_folder", job.dump_folder, unfinished)
         if checkpoint.enable and not checkpoint.load_only:
-            yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
+            yield from _unwritable("checkpoint.folder", steps, unfinished)
     for name, section in data_sections(job_config).items() if builds_data else ():
         path = section.dataset_path
         is_there = bool(path) and os.path.exists(path)
@@ -138,7 +141,8 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
         )
 
 
-def _unwritable(key: str, folder: str) -> Iterator[str]:
+def _unwritable(key: str, folder: str, unfinished: list[str]) -> Iterator[str]:
+    """unfinished: the markers of interrupted saves, which a full disk may be full of."""
     path = os.path.abspath(folder)
     existing = path
     while not os.path.lexists(existing):
@@ -155,9 +159,13 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
             with open(os.path.join(trial, "file"), "w") as file:
                 file.write("Is there room?")
     except OSError as error:
+        remedy = "choose another"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and unfinished:
+            interrupted = ", ".join(map(os.path.dirname, unfinished))
+            remedy = f"remove {interrupted}, whose save was interrupted, or {remedy}"
         yield (
             f"{key} must be writable, got {folder!r}, but it cannot be created in {existing!r} "
-            f"({error.strerror}); choose another"
+            f"({error.strerror}); {remedy}"
         )
 
 

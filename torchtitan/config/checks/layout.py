@@ -50,12 +50,6 @@ def degrees(job_config: JobConfig) -> Iterator[str]:
             f"tensor_parallel_degree = {tp} splits them; set the "
             f"former to 'always' or 'never', or the latter to 1"
         )
-    backend = parallelism.expert_parallel_comm_backend
-    if backend != "standard":
-        yield (
-            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
-            f"{backend!r}, whose kernels this version does not call; set it to 'standard'"
-        )
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
         yield _other_tensor_degree(etp, tp)
 

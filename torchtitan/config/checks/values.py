@@ -189,8 +189,22 @@ def features(job_config: JobConfig) -> Iterator[str]:
                 f"register it in the module that experimental.custom_import names"
             )
     yield from profiling_cycle(job_config.profiling)
+
+
+def unavailable(job_config: JobConfig) -> Iterator[str]:
+    """Keys of the reference that are refused; `--help` does not list them."""
     if job_config.fault_tolerance.enable:
-        yield "fault_tolerance.enable = True is not available in this version; set it to false"
+        yield (
+            "fault_tolerance.enable = True needs replicas under torchft, which this version does not "
+            "have; leave it out, and let torchrun --max-restarts start the job again, which continues "
+            "from its newest checkpoint"
+        )
+    backend = job_config.parallelism.expert_parallel_comm_backend
+    if backend != "standard":
+        yield (
+            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
+            f"{backend!r}, whose kernels this version does not call; leave it out"
+        )
 
 
 def profiling_cycle(profiling: Profiling) -> Iterator[str]:
