@@ -39,7 +39,7 @@ else
     cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
     export OMP_NUM_THREADS=$((cores / NGPU > 0 ? cores / NGPU : 1))
   fi
-  exec "$PYTHON" -m torch.distributed.run --nproc-per-node="$NGPU" \
+  exec "$PYTHON" -m torchtitan.tools.launch --nproc-per-node="$NGPU" \
     --rdzv-backend c10d --rdzv-endpoint=localhost:0 \
     --local-ranks-filter="$LOG_RANK" --role rank --tee 3 \
     -m "$TRAIN_FILE" --job.config_file "$CONFIG_FILE" "$@"

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from torchtitan.tools import launch
 
 SCRIPTS = [Path("scripts/launch/multi_node.sh"), Path("scripts/launch/train.sbatch")]
 TIMEOUT_SECONDS = 180
@@ -194,3 +197,122 @@ def test_interpreter_that_is_not_there_ends_the_script_with_a_message():
     )
     assert done.returncode == 1
     assert "Python 3.11 or newer is needed, and /nope is not" in done.stderr
+
+
+# ---- several ranks on one machine: Ctrl-C, and how a failure is told ----
+
+
+def start_in_terminal(command, tmp_path, **variables):
+    """The command in a process group of its own, as a shell starts it; its output goes to a file."""
+    with open(tmp_path / "output", "w") as output:
+        return subprocess.Popen(
+            command,
+            env=environment(**variables),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def press_ctrl_c(process):
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def wait_until(is_true, process):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not is_true():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
+    # Two ranks that end well on SIGINT, but not before a while; nothing there loads torch.
+    rank = f"trap 'sleep 1; echo saved; exit 0' INT; touch {tmp_path}/$RANK; while :; do sleep .1; done"
+    launcher = [sys.executable, "-m", "torchtitan.tools.launch", "--nproc-per-node=2"]
+    process = start_in_terminal(
+        [*launcher, "--rdzv-endpoint=localhost:0", "--no-python", "bash", "-c", rank], tmp_path
+    )
+    try:
+        wait_until(lambda: all((tmp_path / n).exists() for n in "01"), process)
+        press_ctrl_c(process)
+        assert process.wait(TIMEOUT_SECONDS) == 0
+    finally:
+        process.kill()
+    assert (tmp_path / "output").read_text() == "saved\nsaved\n"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message", "passed_on", "last_line", "code"),
+    [
+        (2, "config error: no such key", [], "config error: no such key", 2),
+        (1, "Traceback (most ...\nTypeError: no int", [], "error: rank 3: TypeError: no int", 1),
+        (-9, None, [], "error: rank 3 was ended by SIGKILL; if nobody sent it, look", 137),
+        (1, "error: disk full", [signal.SIGINT], "error: disk full", 1),
+        (130, None, [signal.SIGINT], "interrupted by SIGINT; what was not saved is lost", 130),
+        (-15, None, [signal.SIGTERM], "interrupted by SIGTERM; what was not saved is lost", 143),
+    ],
+)
+def test_launcher_ends_with_the_sentence_and_code_of_the_first_failure(
+    exit_code, message, passed_on, last_line, code, monkeypatch, capsys, tmp_path
+):
+    error_file = tmp_path / "error.json"
+    if message is not None:
+        details = {"message": message, "extraInfo": {"timestamp": "1"}}
+        error_file.write_text(json.dumps({"message": details}))
+    failure = ProcessFailure(0, 1234, exit_code, str(error_file))
+
+    def fail(_arguments):
+        raise ChildFailedError("torchtitan.train", {3: failure})
+
+    monkeypatch.setattr("torch.distributed.run.main", fail)
+    monkeypatch.setattr(launch, "SIGNALS", ())
+    monkeypatch.setattr(launch, "_passed_on", passed_on)
+    with pytest.raises(SystemExit) as exit_:
+        launch.main([])
+    assert exit_.value.code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(last_line)
+    assert (len(lines) == 1) == last_line.startswith("interrupted")  # else below torchrun's report
+    assert "Traceback" not in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_ends_two_training_ranks_with_a_sentence(saves, tmp_path):
+    job = [*JOB, f"--job.dump_folder={tmp_path}"]
+    if not saves:
+        job.remove("--checkpoint.enable")
+    process = start_in_terminal(["scripts/run_train.sh", *job], tmp_path, NGPU="2")
+    try:
+        wait_for_steps(tmp_path, 2, [process])
+        press_ctrl_c(process)
+        assert process.wait(TIMEOUT_SECONDS) == (0 if saves else 130)
+    finally:
+        process.kill()
+    output = (tmp_path / "output").read_text()
+    assert "Traceback" not in output
+    sentence = "its checkpoint is whole, and the same command goes on"
+    if saves:
+        logged, saved = saved_steps(tmp_path)
+        assert logged == saved < 1000
+    else:
+        sentence = "interrupted by SIGINT; what was not saved is lost"
+    assert output.rstrip().endswith(sentence)
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named_in_the_last_line(tmp_path):
+    options = [f"--job.dump_folder={tmp_path}"]
+    process = start_in_terminal(["scripts/run_train.sh", *JOB, *options], tmp_path, NGPU="2")
+    try:
+        wait_for_steps(tmp_path, 2, [process])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [int(pid) for pid in children if b"torchtitan.train" in command_of(pid)]
+        os.kill(workers[1], signal.SIGKILL)
+        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGKILL
+    finally:
+        process.kill()
+    output = (tmp_path / "output").read_text()
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("error: rank 1 was ended by SIGKILL")

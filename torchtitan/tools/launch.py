@@ -1,0 +1,94 @@
+"""torchrun for the ranks of one machine, which leaves signals to the ranks.
+
+    python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
+
+torchrun itself answers Ctrl-C with a traceback and exit code 1, also if the ranks have saved, and
+kills a rank whose save takes longer than 30 seconds. Here the ranks get the signal, and time. After
+a failure the last line is the sentence of the rank that failed first, below torchrun's report, and
+the exit code is that rank's.
+
+Not for `--max-restarts`: ranks that a signal ends would be started again.
+"""
+
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.tools.signals import SIGNALS, end_now
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_running: "list[PContext]" = []
+_passed_on: list[int] = []
+
+
+def main(arguments: list[str]) -> None:
+    """Run torchrun with its own arguments; exits with the code of the rank that failed first."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _pass_on)
+
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    start = PContext.start
+
+    def start_and_remember(self: "PContext") -> None:
+        start(self)
+        _running[:] = [self]
+
+    PContext.start = start_and_remember
+    try:
+        torchrun(["--signals-to-handle=SIGQUIT", *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sentence = _interruption(failure)
+        if sentence is None:
+            print(error, file=sys.stderr)
+            sentence = _sentence(rank, failure)
+        print(sentence, file=sys.stderr, flush=True)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    finally:
+        PContext.start = start
+
+
+def _pass_on(number: int, _frame: Any) -> None:
+    """Send the signal to the ranks; without any, end as it would."""
+    if not _running:
+        end_now(number, f"{signal.Signals(number).name}: the run ends before its ranks have begun")
+    _passed_on.append(number)
+    logging.disable()  # torchrun would report the codes of ranks that end as they should
+    for pid in _running[0].pids().values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _interruption(failure: "ProcessFailure") -> str | None:
+    """What to say if the rank ended by a signal that came through here."""
+    for number in _passed_on:
+        if failure.exitcode in (-number, 128 + number):
+            return f"interrupted by {signal.Signals(number).name}; what was not saved is lost"
+    return None
+
+
+def _sentence(rank: int, failure: "ProcessFailure") -> str:
+    if failure.exitcode < 0:
+        return (
+            f"error: rank {rank} was ended by {failure.signal_name()}; if nobody sent it, look for "
+            "the kernel's out-of-memory killer (SIGKILL), or for a crash above"
+        )
+    message: Any = failure.message
+    if isinstance(message, dict):  # as `torchtitan.train` and torch's `record` write it
+        message = message["message"]
+    is_sentence = message.startswith(("error: ", "config error: "))
+    return message if is_sentence else f"error: rank {rank}: {message.strip().splitlines()[-1]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
