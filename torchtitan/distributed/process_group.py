@@ -258,14 +258,15 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
     """Have NCCL record its last collectives and write them down when one times out.
 
-    Gloo would keep the record, too, some 50 MiB of it, but never writes it down.
+    Gloo would keep a record, too, some 50 MiB for the default size, but never writes it down.
     """
     # 3: a failed collective ends the process but does not wait for the other ranks to notice.
     # torchrun sets 1 in every job; replacing that overrules no user.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
-    size = comm_config.trace_buf_size if "nccl" in backend else 0
+    is_written = "nccl" in backend
+    size = comm_config.trace_buf_size if is_written else min(comm_config.trace_buf_size, 100)
     _set_environment("TORCH_FR_BUFFER_SIZE", str(size))
-    if size > 0:
+    if size > 0 and is_written:
         folder = os.path.join(base_folder, comm_config.save_traces_folder)
         try:
             os.makedirs(folder, exist_ok=True)
