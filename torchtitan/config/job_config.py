@@ -378,7 +378,8 @@ class Quantize:
 class Comm:
     init_timeout_seconds: int = 300  # How long a collective may take up to and including step 1
     train_timeout_seconds: int = 100  # How long a collective may take after step 1
-    trace_buf_size: int = 20000  # Events the flight recorder remembers; 0 turns it off
+    # Events that NCCL's flight recorder remembers; 0 turns it off. Gloo never writes them: 100 at most
+    trace_buf_size: int = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # How the names of those dumps begin
