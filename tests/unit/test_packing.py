@@ -9,6 +9,7 @@ from torchtitan.batch import documents
 from torchtitan.batch.batch import PackedBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.fillers import zero_loss
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.tools import logging as titan_logging
@@ -271,3 +272,10 @@ def test_padding_for_context_parallelism_counts_nowhere():
     assert padded.labels.tolist() == [[5, 5, 5, IGNORE_INDEX]] * 2
     assert padded.entries["positions"].tolist() == [[0, 1, 2, -1]]  # of all rows
     assert padded.entries["loss_weights"].tolist() == [[1, 1, 1, 0]] * 2
+
+
+def test_loss_of_a_filler_is_0_where_its_outputs_add_up_to_an_overflow():
+    outputs = torch.full((2, 3), 3e38, requires_grad=True)
+    loss = zero_loss(outputs)
+    loss.backward()
+    assert loss == 0 and not outputs.grad.any()
