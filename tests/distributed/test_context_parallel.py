@@ -67,6 +67,9 @@ def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **
     mine = out_and_gradients(attn_type, sharded, [x.transpose(1, 2) for x in parts], **options)
     whole = out_and_gradients(attn_type, mask, tensors, **options)
     theirs = [sharded.part.shards.unshard(x, dim=2) for x in mine]
+    own = parts[-1].clone().requires_grad_()
+    (sharded.part.shards.unshard(own, dim=1) * rows_first[-1]).sum().backward()
+    assert torch.equal(own.grad, parts[-1])  # not once per rank
     return max((a - b).abs().max().item() for a, b in zip(theirs, whole, strict=True))
 
 

@@ -40,6 +40,7 @@ def test_objects_and_ties_survive_new_memory():
         return tensor.clone()
 
     offloader.replace({"model"}, relocate)
+    assert len(kept) == len(before) + 1  # and the buffer; the shared weight once
     after = list(model.parameters())
     assert [id(p) for p in after] == [id(p) for p in before]
     assert not {p.data_ptr() for p in after} & set(memory)

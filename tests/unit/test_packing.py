@@ -263,8 +263,17 @@ def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
 
 
-def test_padding_for_context_parallelism_counts_nowhere():
+def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_rows():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    batch = {"input": torch.ones(2, 3).long(), "cu_seqlens": torch.tensor([0, 1, 3, 6])}
+    padded = two_ranks.pad(policy().pack(batch))
+    assert (padded.document_ids == -1).tolist() == [[False] * 3 + [True]] * 2
+    assert "cu_seqlens" not in padded.entries
+    assert torch.equal(padded.entries["document_ids"], padded.document_ids)
+
+
+def test_padding_for_context_parallelism_counts_nowhere():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), "headtail", "allgather")
     rows = {"input": torch.ones(2, 3).long(), "positions": torch.arange(3)[None]}
     packed = PackedBatch.of(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
     padded = two_ranks.pad(packed)
