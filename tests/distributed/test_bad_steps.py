@@ -56,6 +56,15 @@ def test_all_ranks_stop_in_the_same_step_and_name_the_same_ranks(
     assert told in errors[0]
 
 
+def test_first_bad_microbatch_is_named_whichever_rank_tells_first(monkeypatch):
+    entries = [
+        {"microbatch": microbatch, "of": 3, "loss": "nan", "rows": [], "rank": rank}
+        for microbatch, rank in ((2, 0), (1, 3), (1, 1), (2, 2))
+    ]
+    monkeypatch.setattr(step_losses, "_of_all_ranks", lambda own: (entries, [0, 1, 2, 3], ""))
+    assert "microbatch 1 of 3 on rank 1;" in step_losses._describe([], [])
+
+
 def test_rank_that_looks_alone_does_not_wait_long(tmp_path):
     flags = ["--parallelism.data_parallel_shard_degree=2"]
     errors = run_ranks(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.training_runs import make_trainer
 from torchtitan.batch.documents import document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask, cp_shard
-from torchtitan.distributed.context_parallel import TokenShards
+from torchtitan.distributed.context_parallel import TokenShards, deal_chunks
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.attention import attend, build_inner_attention
@@ -67,6 +67,9 @@ def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **
     mine = out_and_gradients(attn_type, sharded, [x.transpose(1, 2) for x in parts], **options)
     whole = out_and_gradients(attn_type, mask, tensors, **options)
     theirs = [sharded.part.shards.unshard(x, dim=2) for x in mine]
+    own = parts[-1].clone().requires_grad_()
+    (sharded.part.shards.unshard(own, dim=1) * rows_first[-1]).sum().backward()
+    assert torch.equal(own.grad, parts[-1])  # not once per rank
     return max((a - b).abs().max().item() for a, b in zip(theirs, whole, strict=True))
 
 
@@ -228,6 +231,14 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_chunks_are_dealt_back_and_forth_by_what_the_mask_lets_them_see():
+    causal = torch.zeros(1, 4 * 128, dtype=torch.int64)
+    assert deal_chunks("ptrr", 2, 4 * 128, causal).tolist() == [[0, 3], [1, 2]]
+    # Tokens of the second chunk see themselves only: of [3, 2], [0, 1] it is the last.
+    causal[:, 128:256] = torch.arange(128, 256)
+    assert deal_chunks("ptrr", 2, 4 * 128, causal).tolist() == [[1, 3], [0, 2]]
 
 
 def test_attention_layers_copy_no_order_of_chunks_to_the_device():

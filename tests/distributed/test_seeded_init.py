@@ -117,6 +117,16 @@ def test_seed_name_and_draw_each_change_the_numbers():
     assert torch.equal(torch.stack(drawn), torch.stack([*draws(model, 1), *draws(model, 2)]))
 
 
+def test_tied_parameter_goes_by_the_first_of_its_names():
+    def drawn(*names):
+        weight = nn.Parameter(torch.empty(5, 3))
+        model = nn.ParameterDict(dict.fromkeys(names, weight))
+        with torch.no_grad(), seeded_init(model, 1):
+            return weight.normal_()
+
+    assert torch.equal(drawn("a", "b"), drawn("a"))
+
+
 def test_torch_generator_is_not_advanced():
     before = torch.get_rng_state()
     materialize(build())

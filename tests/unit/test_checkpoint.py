@@ -385,6 +385,11 @@ def test_pinned_save_stages_until_waited_for(build_fake, fakes):
         manager.save(curr_step=1)
         assert manager.staging and manager.staging_future is not None
         assert fakes.async_save.call_args.kwargs["async_stager"] is stager.return_value
+        staged, manager.staging_future = manager.staging_future, mock.Mock()
+        manager.staging_future.result.side_effect = OSError("not staged")
+        with pytest.raises(OSError, match="not staged"):
+            manager.maybe_wait_for_staging()
+        manager.staging_future = staged
         manager.maybe_wait_for_staging()
         assert not manager.staging
 
@@ -1282,6 +1287,8 @@ def test_hf_export_loads_back_bit_for_bit(tmp_path, with_index):
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(weight_map.values())) == (2 if with_index else 1)
     assert weight_map.keys() == adapter.to_hf(run.model.state_dict()).keys()
+    for name in set(weight_map.values()):  # as safetensors aligns its own files
+        assert int.from_bytes((folder / name).read_bytes()[:8], "little") % 8 == 0
 
     config = dict(initial_load_path=str(folder), initial_load_in_hf=True)
     other = Run(tmp_path / "second", adapter=NetAdapter(None, None), seed=1, **config)
@@ -1372,6 +1379,9 @@ def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path, 
     run = Run(tmp_path, model=Net(layers=3), adapter=adapter, last_save_in_hf=True)
     run.manager.save(1, last_step=True)
     assert "does not list model.2.bias, model.2.weight" in caplog.text
+    index = tmp_path / "checkpoint" / "step-1" / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    assert weight_map["model.2.weight"] == weight_map["model.1.bias"] != weight_map["model.0.bias"]
     assert Run(tmp_path, model=Net(layers=3), adapter=adapter, seed=1).manager.load()
 
 

@@ -98,6 +98,10 @@ def test_packing_cuts_the_documents_laid_end_to_end(lengths, seq_len):
     sequences = list(dataset)
     assert [tokens_of(*sequence) for sequence in sequences] == expected
     assert [labels.tolist() for _, labels in sequences] == [row[1:] for row in expected]
+    document_of = [i for i, length in enumerate(lengths) for _ in range(length + 2)]
+    ids = [x["sample_ids"].tolist() for x, _ in sequences]
+    n = seq_len + 1
+    assert ids == [[document_of[i * n], document_of[i * n + seq_len]] for i in range(len(ids))]
 
 
 @settings(max_examples=30)
@@ -129,10 +133,15 @@ def test_saved_state_is_a_copy():
 
 
 def test_finite_data_end_and_start_over_when_iterated_again():
-    dataset = make_dataset(documents_of([7, 8]))
+    samples = documents_of([7, 10])
+    dataset = make_dataset(samples)
     first, second = list(dataset), list(dataset)
     assert len(first) == len(second) == 3
     assert tokens_of(*first[0]) == tokens_of(*second[0]) == [0, 1, 2, 3, 4]
+    third, resumed = iter(dataset), make_dataset(samples)
+    next(third)
+    resumed.load_state_dict(dataset.state_dict())  # without what the passes before left over
+    assert sequences_of(resumed) == sequences_of(third)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -161,6 +170,8 @@ def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
     monkeypatch.setattr(text_datasets, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
     with pytest.raises(ValueError, match="50 documents in a row gave no tokens"):
         next(iter(make_dataset([{"text": ""}], infinite=True)))
+    mostly_empty = make_dataset([{"text": ""}] * 49 + documents_of([1]), infinite=True)
+    assert tokens_of(*next(iter(mostly_empty))) == [0] * 5
 
 
 def test_stream_with_fewer_parts_than_readers_fails_instead_of_looping():
@@ -303,12 +314,30 @@ def short_pieces(monkeypatch):
     monkeypatch.setattr(open_document, "_COMPARED_CHARACTERS", 64)
 
 
-@pytest.mark.parametrize("marks", [False, True])
-def test_document_in_pieces_has_the_tokens_of_the_whole(marks, monkeypatch, short_pieces):
+class MarkingTokenizer(NumberTokenizer):
+    """Like those whose post-processor adds both marks, asked or not."""
+
+    hf_adds_bos = hf_adds_eos = True
+
+    def encode(self, text, add_bos=False, add_eos=False):
+        return super().encode(text, True, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "tokenizer", [NumberTokenizer(), NumberTokenizer(marks=True), MarkingTokenizer(marks=True)]
+)
+def test_document_in_pieces_has_the_tokens_of_the_whole(
+    tokenizer, stream, monkeypatch, short_pieces
+):
+    from datasets import Dataset
+
     samples = documents_of([3, 5000, 0, 700, 1])
-    in_pieces = sequences_of(make_dataset(samples, marks=marks))
+    register(Dataset.from_list(samples).to_iterable_dataset() if stream else samples)
+    in_pieces = sequences_of(HuggingFaceTextDataset("numbers", None, tokenizer, 4))
     monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 10**9)
-    assert in_pieces == sequences_of(make_dataset(samples, marks=marks))
+    register(samples)
+    assert in_pieces == sequences_of(HuggingFaceTextDataset("numbers", None, tokenizer, 4))
 
 
 def test_real_tokenizer_cuts_long_documents_without_a_trace(monkeypatch, short_pieces, caplog):
@@ -378,8 +407,9 @@ def test_json_lines_are_read_by_number(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one"}\n\n  \n{"text": "zwölf", "id": 3}', encoding="utf-8")
     assert local_texts(path) == ["one", "zwölf"]
-    with pytest.raises(IndexError):
-        load_local_documents(str(path))[2]
+    for index in (2, -1):
+        with pytest.raises(IndexError):
+            load_local_documents(str(path))[index]
 
 
 @pytest.mark.parametrize(

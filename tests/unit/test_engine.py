@@ -296,8 +296,8 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
         losses = torch.nn.functional.cross_entropy(
             logits[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none"
         )
-        metrics = {"seen": num_valid(labels), "largest": losses.max()}
-        return (losses * batch["weights"]).sum(), metrics, logits.argmax(-1)
+        metrics = {"seen": num_valid(labels), "largest": -losses.max()}
+        return (losses * batch["weights"]).sum(), metrics, logits
 
     weights = torch.rand(2, 8, generator=torch.Generator().manual_seed(0))
     batches = [
@@ -317,7 +317,9 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
     assert engine.has_outputs is True and engine.pp_has_last_stage is None
     assert engine.loss_group is None and engine.from_last_stage(step.outputs) is step.outputs
     for ours, (_, _, theirs) in zip(step.outputs, expected, strict=True):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs)
+    kept = [*step.outputs, *step.metrics.values(), step.loss]
+    assert not any(tensor.requires_grad for tensor in kept)
 
     for options, message in (
         ({}, "returned a tuple, and the call names no metrics"),

@@ -77,6 +77,9 @@ def test_first_step_may_be_skipped(tmp_path):
         steps = [value for name, value in after.items() if name.endswith(".step")]
         assert steps and not any(steps)
         assert engine.lr_schedulers.last_epoch == 1
+        backward(engine)
+        engine.optimizers.step()  # by a caller, who has not asked to skip anything
+        assert differing(before, states(engine)) != []
 
 
 def test_host_reads_a_step_when_the_next_one_updates_or_when_it_is_asked(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ def test_objects_and_ties_survive_new_memory():
         return tensor.clone()
 
     offloader.replace({"model"}, relocate)
+    assert len(kept) == len(before) + 1  # and the buffer; the shared weight once
     after = list(model.parameters())
     assert [id(p) for p in after] == [id(p) for p in before]
     assert not {p.data_ptr() for p in after} & set(memory)
@@ -130,6 +131,9 @@ def test_only_what_was_asked_for_is_copied_to_the_host(on_device):
     events, model, offloader = on_device
     offloader.move(HOST, model=False, optimizer=False, grad=True)
     assert events.count("copy") == len(list(model.parameters()))
+    events.clear()
+    offloader.move(HOST, model=False, optimizer=False, grad=True)  # where it is already
+    assert events == []
 
 
 def test_last_engine_that_closes_gives_pinned_memory_back(on_device, monkeypatch):

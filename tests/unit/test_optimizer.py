@@ -185,9 +185,13 @@ def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in
 def test_state_before_the_first_step_can_be_saved_and_changes_no_weight():
     parts = two_parts()
     before = weights(parts)
-    state = plain_container(parts).state_dict()
+    optimizers = plain_container(parts)
+    backward(parts)
+    gradients = [p.grad for part in parts for p in part.parameters()]
+    state = optimizers.state_dict()
     assert "state.first.weight.exp_avg" in state
     assert all(map(torch.equal, weights(parts), before))
+    assert [id(p.grad) for part in parts for p in part.parameters()] == list(map(id, gradients))
 
 
 def test_stepping_in_backward_equals_stepping_after_it():

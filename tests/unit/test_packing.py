@@ -9,6 +9,7 @@ from torchtitan.batch import documents
 from torchtitan.batch.batch import PackedBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.fillers import zero_loss
 from torchtitan.batch.packing import PackingPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.tools import logging as titan_logging
@@ -262,8 +263,17 @@ def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
 
 
-def test_padding_for_context_parallelism_counts_nowhere():
+def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_rows():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    batch = {"input": torch.ones(2, 3).long(), "cu_seqlens": torch.tensor([0, 1, 3, 6])}
+    padded = two_ranks.pad(policy().pack(batch))
+    assert (padded.document_ids == -1).tolist() == [[False] * 3 + [True]] * 2
+    assert "cu_seqlens" not in padded.entries
+    assert torch.equal(padded.entries["document_ids"], padded.document_ids)
+
+
+def test_padding_for_context_parallelism_counts_nowhere():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), "headtail", "allgather")
     rows = {"input": torch.ones(2, 3).long(), "positions": torch.arange(3)[None]}
     packed = PackedBatch.of(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
     padded = two_ranks.pad(packed)
@@ -271,3 +281,10 @@ def test_padding_for_context_parallelism_counts_nowhere():
     assert padded.labels.tolist() == [[5, 5, 5, IGNORE_INDEX]] * 2
     assert padded.entries["positions"].tolist() == [[0, 1, 2, -1]]  # of all rows
     assert padded.entries["loss_weights"].tolist() == [[1, 1, 1, 0]] * 2
+
+
+def test_loss_of_a_filler_is_0_where_its_outputs_add_up_to_an_overflow():
+    outputs = torch.full((2, 3), 3e38, requires_grad=True)
+    loss = zero_loss(outputs)
+    loss.backward()
+    assert loss == 0 and not outputs.grad.any()

@@ -115,6 +115,7 @@ def test_time_limit_keeps_a_step_and_a_save_free():
     assert not stop._is_time_up(now + 6000 - 30 - 60 - 1)  # a minute for the save
     assert stop._is_time_up(now + 6000 - 30 - 60 + 1)
     stop.saved(100)
+    stop.saved(1)
     assert not stop._is_time_up(now + 6000 - 30 - 150 - 1)
     assert stop._is_time_up(now + 6000 - 30 - 150 + 1)
     assert not request()._is_time_up(now + 1e9)
@@ -123,4 +124,4 @@ def test_time_limit_keeps_a_step_and_a_save_free():
 def test_time_limit_counts_from_the_start_of_the_process():
     stop = request(time_limit_minutes=1, started_now=False)
     age = time.monotonic() + 60 - stop._deadline
-    assert 0 < age < 24 * 3600
+    assert 0.1 < age < 24 * 3600  # torch was imported meanwhile

@@ -280,6 +280,7 @@ HOLES = {
     "half of it twice": [([0, 0], [2, 2]), ([0, 1], [1, 1])],
     "beyond the end": [([0, 0], [1, 3]), ([1, 0], [2, 3])],
     "before the beginning": [([-1, 0], [2, 3]), ([1, 0], [1, 3])],
+    "moved as a whole": [([-1, 0], [2, 3])],
     "other dimensions": [([0], [6])],
 }
 

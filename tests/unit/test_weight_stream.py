@@ -198,6 +198,12 @@ def test_fingerprint_is_the_weighted_sum_modulo_2_to_64(n_bytes):
     assert int(fingerprint(data)) % 2**64 == slow_fingerprint(bytes(data.tolist()))
 
 
+def test_fingerprint_changes_with_one_bit_anywhere():
+    for bit in (0, 63):
+        words = torch.diag(torch.tensor(1) << torch.full((64,), bit))
+        assert all(fingerprint(word) != 0 for word in words)
+
+
 def test_accelerators_way_to_add_up_gives_the_same(monkeypatch):
     words = torch.randint(-(2**62), 2**62, (5, 2**15))
     weights = weight_stream._weights("cpu")
