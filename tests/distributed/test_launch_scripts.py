@@ -211,6 +211,8 @@ def start_in_terminal(command, tmp_path, **variables):
             stdout=output,
             stderr=output,
             start_new_session=True,
+            # A test run that a shell started in the background has it ignored, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
 
