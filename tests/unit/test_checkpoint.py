@@ -1391,7 +1391,7 @@ def test_model_without_adapter_cannot_load_hf(tmp_path):
 
 
 def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="torchtitan")
     adapter = NetAdapter("args", write_index(tmp_path / "assets"))
     assert adapter.model_args == "args"
     assert adapter.fqn_to_index_mapping["model.0.weight"] == 1

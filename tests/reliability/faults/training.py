@@ -8,7 +8,7 @@ EXPLODES = "--optimizer.lr=1e38"
 FAULTS = [
     Fault(
         name="loss that is not a number",
-        message="WARNING - step 2: the gradient norm is nan; the first bad loss, nan, is that of "
+        message="WARNING: step 2: the gradient norm is nan; the first bad loss, nan, is that of "
         "microbatch 1 of 2 on rank 0, row 1 (document…); ranks with a bad loss: 0; weights and "
         "optimizer state were left as they are",
         cause="The learning rate is too high, a document is odd, or a device is faulty.",
