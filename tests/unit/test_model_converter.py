@@ -258,7 +258,7 @@ def missing_torchao(name):
 )
 def test_missing_torchao_names_the_extra(flags, monkeypatch):
     monkeypatch.setattr(quantization_utils, "import_module", missing_torchao)
-    with pytest.raises(ImportError, match=r"pip install -U torchtitan\[float8\]"):
+    with pytest.raises(ImportError, match=r"pip install -U torchtitan-embeddable\[float8\]"):
         build(*flags)
 
 
