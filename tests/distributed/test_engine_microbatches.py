@@ -124,6 +124,7 @@ def test_unequal_lists_give_the_step_of_one_process(ranks, tmp_path):
     ranks = run_ranks(measure_cases, world_size, cases, str(tmp_path), timeout_seconds=300)
     for (layout, case), runs in zip(cases, zip(*ranks, strict=True), strict=True):
         expected = alone[case]
+        assert bool(expected["counts"]) == (case is EXPERTS)
         gradients, scores = {}, {}
         for run in runs:
             gradients |= run["gradients"]

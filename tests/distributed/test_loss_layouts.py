@@ -160,6 +160,7 @@ def _measure(engine) -> dict:
         keep(mode, backward(given, loss_fn=with_entropy, head=head))
     given, _ = batches("token-mean", group=group)
     keep("logits", backward(given, loss_fn=with_entropy_of_logits))
+    keep("whole rows", backward(given, loss_fn=with_entropy, head=head, whole_rows=True))
     keep("sum", backward(given, head=TokenLogProbs(temperature=0.5)))
     for name, chunk in (("whole cross entropy", 0), ("chunked cross entropy", 5)):
         engine.job_config.training.loss_chunk = chunk

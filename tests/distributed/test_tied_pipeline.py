@@ -8,13 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.distributed.layout_matrix import LAYOUTS, ONE_PROCESS, run_step, whole
 from tests.distributed.test_engine_state import TIED, build
 from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.distributed.tied_copies import FIRST, SECOND, copies_in, name_in_whole_model
+from torchtitan.distributed.tied_copies import (
+    FIRST,
+    SECOND,
+    copies_in,
+    name_in_whole_model,
+    sum_gradients,
+)
 from torchtitan.rl.reference import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
@@ -38,6 +45,16 @@ def state_of(engine):
     first, *others = copies_in(engine.model_parts) or [None]
     assert all(torch.equal(first, other) for other in others)
     return state
+
+
+def test_copies_that_are_frozen_get_no_gradient():
+    trained, frozen = ([nn.Parameter(torch.ones(2, 3)) for _ in range(2)] for _ in range(2))
+    trained[0].grad = torch.full((2, 3), 2.0)
+    frozen[0].requires_grad_(False), frozen[1].requires_grad_(False)
+    for copies in (trained, frozen):
+        sum_gradients(copies, group=None, other_rank=0)
+    assert all(torch.equal(copy.grad, trained[0].grad) for copy in trained)
+    assert all(copy.grad is None for copy in frozen)
 
 
 def joined(ranks):
