@@ -47,6 +47,7 @@ def test_compiles():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_test_that_brings_host_and_device_together_fails_and_others_pass(tmp_path):
     path = tmp_path / "test_on_device.py"

@@ -26,7 +26,7 @@ MORE_OF_FOUR_RANKS = [
 ]
 CASES = [
     pytest.param(TWO_RANKS, id="2 ranks"),
-    pytest.param(FOUR_RANKS, id="4 ranks"),
+    pytest.param(FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
     pytest.param(MORE_OF_FOUR_RANKS, id="more of 4 ranks", marks=pytest.mark.slow),
 ]
 

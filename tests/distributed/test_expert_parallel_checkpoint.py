@@ -181,7 +181,10 @@ def assert_equal_states(ours, theirs):
     assert different == []
 
 
-@pytest.mark.parametrize("world_size, layouts", [(1, ONE_PROCESS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    "world_size, layouts",
+    [(1, ONE_PROCESS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)],
+)
 def test_checkpoint_of_dealt_experts_goes_on_in_any_layout(world_size, layouts, trained):
     folder, expected = trained
     for records in run(load_and_go_on, world_size, folder, layouts):

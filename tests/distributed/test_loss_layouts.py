@@ -226,7 +226,7 @@ def test_head_gives_what_logits_give_and_deferring_the_denominator_changes_nothi
         assert run["deferred"] == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layouts_and_splits_give_the_step_of_one_process(world_size, one_process, tmp_path):
     cases = LAYOUTS[world_size]
     ranks = run_ranks(measure_all, world_size, cases, str(tmp_path), timeout_seconds=400)

@@ -107,6 +107,7 @@ def test_mx_rounds_alike_where_the_compiler_traces_the_backward_pass(runs, tmp_p
     assert found["loss"] < 1e-5 and found["grad_norm"] < 1e-4 and found["gradient"] < 2**-4
 
 
+@pytest.mark.slow
 def test_checkpoint_of_weights_gathered_in_float8_continues_in_one_process(tmp_path):
     sharded = TrainedLayout("FSDP 2, TP 2", 4, dp_shard=2, tp=2)
     gathered = (

@@ -33,6 +33,7 @@ def test_first_steps_are_those_of_one_process(case, one_process, tmp_path):
     assert_steps_are_those_of_one_process(runs, one_process)
 
 
+@pytest.mark.slow
 def test_first_steps_of_experts_on_two_ranks_are_those_of_one_process(tmp_path):
     flags = [*RUN, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
     flags += ["--training.steps=2", "--rl.critic.warmup_steps=0"]

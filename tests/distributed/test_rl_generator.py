@@ -106,7 +106,11 @@ def generate_in_layouts(layouts: list[Layout], family: str, folder: str, stops: 
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"), [("llama3", DENSE_LAYOUTS), ("deepseek_v3", MOE_LAYOUTS)]
+    ("family", "layouts"),
+    [
+        ("llama3", DENSE_LAYOUTS),
+        pytest.param("deepseek_v3", MOE_LAYOUTS, marks=pytest.mark.slow),
+    ],
 )
 def test_completions_are_those_of_one_process_in_every_layout(family, layouts, tmp_path):
     free, *_ = generate_on_rank(ONE_PROCESS, family, str(tmp_path), ())

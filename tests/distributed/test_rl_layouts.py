@@ -63,7 +63,7 @@ RESUMED = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=
 RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
 
 
-@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
@@ -105,7 +105,7 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
 
 
 @pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 6 is that of 8.
     overrides = [*RESUMED, "--training.steps=16", *SEVERAL_UPDATES]

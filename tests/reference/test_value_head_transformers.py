@@ -154,7 +154,7 @@ def distance(ours, theirs):
     return (ours - theirs).abs().max().item()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "llama3"])
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_three_steps_on_values_equal_plain_transformers(world_size, family, tmp_path):
     from transformers import AutoModelForTokenClassification

@@ -287,7 +287,9 @@ def test_rows_that_belong_to_no_expert_leave_gradients_alone():
 # ---- compile, config, weights of others ----
 
 
-@pytest.mark.parametrize("ep_enabled", [False, True])  # True: pieces around the experts
+@pytest.mark.parametrize(  # True: pieces around the experts
+    "ep_enabled", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_compiled_blocks_equal_eager_ones(ep_enabled):
     args = tiny_args(attn_type="varlen", attn_mask_type="position_block_causal")
     tokens = torch.arange(20)[None]

@@ -239,6 +239,7 @@ def test_cached_forward_has_the_logits_of_the_full_one(attn_type):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_loss_and_gradients():
     variant = {"every_n_layers_nope": 2, "use_qk_norm": True, "attn_temperature_tuning": True}
     model = tiny_model(**variant)

@@ -107,6 +107,7 @@ def test_exported_losses_come_back_to_the_last_bit(trained, monkeypatch, tmp_pat
     assert capsys.readouterr().out.endswith("all 2 losses are equal\n")
 
 
+@pytest.mark.slow
 def test_run_repeats_itself():
     options = "--training.local_batch_size=1 --training.seq_len=64 --training.dataset=python_docs"
     options += " --training.mixed_precision_param=float32"
