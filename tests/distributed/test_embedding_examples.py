@@ -1,21 +1,23 @@
-"""The programs under examples/embedding run as they stand."""
+"""The programs under examples/embedding and examples/preference run as they stand."""
 
 import contextlib
 import io
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from torchtitan.testing.gloo import run_ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "embedding"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def output_of(paths, folder, parallelism):
     """What each program prints on this rank; parallelism goes into its config."""
     os.chdir(folder)
+    sys.argv = sys.argv[:1]
     outputs = {}
     for path in map(Path, paths):
         source = path.read_text()
@@ -29,7 +31,8 @@ def output_of(paths, folder, parallelism):
 
 
 def run_examples(names, world_size, folder, **parallelism):
-    paths = [str(EXAMPLES / f"{name}.py") for name in names]
+    folders = {"dpo": "preference"}
+    paths = [str(EXAMPLES / folders.get(name, "embedding") / f"{name}.py") for name in names]
     return run_ranks(output_of, world_size, paths, str(folder), parallelism, timeout_seconds=200)
 
 
@@ -40,7 +43,7 @@ def numbers_in(output, name):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    (outputs,) = run_examples(["sft", "score", "ppo"], 1, tmp_path_factory.mktemp("alone"))
+    (outputs,) = run_examples(["sft", "score", "ppo", "dpo"], 1, tmp_path_factory.mktemp("alone"))
     return outputs
 
 
@@ -51,10 +54,12 @@ def test_examples_for_one_process(alone):
     first, second = numbers_in(alone["ppo"], "loss")
     assert abs(first) < 1e-6  # ratios of 1 and advantages that add up to nothing
     assert second < first
+    losses = numbers_in(alone["dpo"], "loss")
+    assert losses[0] == pytest.approx(0.69315) and losses[-1] < losses[0]  # log 2: no preference
 
 
 def test_examples_on_two_data_parallel_ranks(alone, tmp_path):
-    outputs = run_examples(["pipeline", "sft", "score", "ppo"], 2, tmp_path)
+    outputs = run_examples(["pipeline", "sft", "score", "ppo", "dpo"], 2, tmp_path)
     losses = [numbers_in(output["pipeline"], "loss") for output in outputs]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert ["by heart" in output["pipeline"] for output in outputs] == [False, True]
@@ -64,15 +69,19 @@ def test_examples_on_two_data_parallel_ranks(alone, tmp_path):
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
     assert outputs[0]["score"] == alone["score"] != outputs[1]["score"]
     assert outputs[1]["score"].count("perplexity") == 3
+    for output in outputs:
+        expected = numbers_in(alone["dpo"], "loss")
+        assert numbers_in(output["dpo"], "loss") == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis, alone, tmp_path):
-    names = ["sft", "score", "ppo"]
+    names = ["sft", "score", "ppo", "dpo"]
     outputs = run_examples(names, 2, tmp_path, **{f"{axis}_parallel_degree": 2})
     for rank, output in enumerate(outputs):
         of_ppo = [("ppo", "norm"), ("ppo", "loss"), ("ppo", "ratio")]
-        for name, value in (("sft", "norm"), *of_ppo, ("score", "perplexity")):
+        of_dpo = [("dpo", "loss"), ("dpo", "right")]
+        for name, value in (("sft", "norm"), *of_ppo, *of_dpo, ("score", "perplexity")):
             expected = numbers_in(alone[name], value)
             assert expected, (name, value)
             # As many digits as are printed.
@@ -84,6 +93,8 @@ def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis
     assert loss == pytest.approx(numbers_in(alone["sft"], "loss"), abs=0.0021)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("embedding/*.py")), ids=lambda path: path.stem
+)
 def test_examples_are_short(path):
     assert len(path.read_text().splitlines()) <= 40

@@ -123,9 +123,7 @@ def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
     "sections",
     [
         {"activation_checkpoint": {"mode": "full"}},
-        pytest.param(
-            {"compile": {"enable": True, "backend": "aot_eager"}}, marks=pytest.mark.slow
-        ),
+        pytest.param({"compile": {"enable": True, "backend": "aot_eager"}}, marks=pytest.mark.slow),
         {"parallelism": {"always_fsdp": True}},
     ],
     ids=str,

@@ -1,0 +1,45 @@
+"""The loss on preference pairs: packing, and its errors. See also reference/test_dpo_trl.py."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.loss.logprobs import TokenOutputs
+from torchtitan.loss.preference import dpo
+
+# Two pairs: the first in two rows, the second as two documents of one row.
+PAIR_IDS = torch.tensor([[0, 1, 1, 0, 0, 0], [0, -1, 0, 0, 0, 0], [0, 2, 0, -2, -2, -2]])
+
+
+def losses_of(pair_ids, **settings):
+    torch.manual_seed(0)
+    logprobs = -torch.rand(pair_ids.shape)
+    batch = {"pair_ids": pair_ids, "ref_logprobs": -torch.rand(pair_ids.shape)}
+    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
+    return dpo(outputs, torch.zeros_like(pair_ids), batch, **settings), logprobs, batch
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_pairs_may_be_rows_or_documents_of_a_row(length_normalized):
+    settings = {"beta": 2.0, "label_smoothing": 0.1, "length_normalized": length_normalized}
+    (loss, metrics), logprobs, batch = losses_of(PAIR_IDS, **settings)
+    ratios, expected, margins = logprobs - batch["ref_logprobs"], 0.0, []
+    for pair in (1, 2):
+        chosen, rejected = ratios[PAIR_IDS == pair].tolist(), ratios[PAIR_IDS == -pair].tolist()
+        sums = [sum(side) / (len(side) if length_normalized else 1) for side in (chosen, rejected)]
+        margins.append(2.0 * (sums[0] - sums[1]))
+        expected += 0.9 * math.log1p(math.exp(-margins[-1]))
+        expected += 0.1 * math.log1p(math.exp(margins[-1]))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert metrics["margin"].item() == pytest.approx(sum(margins), rel=1e-5)
+    assert metrics["accuracy"].item() == sum(margin > 0 for margin in margins)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"one of the two answers of pairs \[2\] in a microbatch"):
+        losses_of(PAIR_IDS.clamp(min=-1))
+    with pytest.raises(ValueError, match="needs beta > 0 .* got 0 and 0.0"):
+        losses_of(PAIR_IDS, beta=0)
+    with pytest.raises(ValueError, match=r"needs pair_ids and ref_logprobs .* got \['input'\]"):
+        dpo(TokenOutputs(torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(1, 2), {"input": 0})
