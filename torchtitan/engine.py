@@ -35,11 +35,11 @@ from torchtitan.batch.batch import (
     Batch,
     Entries,
     Microbatches,
-    PackedBatch,
+    TokenBatch,
     batch_to,
     dict_if_overridden,
 )
-from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy, ModelInputs
 from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
@@ -141,9 +141,9 @@ class TrainingEngine(build.EngineParts):
         """Hook for subclasses that own data; called before the model is built."""
 
     @property
-    def packing(self) -> PackingPolicy:
+    def packing(self) -> DocumentPolicy:
         """How documents in a batch are told apart; follows a tokenizer that is set later."""
-        return PackingPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
+        return DocumentPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
 
     # ---- training or evaluating ----
 
@@ -162,7 +162,7 @@ class TrainingEngine(build.EngineParts):
         return batch_to(batch, self.device)
 
     def post_dataloading_process(
-        self, input_dict: Batch | PackedBatch, labels: torch.Tensor | None
+        self, input_dict: Batch | TokenBatch, labels: torch.Tensor | None
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
@@ -177,7 +177,7 @@ class TrainingEngine(build.EngineParts):
             self.context_sharding,
         )
 
-    def model_inputs(self, batch: PackedBatch) -> ModelInputs:
+    def model_inputs(self, batch: TokenBatch) -> ModelInputs:
         """Return what `post_dataloading_process` does; a client's own one gets a dict."""
         method = self.post_dataloading_process
         return method(dict_if_overridden(method, TrainingEngine, batch), batch.labels)

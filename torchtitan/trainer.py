@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
+from torchtitan.batch.batch import Batch, TokenBatch, dict_if_overridden
 from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
@@ -160,7 +160,7 @@ class Trainer(TrainingEngine):
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]
-    ) -> tuple[list[PackedBatch], int, int]:
+    ) -> tuple[list[TokenBatch], int, int]:
         """Fetch one step's microbatches; return them, own and global valid token counts.
 
         Labels across a document boundary are ignored here already, if the job wants that: in
@@ -195,7 +195,7 @@ class Trainer(TrainingEngine):
             )
         return step.batches, step.counts.num_valid_tokens, counts.num_valid_tokens
 
-    def _pack(self, item: Item) -> PackedBatch:
+    def _pack(self, item: Item) -> TokenBatch:
         return self.packing.pack_masked(*item)
 
     @contextlib.contextmanager

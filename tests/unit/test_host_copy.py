@@ -11,7 +11,7 @@ import torch
 
 from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, cp_shard, map_masks
-from torchtitan.batch.packing import PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -117,7 +117,7 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     with torch.device("meta"):
         model = build(attn_type, mask_type)
     tokenizer = SimpleNamespace(eos_id=EOS)
-    packing = PackingPolicy.of(Training(), model.model_args, tokenizer)
+    packing = DocumentPolicy.of(Training(), model.model_args, tokenizer)
     batch = {"input": TOKENS, **PACKED[source]}
 
     def model_inputs(batch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.data import prefetch
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.prefetch import StepsAhead
@@ -41,7 +41,7 @@ def ahead(loader, n_steps=5):
         loader,
         items_per_step=2,
         n_steps=n_steps,
-        pack=lambda item: PackedBatch.of(*item),
+        pack=lambda item: TokenBatch.of(*item),
         device=torch.device("cpu"),
         n_duplicates=None,
         timeout=timedelta(seconds=5),
@@ -114,7 +114,7 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
     )
     monkeypatch.setattr(prefetch, "dist", group)
     second = timedelta(seconds=1)
-    pack = lambda item: PackedBatch.of(*item)  # noqa: E731
+    pack = lambda item: TokenBatch.of(*item)  # noqa: E731
     steps = prefetch.StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), 2, second)
     assert [number(item) for item, _ in zip(steps, range(3), strict=False)] == [1, 2]
     assert steps.counts == prefetch.StepCounts(3, 0, 1)

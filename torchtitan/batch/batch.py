@@ -42,7 +42,7 @@ class Batch(TypedDict, total=False):
     cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
 
 
-Microbatches: TypeAlias = "Batch | PackedBatch | Sequence[Batch | PackedBatch]"
+Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
 
 # What a token behind a row's end has; 0 for entries that are not listed.
 _PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
@@ -51,12 +51,12 @@ _LENGTHS = ("seq_lens", "cu_seqlens")
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedBatch:
+class TokenBatch:
     """Rows of tokens, and what is known of each.
 
     tokens: [B, T]. labels: [B, T], or None.
     document_ids: [B, T] int32, padding -1; None where no documents are kept apart, or the batch
-        brings masks instead. See `PackingPolicy.pack`.
+        brings masks instead. See `DocumentPolicy.pack`.
     entries: the caller's others, positions and sources of boundaries among them.
     sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
     """
@@ -228,7 +228,7 @@ def _tensor_to(x: Any, device: torch.device) -> Any:
     return to_device(x, device) if isinstance(x, Tensor) else x
 
 
-def dict_if_overridden(method: Any, base: type, batch: PackedBatch) -> Any:
+def dict_if_overridden(method: Any, base: type, batch: TokenBatch) -> Any:
     """What a method that clients may replace gets: a dict, unless it still is that of `base`."""
     function = getattr(method, "__func__", None)
     is_ours = function is not None and function is getattr(base, function.__name__, None)

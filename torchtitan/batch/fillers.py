@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import local_tensor, whole_tensor
 from torchtitan.tools.host_copy import read_later
@@ -37,11 +37,11 @@ def num_fillers(
     return lambda: answer()[0] - n
 
 
-def filler_batch(seq_len: int, separates_documents: bool) -> PackedBatch:
+def filler_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
     """Return a batch of one short row, all labels ignored; seq_len: the most it may have."""
     tokens = torch.zeros(1, min(seq_len, _MAX_LENGTH), dtype=torch.int64)
     ids = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents else None
-    return PackedBatch(tokens, torch.full_like(tokens, IGNORE_INDEX), ids)
+    return TokenBatch(tokens, torch.full_like(tokens, IGNORE_INDEX), ids)
 
 
 def zero_loss(outputs: Any) -> Tensor:

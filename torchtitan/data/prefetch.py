@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
@@ -45,13 +45,13 @@ class Step:
     """
 
     items: list[Item]
-    batches: list[PackedBatch]
+    batches: list[TokenBatch]
     counts: StepCounts
     error: Exception | None = None
     position: Any = None
 
 
-def read_step(iterator: Iterator[Item], n_items: int, pack: Callable[[Item], PackedBatch]) -> Step:
+def read_step(iterator: Iterator[Item], n_items: int, pack: Callable[[Item], TokenBatch]) -> Step:
     """Read the items of a step; what reading them raises is in it."""
     step = Step([], [], StepCounts(0))
     try:
@@ -85,7 +85,7 @@ class StepsAhead:
         dataloader: Iterable[Item],
         items_per_step: int,
         n_steps: int,
-        pack: Callable[[Item], PackedBatch],
+        pack: Callable[[Item], TokenBatch],
         device: torch.device,
         n_duplicates: int | None,
         timeout: timedelta,
@@ -104,7 +104,7 @@ class StepsAhead:
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
         self.counts = StepCounts(0)
-        self.batch: PackedBatch
+        self.batch: TokenBatch
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.

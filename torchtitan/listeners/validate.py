@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
+from torchtitan.batch.batch import Batch, TokenBatch, dict_if_overridden
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import num_fillers
-from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy, ModelInputs
 from torchtitan.config import JobConfig
 from torchtitan.data import text_datasets
 from torchtitan.data.dataloader import BaseDataLoader
@@ -89,7 +89,7 @@ class Validator(BaseValidator):
 
     def post_dataloading_process(
         self,
-        input_dict: Batch | PackedBatch,
+        input_dict: Batch | TokenBatch,
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> ModelInputs:
@@ -104,9 +104,9 @@ class Validator(BaseValidator):
         batch = packing.pack(input_dict, labels)
         return packing.model_inputs(model_parts[0], batch, self.tokenizer, sharding)
 
-    def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:
+    def _packing(self, model_parts: list[nn.Module]) -> DocumentPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
-        return PackingPolicy.of(self.job_config.training, model_args, self.tokenizer)
+        return DocumentPolicy.of(self.job_config.training, model_args, self.tokenizer)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, Microbatches, PackedBatch
+from torchtitan.batch.batch import Batch, Microbatches, TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import zero_loss
 from torchtitan.config.checks.common import has_token_loss, has_value_head
@@ -247,13 +247,13 @@ def _packed(
     labels: Labels,
     needs_labels: bool,
     are_tokens: bool,
-) -> tuple[list[PackedBatch], bool]:
+) -> tuple[list[TokenBatch], bool]:
     """The batches as values with their labels, and whether it was one by itself.
 
     needs_labels: False where only a loss function sees them: they may have any shape. are_tokens:
         they must be token ids.
     """
-    is_single = isinstance(microbatches, dict | PackedBatch)
+    is_single = isinstance(microbatches, dict | TokenBatch)
     batches = [microbatches] if is_single else list(microbatches)
     given = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(batches))
     if len(batches) != len(given):

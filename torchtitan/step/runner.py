@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan import distributed
-from torchtitan.batch.batch import Entries, PackedBatch
+from torchtitan.batch.batch import Entries, TokenBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
-from torchtitan.batch.packing import ModelInputs
+from torchtitan.batch.policy import ModelInputs
 from torchtitan.distributed.failure_watch import Alone
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
@@ -81,7 +81,7 @@ class Runner:
 
     model_parts: list[nn.Module]
     device: torch.device
-    process: Callable[[PackedBatch], ModelInputs]
+    process: Callable[[TokenBatch], ModelInputs]
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None
@@ -94,13 +94,13 @@ class Runner:
     gradient_factor: float = 1.0
     watch: Alone = dataclasses.field(default_factory=Alone)
     dp_group: dist.ProcessGroup | None = None
-    filler: Callable[[], PackedBatch] | None = None
+    filler: Callable[[], TokenBatch] | None = None
     more_follow: bool = dataclasses.field(default=False, init=False)
 
     # ---- before the model ----
 
     def prepare(
-        self, batch: PackedBatch, head: Head | None = None, whole_rows: bool = False
+        self, batch: TokenBatch, head: Head | None = None, whole_rows: bool = False
     ) -> Microbatch:
         """head: gets the batch's labels in place of the loss.
 
@@ -164,7 +164,7 @@ class Runner:
 
     def microbatches(
         self,
-        batches: Sequence[PackedBatch],
+        batches: Sequence[TokenBatch],
         head: Head | None,
         n_fillers: Callable[[], int],
         reduce_with_last: bool = False,

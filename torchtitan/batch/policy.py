@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, Entries, PackedBatch, check_ids
+from torchtitan.batch.batch import Batch, Entries, TokenBatch, check_ids
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
@@ -33,8 +33,8 @@ keywords, such as masks. Under context parallelism all hold this rank's tokens, 
 
 
 @dataclasses.dataclass(frozen=True)
-class PackingPolicy:
-    """The choices of one job; see `PackingPolicy.of` for where they come from.
+class DocumentPolicy:
+    """The choices of one job; see `DocumentPolicy.of` for where they come from.
 
     attn_type: "sdpa" takes no mask. attn_mask_type: "causal" keeps no documents apart.
     eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without one.
@@ -48,7 +48,7 @@ class PackingPolicy:
     vocab_size: int | None = None
 
     @classmethod
-    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "PackingPolicy":
+    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "DocumentPolicy":
         """Read the choices off a job; unset ones follow the model's attn_mask_type."""
         attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
         mask_loss = training.mask_boundary_loss
@@ -66,7 +66,7 @@ class PackingPolicy:
         """Whether attention stays within documents."""
         return self.attn_mask_type != "causal"
 
-    def pack(self, batch: Batch | PackedBatch, labels: Tensor | None = None) -> PackedBatch:
+    def pack(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
         """The batch as a value, with the ids of the documents that attention keeps apart.
 
         A batch that brings its own attention masks gets no ids. A value keeps what it has but for
@@ -74,22 +74,22 @@ class PackingPolicy:
         Raises ValueError for `input` that is not [B, T] or has other ids than the model, or if the
         batch does not say where its documents begin.
         """
-        if isinstance(batch, PackedBatch):
+        if isinstance(batch, TokenBatch):
             return batch if labels is None else dataclasses.replace(batch, labels=labels)
-        packed = PackedBatch.of(batch, labels)
+        packed = TokenBatch.of(batch, labels)
         if packed.tokens.dim() == 2:
             check_ids("the batch's 'input'", packed.tokens, self.vocab_size)
         if not self.separates_documents or "attention_masks" in batch:
             return packed
         return dataclasses.replace(packed, document_ids=self.document_ids(packed))
 
-    def document_ids(self, batch: Batch | PackedBatch) -> Tensor:
+    def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """The documents of a batch, [B, T] int32 on its device, padding -1.
 
         Under a causal mask, which keeps none apart, they are read as under "block_causal".
         Raises ValueError as `pack` does.
         """
-        packed = batch if isinstance(batch, PackedBatch) else self.pack(batch)
+        packed = batch if isinstance(batch, TokenBatch) else self.pack(batch)
         if packed.document_ids is not None:
             return packed.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
@@ -98,7 +98,7 @@ class PackingPolicy:
 
     # ---- what the loss and the FLOP count see ----
 
-    def mask_labels(self, batch: Batch | PackedBatch, labels: Tensor) -> Tensor:
+    def mask_labels(self, batch: Batch | TokenBatch, labels: Tensor) -> Tensor:
         """The labels [B, T] of a batch, IGNORE_INDEX where the next token is of another document.
 
         Padding is ignored, too. A row's last label is ignored only if the row's last token is
@@ -117,12 +117,12 @@ class PackingPolicy:
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
         return labels.masked_fill(ends, IGNORE_INDEX)
 
-    def pack_masked(self, batch: Batch | PackedBatch, labels: Tensor) -> PackedBatch:
+    def pack_masked(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:
         """The batch as a value, with the labels of `mask_labels`: what the loss counts."""
         batch = self.pack(batch, labels)
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
-    def attended_pairs(self, batch: PackedBatch) -> int:
+    def attended_pairs(self, batch: TokenBatch) -> int:
         """Sum of squared document lengths: the pairs of tokens that attention works on.
 
         As FLOP counts have it, both halves of each square count, and for a causal mask the
@@ -139,7 +139,7 @@ class PackingPolicy:
     def model_inputs(
         self,
         model: Any,
-        batch: PackedBatch,
+        batch: TokenBatch,
         tokenizer: Any,
         sharding: ContextSharding | None = None,
     ) -> ModelInputs:
