@@ -36,7 +36,7 @@ BATCH_TYPES = frozenset(
     "Batch Microbatches TokenBatch PackedBatch Item Step Microbatch ModelInputs".split()
 )
 # Parts that only some jobs have: context parallelism, the isolation probe.
-OPTIONAL_PARTS = ("sharding", "context_sharding", "isolation_probe")
+OPTIONAL_PARTS = ("sharding", "context_sharding", "shard_batch", "isolation_probe")
 
 
 def read_sources(where: str) -> Sources:
@@ -208,12 +208,13 @@ def rooms_of_a_batch(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def takes_batch(function: Any) -> bool:
-    """Whether a parameter's annotation has one of BATCH_TYPES."""
+    """True if a parameter's annotation has one of BATCH_TYPES, but for functions and iterators."""
     arguments = function.args
     return any(
         isinstance(node, ast.Name) and node.id in BATCH_TYPES
         for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         if one.annotation is not None
+        and not ast.unparse(one.annotation).startswith(("Callable", "Iterator"))
         for node in ast.walk(one.annotation)
     )
 

@@ -17,6 +17,7 @@ from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
+from torchtitan.step import forward as step_forward
 from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 
 EOS = 0
@@ -121,7 +122,7 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     batch = {"input": TOKENS, **PACKED[source]}
 
     def model_inputs(batch):
-        return packing.model_inputs(model, packing.pack(batch), tokenizer)
+        return step_forward.model_inputs(packing, packing.pack(batch), model, tokenizer)
 
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"

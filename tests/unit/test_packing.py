@@ -12,6 +12,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
+from torchtitan.step import forward as step_forward
 from torchtitan.tools import logging as titan_logging
 
 EOS = 2
@@ -53,7 +54,9 @@ class Model:
 def model_inputs(policy, batch, model=None):
     """(other entries, keywords) for the model's forward."""
     packed = policy.pack(batch, TOKENS + 1)
-    inputs, labels, entries, keywords = policy.model_inputs(model or Model(), packed, TOKENIZER)
+    inputs, labels, entries, keywords = step_forward.model_inputs(
+        policy, packed, model or Model(), TOKENIZER
+    )
     assert inputs is batch["input"] and labels is packed.labels
     return entries, keywords
 
