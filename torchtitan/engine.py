@@ -71,6 +71,7 @@ class EngineState:
     device: torch.device
     layout: RankLayout
     parallel_dims: ParallelDims
+    forward_only: bool
 
     step: int = 0
     ntokens_seen: int = 0
@@ -274,6 +275,40 @@ class EngineState:
         """
         adapter = self.checkpointer.require_adapter()
         return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
+
+    # ---- the end ----
+
+    def _check_open(self, step: str) -> None:
+        """Raise RuntimeError if the engine was closed."""
+        if self not in host.engines():
+            raise RuntimeError(
+                f"{step} was called after close(), which gives back what the engine needs; close it "
+                "after the last step, or build a new one"
+            )
+
+    def _check_trains(self, step: str) -> None:
+        """Raise RuntimeError if the engine was closed, or only runs forwards."""
+        self._check_open(step)
+        if self.forward_only:
+            raise RuntimeError(
+                f"{step} needs gradients and an optimizer, which this engine was built without; "
+                "build it with forward_only=False"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
+        self.watch.close()
+        try:
+            if hasattr(self, "checkpointer"):  # the construction may have failed before it
+                self.checkpointer.close()
+        finally:
+            host.move_out(self)
 
 
 class TrainingEngine(EngineState):
@@ -621,37 +656,3 @@ class TrainingEngine(EngineState):
             is_counted = self.step != self._loaded.step  # a caller counts before the step
             number = self._steps_done + (0 if is_counted else 1)
             return self.update.step(number, lr, max_norm, denominator, advance_schedule)
-
-    def _check_open(self, step: str) -> None:
-        """Raise RuntimeError if the engine was closed."""
-        if self not in host.engines():
-            raise RuntimeError(
-                f"{step} was called after close(), which gives back what the engine needs; close it "
-                "after the last step, or build a new one"
-            )
-
-    def _check_trains(self, step: str) -> None:
-        """Raise RuntimeError if the engine was closed, or only runs forwards."""
-        self._check_open(step)
-        if self.forward_only:
-            raise RuntimeError(
-                f"{step} needs gradients and an optimizer, which this engine was built without; "
-                "build it with forward_only=False"
-            )
-
-    # ---- the end ----
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
-        self.watch.close()
-        try:
-            if hasattr(self, "checkpointer"):  # the construction may have failed before it
-                self.checkpointer.close()
-        finally:
-            host.move_out(self)

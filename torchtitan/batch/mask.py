@@ -256,18 +256,19 @@ def cp_shard(
     attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
     load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
         parts.
-    rotate_method: None is "allgather" if every mask knows where documents begin, else "alltoall".
+    rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
     No communication. Raises ValueError if T does not divide, or if `rotate_method` is
     "allgather" and a mask does not say where its documents begin.
-    For "allgather" and "ptrr" this waits for the device once, if a mask was not made from a batch on the
-    host (see `tools.host_copy`).
+    Waits for the device once if only the device knows where documents begin and "allgather" or
+    "ptrr" needs to: for masks that were not made from a batch of the host (see
+    `tools.host_copy`).
     """
     n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
     is_dict = isinstance(attention_masks, dict)
     given = attention_masks if is_dict else {"": attention_masks}
     if any(isinstance(mask, Tensor) for mask in given.values()):
         raise ValueError(
-            "a padding mask [B, T] cannot be split over context-parallel ranks; make "
+            "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
             "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
         )
     masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
@@ -285,7 +286,7 @@ def cp_shard(
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = {name: x for name, x in boundaries.items() if x is not None}
         starts = _starts_on_host(known, n_rows, seq_len)
-    # With several masks, work is balanced for the widest.
+    # With several masks, the one that is wider decides what is balanced.
     widest = None
     if attention_masks is not None and starts:
         widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
@@ -304,9 +305,9 @@ def cp_shard(
 
 
 def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
-    """Return the columns where documents begin, [1 or B, T], from the masks' `boundaries`.
+    """[1 or B, T], the column where each token's document begins, from what `boundaries` gives.
 
-    Waits for the device once if the host has no copy of one of them.
+    Waits for the device once if any is there and no copy of the host's.
     """
     starts = {name: on_host(x) for name, x in boundaries.items()}
     away = {name: x for name, x in starts.items() if x.device.type != "cpu"}
@@ -315,7 +316,7 @@ def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) ->
         read = torch.cat([x.flatten() for x in away.values()]).cpu().split(sizes)
         starts |= {name: x.view(away[name].shape) for name, x in zip(away, read, strict=True)}
     for name, lengths in starts.items():
-        if lengths.dim() == 1:  # cumulative lengths through all rows
+        if lengths.dim() == 1:  # cumulative ones, through all rows
             size = n_rows * seq_len
             first = lengths[:-1].repeat_interleave(lengths.diff(), output_size=size)
             starts[name] = first.view(n_rows, seq_len) % seq_len
@@ -333,12 +334,12 @@ def prepare_context_parallel_input(
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Return this rank's tokens, labels and the keyword arguments of the model's forward.
 
-    inputs: tokens [B, T]. labels: [B, T] or None, already shifted, because a part cannot see its right
-    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows, which
-    are replaced by those of the rank's own tokens. device: accepted for compatibility. rotate_method:
-    as in `cp_shard`.
-    No positions are added: the model derives them from the mask (`positions_of_rank`), and a caller
-    with positions of its own passes them to the model itself.
+    inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
+    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
+    and gets those for the rank's own tokens. device: accepted for compatibility. rotate_method: as
+    in `cp_shard`.
+    Without positions none are added: the model has them from the mask (`positions_of_rank`), and
+    a caller with positions of its own passes them to the model as they are.
     Changes and returns `extra_kwargs`. Raises like `cp_shard`.
     """
     parts, masks = cp_shard(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.data.dataloader import DataloaderExhaustedError
@@ -109,7 +108,10 @@ class StepsAhead:
         if n_duplicates is not None and dist.get_backend() != "fake":
             # A group of its own: the thread may wait here while the ranks train.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.keeps_position = isinstance(dataloader, Stateful)
+        # As torch's Stateful, whose import loads DTensor.
+        self.keeps_position = all(
+            hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
+        )
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)

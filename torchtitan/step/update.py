@@ -24,12 +24,14 @@ MAX_SKIPPED_STEPS_IN_A_ROW = 10
 _MAX_ROWS_NAMED = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OptimStepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     grad_norm: the norm of all gradients before clipping, a tensor on the engine's device.
     lr: the learning rate that the step used.
+    skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
+        read waits until the device has computed the norm.
 
     On an accelerator the device skips an update that is not finite, and the host learns of it a step
     late: the warning and the error, and a ValueError for a `denominator` whose sum is negative or not
@@ -40,15 +42,18 @@ class OptimStepResult:
 
     grad_norm: Tensor
     lr: float
-    _skipped: bool | Callable[[], bool] = dataclasses.field(repr=False)
+    skipped: bool
+
+
+class _LateOptimStepResult(OptimStepResult):
+    """The result of a step whose verdict only the device has so far."""
+
+    def __init__(self, grad_norm: Tensor, lr: float, verdict: "_Verdict"):
+        self.grad_norm, self.lr, self._verdict = grad_norm, lr, verdict
 
     @property
     def skipped(self) -> bool:
-        """True if the norm was not finite and nothing was updated.
-
-        On an accelerator the first read waits until the device has computed the norm.
-        """
-        return self._skipped() if callable(self._skipped) else self._skipped
+        return bool(self._verdict.read()[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +68,6 @@ class _Verdict:
     step: int
     read: Callable[[], list[float]]
     log_bad_losses: Callable[[], None]
-
-    def is_skipped(self) -> bool:
-        return bool(self.read()[0])
 
 
 class StepLosses:
@@ -271,8 +273,9 @@ class Update:
             self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self._begin_step()
-        is_late = isinstance(skip, Tensor)
-        return OptimStepResult(grad_norm, lr, verdict.is_skipped if is_late else bool(skip))
+        if isinstance(skip, Tensor):
+            return _LateOptimStepResult(grad_norm, lr, verdict)
+        return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
         """Raise ValueError if no rank has a gradient and the engine made no backward pass.
