@@ -127,7 +127,7 @@ def length(node: ast.AST) -> int:
 
 
 def own_nodes(function: ast.AST) -> list[ast.AST]:
-    """What is inside a function, without the functions inside it."""
+    """Return the nodes inside a function, without those of functions inside it."""
     found, left = [], list(ast.iter_child_nodes(function))
     while left:
         node = left.pop()

@@ -65,7 +65,7 @@ class _Loaded(NamedTuple):
 
 
 class EngineState:
-    """The parts of an engine: its place among the ranks, its counters, and what is saved and loaded."""
+    """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
 
     job_config: JobConfig
     device: torch.device
@@ -220,8 +220,8 @@ class EngineState:
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
 
-        path: the folder of one checkpoint, DCP or Hugging Face files. None loads what a run starts
-            with: `checkpoint.load_step` of its own folder, else the initial checkpoint of the config.
+        path: the folder of one checkpoint, DCP or Hugging Face files. None loads the checkpoint
+            that a run starts with: `checkpoint.load_step` of its own folder, else the config's initial one.
         model_only: leave optimizer, schedule and counters as they are.
 
         If the checkpoint does not restore `weights_version`, it goes up by one. Gradients are zeroed,
@@ -487,7 +487,7 @@ class TrainingEngine(EngineState):
         """Return the model's output for each microbatch, in order, without gradients.
 
         microbatches, labels, head: see the top of this module; labels are the head's.
-        output_fn: (logits, batch) -> what is returned instead, so that logits need not be kept.
+        output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
 
         Under pipeline parallelism the result is None on the ranks without the last stage, and

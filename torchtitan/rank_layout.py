@@ -103,7 +103,7 @@ class RankLayout:
         ]
         if differing:
             raise ValueError(
-                f"the config sets other degrees than those of the layout: "
+                f"the config's degrees are not those of the layout: "
                 f"{', '.join(differing)}; make a RankLayout for this config"
             )
         return self.parallel_dims

@@ -201,7 +201,7 @@ def _reader_states(loader_state: dict[str, Any]) -> list[dict[str, Any]]:
         return [loader_state["dataset_state"]]
     if loader_state["_steps_since_snapshot"]:
         raise ValueError(
-            "the data position was saved with snapshot_every_n_steps > 1, so it is only known to "
-            "as many ranks and data workers as saved it; resume with those"
+            "the data position was saved with snapshot_every_n_steps > 1, so it can only be loaded on "
+            "the number of ranks and data workers that saved it; resume with the same numbers"
         )
     return [snapshots[f"worker_{index}"]["dataset_state"] for index in range(len(snapshots))]

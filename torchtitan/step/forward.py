@@ -62,7 +62,7 @@ class Head(Protocol[Outputs]):
 
 
 class ModelInputs(NamedTuple):
-    """What the model's forward gets of one batch; labels are for the loss and the head.
+    """Arguments of the model's forward for one batch, and the labels for the loss and the head.
 
     extra_inputs: the batch's other entries, positions among them. extra_kwargs: more keywords, the
         attention masks among them. Under context parallelism all hold this rank's tokens, [B, T/cp],
@@ -352,7 +352,7 @@ def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     if isinstance(loss, tuple):
         raise ValueError(
             "loss_fn returned a tuple, and the call names no metrics: give it metrics={name: 'sum' "
-            "or 'max'} of those in the second value, {} for none"
+            "or 'max'} for the metrics in its second value, {} for none"
         )
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__
@@ -376,7 +376,7 @@ def model_inputs(
     tokenizer: Any,
     sharding: ContextSharding | None = None,
 ) -> ModelInputs:
-    """Return what the model's forward gets of a batch.
+    """Return the arguments of the model's forward for a batch.
 
     Entries that only tell documents apart are left out. Positions that restart in each document are
     added if the model keeps documents apart and the batch has no positions. Attention masks are added
@@ -459,7 +459,7 @@ class Runner:
     def prepare(
         self, batch: TokenBatch, head: Head | None = None, whole_rows: bool = False
     ) -> Microbatch:
-        """Return what the model and the loss get of a batch.
+        """Return a batch as the model and the loss get it.
 
         head: gets the labels, in place of the loss.
         whole_rows: under context parallelism `labels` and `batch` keep whole rows.
