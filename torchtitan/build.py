@@ -128,16 +128,8 @@ def build(
     else:
         model_parts = [spec.parallelize_fn(model, dims, config)]
     has_outputs = has_last_stage is not False
-
-    # Gradients are averaged over ranks if the job wants it, and for a client's own backward on replicas
-    # that nothing shards: the client counts on the reference's DDP, and multiplies its loss by the
-    # number of ranks. The engine's own losses are then multiplied, too.
-    is_mean = training.gradient_reduction == "mean" and dp_size > 1
-    replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
-    averages_for_client = replicas_only and has_clients_backward
-    if (is_mean or averages_for_client) and has_outputs:
-        scale_gradients(model_parts[-1], 1 / dp_size)
-    gradient_factor = float(dp_size) if averages_for_client and not is_mean else 1.0
+    last_part = model_parts[-1] if has_outputs else None
+    gradient_factor = average_gradients(config, layout, last_part, has_clients_backward)
     materialize(model_parts, config, device, seed)
 
     optimizers = spec.build_optimizers_fn(model_parts, config.optimizer, dims)
@@ -146,7 +138,6 @@ def build(
         lambda *_args, **_kwargs: converters.post_optimizer_hook(model_parts)
     )
     offloader = Offloader(model_parts, optimizers, device)
-    adapter_cls = spec.state_dict_adapter
     checkpointer = CheckpointManager(
         dataloader=dataloader,
         model_parts=model_parts,
@@ -154,7 +145,8 @@ def build(
         lr_schedulers=lr_schedulers,
         states={"train_state": train_state},
         checkpoint_config=config.checkpoint,
-        sd_adapter=adapter_cls and adapter_cls(model_args, config.model.hf_assets_path),
+        sd_adapter=spec.state_dict_adapter
+        and spec.state_dict_adapter(model_args, config.model.hf_assets_path),
         base_folder=config.job.dump_folder,
     )
     value_head = has_value_head(config, model_args)
@@ -234,6 +226,26 @@ def build(
         watch=watch,
         runner=runner,
     )
+
+
+def average_gradients(
+    config: JobConfig, layout: RankLayout, last_part: nn.Module | None, has_clients_backward: bool
+) -> float:
+    """Let backward average the gradients over ranks, if the job or a client's own backward wants it.
+
+    last_part: the part with the model's outputs; None on ranks without it.
+    On replicas that nothing shards, a client's own backward counts on the reference's DDP, which
+    averages, and multiplies its loss by the number of ranks. Returns the factor of the engine's own
+    losses that makes up for that.
+    """
+    dims, dp_size = layout.parallel_dims, layout.dp_size
+    is_mean = config.training.gradient_reduction == "mean" and dp_size > 1
+    replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
+    if not (is_mean or (replicas_only and has_clients_backward)):
+        return 1.0
+    if last_part is not None:
+        scale_gradients(last_part, 1 / dp_size)
+    return 1.0 if is_mean else float(dp_size)
 
 
 def warn_of_shared_folder(checkpointer: CheckpointManager) -> None:
