@@ -25,6 +25,7 @@ LAYERS = (
     ("batch",),
     ("loss", "optim", "data"),
     ("protocols", "step"),
+    ("reference",),
     ("listeners",),
     ("models",),
     ("generation", "checkpoint", "quantization"),

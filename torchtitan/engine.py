@@ -1,63 +1,52 @@
 """The training engine: model, optimizer, schedule and checkpoints of one job, without data.
 
-A program that brings its own batches, loss and loop builds a `TrainingEngine` inside its own
-process; `torchtitan.train.Trainer` is this engine plus tokenizer, data, metrics and a loop.
+A program that has its own batches, loss and loop builds a `TrainingEngine` inside its own process;
+`torchtitan.train.Trainer` is this engine plus tokenizer, data, metrics and a loop.
 
 In its host process an engine is a guest: it draws no random numbers from the host's generators, and
-seeds them only if `debug.seed` is set. Settings that it changes, and a default process group that
-it makes, are given back by the last `close()` of the process's engines. The groups of its mesh live
-as long as the default group: torch's caches may have passed them on to others.
+seeds them only if `debug.seed` is set. The last `close()` of the process's engines restores the settings
+that they changed, and destroys a default process group that they made. The groups of a mesh live as
+long as the default group, because torch's caches may have passed them on to other users.
 
-Letters used below: B sequences, T tokens, V vocabulary entries. What steps are given:
+B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
 
-    microbatches    one batch on every rank, or a list of them. Rows and T may differ between them,
-                    and data-parallel ranks may have lists of different lengths, empty ones too;
-                    all ranks of a pipeline give the same.
-    labels          [B, T], or a list of one per microbatch; where none are given, a batch's own entry
-                    "labels", and None without that.
-    head            computed in place of logits, such as `TokenLogProbs()`, which then never exist
-                    whole; functions get its outputs.
+    microbatches    one batch on every rank, or a list of batches. Their rows and T may differ, and
+                    data-parallel ranks may have lists of different lengths, empty ones too;
+                    all ranks of a pipeline give the same list.
+    labels          [B, T], or a list with one tensor per microbatch; None takes each batch's own entry
+                    "labels", if it has one.
+    head            computed in place of logits, such as `TokenLogProbs()`, so that the logits never
+                    exist whole; functions get its outputs.
     functions       of the caller, for outputs or a loss: they get logits [B, T, V], or values
-                    [B, T, 1] from a model with `model.value_head`, and the batch. Logits are whole
-                    under tensor parallelism. Under context parallelism they are those of this
+                    [B, T, 1] from a model with `model.value_head`, and the batch. Under tensor
+                    parallelism logits are whole. Under context parallelism they are those of this
                     rank's tokens, [B, T/cp, ...], and so are the batch's tensors [B, T, ...].
 """
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NamedTuple, Self, TypeVar, overload
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from torchtitan import build, rank_layout
-from torchtitan.batch.batch import (
-    Batch,
-    Entries,
-    Microbatches,
-    PackedBatch,
-    batch_to,
-    dict_if_overridden,
-)
-from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, batch_to
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.failure_watch import Alone
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward_backward import (
-    Labels,
-    backward,
-    check_open,
-    check_trains,
-    forward,
-    forward_backward,
-    prepare,
-)
+from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
+from torchtitan.reference import is_overridden
+from torchtitan.step import forward as step_forward
+from torchtitan.step.forward import Head, Labels, Microbatch, ModelInputs, model_inputs, on_error
 from torchtitan.step.outputs import Reductions, StepOutput
-from torchtitan.step.runner import Head, Microbatch, on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
@@ -68,30 +57,280 @@ Outputs = TypeVar("Outputs")
 Result = TypeVar("Result")
 
 
-class TrainingEngine(build.EngineParts):
+class _Loaded(NamedTuple):
+    """The counters of the checkpoint that was loaded last."""
+
+    step: int = 0
+    weights_version: int = 0
+
+
+class EngineState:
+    """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
+
+    job_config: JobConfig
+    device: torch.device
+    layout: RankLayout
+    parallel_dims: ParallelDims
+    forward_only: bool
+
+    step: int = 0
+    ntokens_seen: int = 0
+    _loaded = _Loaded()
+    watch: Alone = Alone()
+
+    def _adopt(self, parts: build.EngineParts) -> None:
+        self.context_sharding = parts.context_sharding
+        self.model_args = parts.model_args
+        self.model_converters = parts.model_converters
+        self.num_params = parts.num_params
+        self.num_flops_per_token = parts.num_flops_per_token
+        self.flops_without_attention = parts.flops_without_attention
+        self.global_batch_size = parts.global_batch_size
+        self.gradient_accumulation_steps = parts.gradient_accumulation_steps
+        self.loss_fn = parts.loss_fn
+        self.has_token_loss = parts.has_token_loss
+        self.model_parts = parts.model_parts
+        self.pp_schedule = parts.pp_schedule
+        self.pp_has_first_stage = parts.pp_has_first_stage
+        self.pp_has_last_stage = parts.pp_has_last_stage
+        self.optimizers = parts.optimizers
+        self.lr_schedulers = parts.lr_schedulers
+        self.offloader = parts.offloader
+        self.checkpointer = parts.checkpointer
+        self.update = parts.update
+        self.train_context = parts.train_context
+        self.maybe_enable_amp = parts.maybe_enable_amp
+        self.watch = parts.watch
+        self.runner = parts.runner
+
+    # ---- the layout ----
+
+    @property
+    def dp_size(self) -> int:
+        """The number of groups of ranks that read different batches."""
+        return self.layout.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.layout.dp_rank
+
+    @property
+    def dp_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that read different batches of one step; None if there is only one."""
+        return self.layout.dp_group if self.dp_size > 1 else None
+
+    @property
+    def loss_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks whose shares of the loss add up to the loss of the global batch.
+
+        They read different batches, or other tokens of the same rows. None if this rank has the whole
+        loss.
+        """
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        return None if mesh is None else mesh.get_group()
+
+    @property
+    def has_outputs(self) -> bool:
+        """True if this rank gets the model's outputs: not on a pipeline's earlier stages."""
+        return self.pp_has_last_stage is not False
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the schedule has for the next step."""
+        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters, which checkpoints hold as `train_state`."""
+        return {
+            "step": self._steps_done,
+            "ntokens_seen": self.ntokens_seen,
+            "weights_version": self.weights_version,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Older checkpoints count steps only.
+        state_dict = {"weights_version": state_dict["step"], **state_dict}
+        for name in ("step", "ntokens_seen", "weights_version"):
+            count = state_dict[name]
+            if not isinstance(count, int) or not 0 <= count < 2**63:
+                raise ValueError(
+                    f"train_state.{name} of a checkpoint must be a whole number of at least 0, got "
+                    f"{count!r}: the checkpoint is damaged; load another one"
+                )
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"]
+        self.weights_version = state_dict["weights_version"]
+        self._loaded = _Loaded(self.step, state_dict["weights_version"])
+
+    def add_state(self, name: str, state: Any) -> None:
+        """Have full checkpoints save and restore an object of the caller's.
+
+        state: has `state_dict()`, of numbers, strings, tensors and containers of these, and
+            `load_state_dict()`. All ranks add the same names before they save or load. Only one rank's
+            state of each name is saved: give states that differ between ranks different names. A
+            checkpoint without it loads with "user_state" in `checkpoint.exclude_from_loading`.
+        Raises ValueError for a name that is taken, and for a state that holds other data.
+        """
+        self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
+
+    @property
+    def _steps_done(self) -> int:
+        """`step` if the caller sets it, else the loaded step plus the optimizer steps since the load."""
+        if self.step != self._loaded.step:
+            return self.step
+        return self.step + self.weights_version - self._loaded.weights_version
+
+    @property
+    def weights_version(self) -> int:
+        """The number of changes of the weights: optimizer steps, and loads that restore only weights.
+
+        Waits for the device's verdict on the last step, and raises as the next `optim_step` would.
+        """
+        return self.update.weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self.update.weights_version = version
+
+    def save(self, path: str | None = None, *, force: bool = True) -> None:
+        """Save model, optimizer, schedule and counters. Collective.
+
+        path: the folder to write; retention never deletes it. None is a step folder of
+            `checkpoint.folder`, named after `step`, or after the optimizer steps if the caller never
+            sets `step`.
+        force: False saves only when a save is due: never without `checkpoint.enable`; with a dataloader
+            at every `checkpoint.interval`; without a dataloader always.
+        """
+        self.update.settle()
+        self.checkpointer.save(self._steps_done, path=path, force=force)
+
+    def save_hf(self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Write the model to a folder that `transformers` opens. Collective.
+
+        The folder gets safetensors files with an index, config.json and the tokenizer; a tokenizer
+        or a config.json of this model that is already in it is kept.
+        dtype: floating-point tensors are cast to it; None keeps the dtype of each.
+        Raises ValueError for a model without a state_dict_adapter, RunError if it fails.
+        """
+        self.update.settle()
+        self.checkpointer.save_hf(os.fspath(path), dtype)
+
+    def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
+        """Load a checkpoint, and return whether there was one. Collective.
+
+        path: the folder of one checkpoint, DCP or Hugging Face files. None loads the checkpoint
+            that a run starts with: `checkpoint.load_step` of its own folder, else the config's initial one.
+        model_only: leave optimizer, schedule and counters as they are.
+
+        If the checkpoint does not restore `weights_version`, it goes up by one. Gradients are zeroed,
+        because they belong to the weights before.
+        """
+        step = -1 if path is not None else self.job_config.checkpoint.load_step
+        with contextlib.suppress(FloatingPointError, ValueError):
+            self.update.settle()  # a bad last step does not matter: its weights are replaced
+        loaded_before = self._loaded
+        found = self.checkpointer.load(step, path=path, model_only=model_only)
+        if found and self._loaded is loaded_before:  # the counters were not restored
+            self.weights_version += 1
+            # The change is no optimizer step.
+            step, version = self._loaded
+            self._loaded = _Loaded(step, version + 1)
+        if found:
+            self.optimizers.zero_grad()
+            self.update.forget_microbatches()
+        return found
+
+    def to(
+        self,
+        device: torch.device | str,
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """Move states to host memory ("cpu"), or back to the engine's device.
+
+        model: parameters and buffers. optimizer: its state. grad: gradients.
+
+        Parameters stay the same objects. States in host memory can be saved, loaded and exported;
+        steps need them on the device. On the CPU nothing ever moves.
+        Raises ValueError for another device, and if hooks on parameters would be lost.
+        """
+        target = self.offloader.check_target(device)
+        if self.offloader.can_move(self.job_config):
+            self.checkpointer.maybe_wait_for_staging()
+            self.checkpointer.release_model()
+            self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
+
+    def iter_hf_weights(
+        self, *, dtype: torch.dtype | None = None, sharded: bool = False
+    ) -> WeightStream:
+        """Return an iterator over (HF name, tensor) of all weights, with a version and a digest.
+
+        dtype: parameters are cast to it; buffers and routers keep their dtype.
+        sharded: only this rank's blocks, without communication. Whole tensors are collective.
+        See `WeightStream`. Raises ValueError for a model without a state_dict_adapter.
+        """
+        adapter = self.checkpointer.require_adapter()
+        return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
+
+    # ---- the end ----
+
+    def _check_open(self, step: str) -> None:
+        """Raise RuntimeError if the engine was closed."""
+        if self not in host.engines():
+            raise RuntimeError(
+                f"{step} was called after close(), which gives back what the engine needs; close it "
+                "after the last step, or build a new one"
+            )
+
+    def _check_trains(self, step: str) -> None:
+        """Raise RuntimeError if the engine was closed, or only runs forwards."""
+        self._check_open(step)
+        if self.forward_only:
+            raise RuntimeError(
+                f"{step} needs gradients and an optimizer, which this engine was built without; "
+                "build it with forward_only=False"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
+        self.watch.close()
+        try:
+            if hasattr(self, "checkpointer"):  # the construction may have failed before it
+                self.checkpointer.close()
+        finally:
+            host.move_out(self)
+
+
+class TrainingEngine(EngineState):
     """Everything between a config and an optimizer step, wired once.
 
     Never builds a tokenizer, dataloader or validator. An existing default process group is
     reused. The config is checked here, before a device or a process group is touched, and
     never written to. As a context manager it closes itself.
 
-    train_spec: in place of the registered one of `model.name`; nothing is registered.
-    layout: from `RankLayout.join`, whose groups this engine then shares; None makes new ones.
+    train_spec: in place of the registered spec of `model.name`; nothing is registered.
+    layout: from `RankLayout.join`, whose groups this engine then shares; None makes new groups.
     forward_only: an engine for scoring. It has no optimizer state, takes no training step, and
-        reads and writes no more of checkpoints than the weights and the counters.
+        reads and writes only weights and counters in checkpoints.
 
     Raises ConfigError for a config that cannot run, ValueError for a layout of other degrees.
     """
 
-    # Trainer replaces these; an engine has no data.
+    # `Trainer` sets these; an engine has no data.
     builds_data = False
     tokenizer: Any = None
     dataloader: Any = None
     metrics_processor: Any = None
-
-    step: int = 0
-    ntokens_seen: int = 0
-    _loaded_step = _loaded_version = 0
 
     def __init__(
         self,
@@ -107,9 +346,35 @@ class TrainingEngine(build.EngineParts):
 
         self.train_spec = resolve_job(job_config, self.builds_data, train_spec)
         self.forward_only = forward_only
+        self._given_layout = layout
         host.move_in(self)
         with on_error(self.close):
-            build.build_engine(self, layout)
+            # torch keeps every process group in pg_map and offers no other list (read in torch 2.13);
+            # the failure watch needs the groups that this engine makes.
+            groups_before = set(c10d._world.pg_map)
+            self.device = set_device() if layout is None else layout.device
+            self.parallel_dims = self.init_distributed()
+            self.layout = layout or RankLayout(
+                self.device, self.parallel_dims, has_last_stage(job_config, self.parallel_dims)
+            )
+            job_config.maybe_log()
+            self.seed = build.choose_seed(job_config, self.parallel_dims, self.device)
+            self.build_data()
+            parts = build.build(
+                job_config,
+                self.train_spec,
+                self.layout,
+                seed=self.seed,
+                tokenizer=self.tokenizer,
+                dataloader=self.dataloader,
+                train_state=self,
+                process=self.model_inputs,
+                forward_only=forward_only,
+                has_clients_backward=self.builds_data and self.dataloader is None,
+                groups_before=groups_before,
+            )
+            self._adopt(parts)
+        weakref.finalize(self, self.watch.close)
 
     @classmethod
     def from_hf(
@@ -118,8 +383,8 @@ class TrainingEngine(build.EngineParts):
         """Return an engine with the model and the weights of a Hugging Face folder. Collective.
 
         folder: with config.json and safetensors files.
-        job_config: everything else; its `model.name`, `.flavor` and `.hf_assets_path` are not
-            asked. options: those of the constructor; a train_spec, of the folder's family, gives
+        job_config: everything but the model; its `model.name`, `.flavor` and `.hf_assets_path` are
+            ignored. options: those of the constructor; a train_spec, of the folder's family, gives
             everything but the model's arguments.
         Raises ValueError for a folder that describes no model of ours, or whose files do not fit
         its config.json.
@@ -133,17 +398,17 @@ class TrainingEngine(build.EngineParts):
 
     def init_distributed(self) -> ParallelDims:
         """Join or reuse the process group and return the layout of ranks."""
-        if hasattr(self, "layout"):  # a given one
-            return self.layout.dims_for(self.job_config, self.train_spec)
+        if self._given_layout is not None:
+            return self._given_layout.dims_for(self.job_config, self.train_spec)
         return rank_layout.join_ranks(self.job_config, self.train_spec, self.device)
 
     def build_data(self) -> None:
         """Hook for subclasses that own data; called before the model is built."""
 
     @property
-    def packing(self) -> PackingPolicy:
-        """How documents in a batch are told apart; follows a tokenizer that is set later."""
-        return PackingPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
+    def packing(self) -> DocumentPolicy:
+        """The job's choices about documents in a batch; follows a tokenizer that is set later."""
+        return DocumentPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
 
     # ---- training or evaluating ----
 
@@ -158,29 +423,27 @@ class TrainingEngine(build.EngineParts):
     # ---- one step ----
 
     def to_device(self, batch: Mapping[str, Any]) -> Entries:
-        """Copy of `batch` with its tensors on the engine's device; other values as they are."""
+        """Return a copy of `batch` with its tensors on the engine's device; other values are kept."""
         return batch_to(batch, self.device)
 
     def post_dataloading_process(
-        self, input_dict: Batch | PackedBatch, labels: torch.Tensor | None
+        self, input_dict: Batch | TokenBatch, labels: torch.Tensor | None
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Every pipeline stage gets both of the last two: positions and masks come in either. Under
-        context parallelism all hold this rank's tokens, [B, T/cp].
+        Every pipeline stage gets both of the last two, which hold positions and masks. Under
+        context parallelism all hold this rank's tokens, [B, T/cp]. A client's own one gets a dict.
         """
-        packing = self.packing
-        return packing.model_inputs(
-            self.model_parts[0],
-            packing.pack(input_dict, labels),
-            self.tokenizer,
-            self.context_sharding,
-        )
+        policy = self.packing
+        batch = policy.pack(input_dict, labels)
+        model, sharding = self.model_parts[0], self.context_sharding
+        return model_inputs(policy, batch, model, self.tokenizer, sharding)
 
-    def model_inputs(self, batch: PackedBatch) -> ModelInputs:
-        """Return what `post_dataloading_process` does; a client's own one gets a dict."""
-        method = self.post_dataloading_process
-        return method(dict_if_overridden(method, TrainingEngine, batch), batch.labels)
+    def model_inputs(self, batch: TokenBatch) -> ModelInputs:
+        """Return what `post_dataloading_process` returns for the batch."""
+        is_clients = is_overridden(self, "post_dataloading_process", TrainingEngine)
+        given: Any = batch.as_dict() if is_clients else batch
+        return ModelInputs(*self.post_dataloading_process(given, batch.labels))
 
     @overload
     def forward_step(
@@ -224,26 +487,26 @@ class TrainingEngine(build.EngineParts):
         """Return the model's output for each microbatch, in order, without gradients.
 
         microbatches, labels, head: see the top of this module; labels are the head's.
-        output_fn: (logits, batch) -> what is returned instead, so that logits need not be kept.
+        output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
 
-        Under pipeline parallelism None on the ranks without the last stage. Microbatches are
-        not split then, so give several: one alone is at work on one stage at a time.
+        Under pipeline parallelism the result is None on the ranks without the last stage, and
+        microbatches are not split: give several, because one batch keeps only one stage at work.
         Raises ValueError for a head and a batch without labels, or a model with a value head. If
-        output_fn fails on some ranks, the others raise RunError and the engine stays usable; see
+        output_fn fails on some ranks, the other ranks raise RunError and the engine stays usable; see
         `torchtitan.distributed.failure_watch`.
         """
-        check_open(self, "forward_step")
+        self._check_open("forward_step")
         self.offloader.check_here("forward_step", "model")
         with self.watch.call():
-            return forward(self, microbatches, labels, output_fn, head)
+            return step_forward.forward(self, microbatches, labels, output_fn, head)
 
     def from_last_stage(self, outputs: Result | None) -> Result:
-        """What `forward_step` returned on the rank of the pipeline's last stage, on all ranks.
+        """Return on all ranks the `outputs` of the rank with the pipeline's last stage.
 
-        outputs: or anything else made of tensors and objects that can be pickled; ignored on the
-            other ranks. Tensors come on the engine's device. Collective over the pipeline; without
-            one, `outputs` as they are.
+        outputs: what `forward_step` returned, or anything made of tensors and objects that can be
+            pickled; ignored on the other ranks. Tensors are returned on the engine's device.
+        Collective over the pipeline; without a pipeline, `outputs` are returned as they are.
         """
         schedule: Any = self.pp_schedule
         whole: Any = outputs
@@ -290,46 +553,46 @@ class TrainingEngine(build.EngineParts):
 
         input_dict, labels: microbatches and their labels, see the top of this module.
             Under pipeline parallelism one batch is split into microbatches of
-            `pipeline_parallel_microbatch_size` rows, a list is taken as it is.
+            `pipeline_parallel_microbatch_size` rows; a list is not split.
         global_valid_tokens: the loss denominator, counted over the whole global batch (all
-            ranks, all microbatches). None leaves a loss_fn's sums as they are, for weights that
+            ranks, all microbatches). None does not divide a loss_fn's sums: for weights that
             hold the denominator already, or for `optim_step(denominator=...)`.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
-            (sum, metrics, output), see `StepOutput`. Default is the train spec's loss, which
+            (sum, metrics, output), see `StepOutput`. The default is the train spec's loss, which
             under tensor parallelism gets a DTensor split along V, unless `disable_loss_parallel`
             is set.
         head: without a loss_fn the loss is minus the sum of its log-probs.
-        whole_rows: under context parallelism loss_fn sees whole rows of what the model or head
-            gave, of labels and batch, too. Tensors [B, T/cp, ...] are gathered for that, logits
-            included. Each of the ranks that share the rows computes the whole loss and takes the
-            gradient of its own tokens, and an equal part of the loss.
-        metrics: names of the numbers that loss_fn returns, and whether each is summed or maximised
-            over microbatches and ranks; they are not divided by the denominator. {} for none.
+        whole_rows: under context parallelism loss_fn gets whole rows of outputs, labels and batch.
+            Tensors [B, T/cp, ...] are gathered for that, logits included. All ranks that share the
+            rows compute the whole loss; each has the gradient of its own tokens, and an equal part
+            of the loss.
+        metrics: name -> "sum" or "max", of the numbers that loss_fn returns: how they are reduced
+            over microbatches and ranks. They are not divided by the denominator. {} for no numbers.
         Returns this rank's sum divided by the denominator, fp32; summed over `loss_group` it is the
-        loss of the global batch. All ranks of a pipeline return the same. With `metrics`, a
+        loss of the global batch. All ranks of a pipeline return the same. With `metrics`, returns a
         `StepOutput`, which has the loss of the global batch.
 
-        Raises ValueError for the default loss without `global_valid_tokens`, for metrics that were
-        not named, for a second microbatch before `optim_step` under
-        `optimizer.early_step_in_backward`, which cannot accumulate, and for a model with a value
-        head without a loss_fn, where the train spec's loss needs logits, or with a head.
+        Raises ValueError for the default loss without `global_valid_tokens`, for metrics that
+        `metrics` does not name, and under `optimizer.early_step_in_backward` for a second microbatch
+        before `optim_step`. A model with a value head raises it for a head, and without a loss_fn if
+        the train spec's loss needs logits.
 
-        If loss_fn fails on some ranks, the others raise RunError at the end of the call. The engine
-        stays usable then, and after any error that all ranks raise; gradients are those of a part
-        of the microbatches: call `optimizers.zero_grad()`. After other errors of some ranks all
+        If loss_fn fails on some ranks, the other ranks raise RunError at the end of the call. The
+        engine stays usable, as after any error that all ranks raise, but some microbatches are missing
+        in the gradients: call `optimizers.zero_grad()`. If anything else fails on some ranks, all
         ranks raise, and the engine is lost; see `torchtitan.distributed.failure_watch`.
         """
-        check_trains(self, "forward_backward_step")
+        self._check_trains("forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")
         with self.watch.call():
-            return forward_backward(
+            return step_forward.forward_backward(
                 self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
             )
 
     def prepare(
         self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head[Any] | None = None
     ) -> Microbatch:
-        """What a forward of the caller's own takes, in every layout without a pipeline.
+        """Return the inputs for a forward of the caller's own, in every layout without a pipeline.
 
         with engine.train_context(), engine.maybe_enable_amp:
             outputs = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
@@ -340,20 +603,21 @@ class TrainingEngine(build.EngineParts):
         and batch hold this rank's tokens, and `microbatch.join` makes whole rows of outputs.
         Raises ValueError under a pipeline, and as `forward_backward_step` does for bad batches.
         """
-        return prepare(self, batch, labels, head)
+        self._check_open("prepare")
+        return step_forward.prepare(self, batch, labels, head)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that the caller computed, until `optim_step`.
 
-        loss: this rank's share, divided by the denominator of the whole step already; summed over
-            `loss_group` it is the loss of the global batch. Forwards and backwards alternate, as
-            often on every rank.
-        Raises ValueError under a pipeline, and for a loss that is no scalar with a gradient.
+        loss: this rank's share, already divided by the denominator of the whole step; summed over
+            `loss_group` it is the loss of the global batch. Every rank alternates forwards and
+            backwards, and makes the same number of them.
+        Raises ValueError under a pipeline, and for a loss that is not a scalar with a gradient.
         """
         self.offloader.check_here("backward", "model", "grad")
-        check_trains(self, "backward")
+        self._check_trains("backward")
         with self.watch.call():
-            backward(self, loss)
+            step_forward.backward(self, loss)
 
     def optim_step(
         self,
@@ -365,13 +629,12 @@ class TrainingEngine(build.EngineParts):
     ) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
 
-        lr: the learning rate of this step alone, in place of the schedule's; of every parameter
-            group.
-        max_norm: clip this step's gradients to it instead of to `training.max_norm`.
-        denominator: this rank's share of what the gradients are divided by first, for callers
-            that learn it only while they go through the microbatches: its sum over the
-            data-parallel ranks counts, or its mean, as `training.gradient_reduction` says.
-            Where that is 0, nothing is divided.
+        lr: the learning rate of this step only, for every parameter group, in place of the schedule's.
+        max_norm: the norm that this step's gradients are clipped to, in place of `training.max_norm`.
+        denominator: this rank's share of a number that the gradients are divided by first, for callers
+            that learn it only while they go through the microbatches. The gradients are divided by the
+            sum over the data-parallel ranks, or by the mean if `training.gradient_reduction` is
+            "mean"; not if that is 0.
         advance_schedule: False leaves the learning rate to `lr_schedulers.step()`, for callers
             with several updates per step of the schedule.
 
@@ -380,177 +643,16 @@ class TrainingEngine(build.EngineParts):
         "stop" raises FloatingPointError, "ignore" updates all the same. On an accelerator the host
         learns of it a step late; see `OptimStepResult`.
         Raises ValueError if no rank has a gradient and there was no `forward_backward_step`, for any
-        of the arguments under `optimizer.early_step_in_backward`, for a `denominator` whose sum is
-        negative or not finite, an `lr` that is, and a `max_norm` that is not above 0.
+        of lr, max_norm and denominator under `optimizer.early_step_in_backward`, for an `lr` or a sum
+        of denominators that is negative or not finite, and for a `max_norm` that is not above 0.
         """
-        check_trains(self, "optim_step")
+        self._check_trains("optim_step")
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
-        self.update.refuse_late_arguments(lr=lr, max_norm=max_norm, denominator=denominator)
-        self.update.check_arguments(lr, max_norm)
+        self.update.check_arguments(lr, max_norm, denominator)
         with self.watch.call():
             # Parameters that a client's forward left gathered have no gradients.
             self.runner.reshard()
-            return self.update.step(
-                lr,
-                max_norm,
-                denominator,
-                number=lambda: self.step if self._caller_counts_steps else self._steps_done + 1,
-                before_update=self.checkpointer.maybe_wait_for_staging,
-                advance_schedule=advance_schedule,
-            )
-
-    # ---- state ----
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds as `train_state`; the weights are in `model_parts`."""
-        return {
-            "step": self._steps_done,
-            "ntokens_seen": self.ntokens_seen,
-            "weights_version": self.weights_version,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Older checkpoints count steps only.
-        state_dict = {"weights_version": state_dict["step"], **state_dict}
-        for name in ("step", "ntokens_seen", "weights_version"):
-            count = state_dict[name]
-            if not isinstance(count, int) or not 0 <= count < 2**63:
-                raise ValueError(
-                    f"train_state.{name} of a checkpoint must be a whole number of at least 0, got "
-                    f"{count!r}: the checkpoint is damaged; load another one"
-                )
-        self.step = state_dict["step"]
-        self.ntokens_seen = state_dict["ntokens_seen"]
-        self.weights_version = state_dict["weights_version"]
-        self._loaded_step, self._loaded_version = self.step, self.weights_version
-        self._counters_restored = True
-
-    def add_state(self, name: str, state: Any) -> None:
-        """Have full checkpoints hold an object of the caller's, and loads restore it.
-
-        state: has `state_dict()`, of numbers, strings, tensors and containers of these, and
-            `load_state_dict()`. All ranks add the same names before they save or load; what is saved
-            is one rank's, so give states that differ names of their own. Checkpoints without it load
-            with "user_state" in `checkpoint.exclude_from_loading`.
-        Raises ValueError for a name that is taken, and for a state of other data.
-        """
-        self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
-
-    @property
-    def _caller_counts_steps(self) -> bool:
-        return self.step != self._loaded_step
-
-    @property
-    def _steps_done(self) -> int:
-        """`step`; where nobody counts there, optimizer steps on top of what was loaded."""
-        if self._caller_counts_steps:
-            return self.step
-        return self.step + self.weights_version - self._loaded_version
-
-    @property
-    def weights_version(self) -> int:
-        """Counts changes of the weights: optimizer steps, and loads that bring only weights.
-
-        Waits for what the device says of the last step, and raises as the next `optim_step` would.
-        """
-        return self.update.weights_version
-
-    @weights_version.setter
-    def weights_version(self, version: int) -> None:
-        self.update.weights_version = version
-
-    def save(self, path: str | None = None, *, force: bool = True) -> None:
-        """Save model, optimizer, schedule and counters. Collective.
-
-        path: the folder to write, itself; retention leaves it alone. None is a step folder of
-            `checkpoint.folder`, named after `step`, or after the optimizer steps where nobody
-            counts there.
-        force: False leaves out what is not due: without `checkpoint.enable` everything, and with
-            a dataloader what `checkpoint.interval` says. Without one, every save is due.
-        """
-        self.update.settle()
-        self.checkpointer.save(self._steps_done, path=path, force=force)
-
-    def save_hf(self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-        """Write the model to a folder that `transformers` opens. Collective.
-
-        The folder gets safetensors files with an index, config.json and the tokenizer; a tokenizer
-        or a config.json of this model that is there already is kept.
-        dtype: what floating-point tensors are cast to; None keeps each one's own.
-        Raises ValueError for a model without a state_dict_adapter, RunError if it fails.
-        """
-        self.update.settle()
-        self.checkpointer.save_hf(os.fspath(path), dtype)
-
-    def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
-        """Load a checkpoint, and return whether there was one. Collective.
-
-        path: the folder of one checkpoint, DCP or Hugging Face files, and the only place that is
-            looked at. None is what a run starts with: `checkpoint.load_step` of its own folder,
-            else the initial checkpoint of the config.
-        model_only: leave optimizer, schedule and counters as they are.
-
-        Where `weights_version` is not restored, it goes up by one. Gradients are zeroed: they are those
-        of other weights.
-        """
-        step = -1 if path is not None else self.job_config.checkpoint.load_step
-        with contextlib.suppress(FloatingPointError, ValueError):
-            self.update.settle()  # what was wrong with the last step goes with its weights
-        self._counters_restored = False
-        found = self.checkpointer.load(step, path=path, model_only=model_only)
-        if found and not self._counters_restored:
-            self.weights_version += 1
-            self._loaded_version += 1  # no optimizer step
-        if found:
-            self.optimizers.zero_grad()
-            self.update.forget_microbatches()
-        return found
-
-    def to(
-        self,
-        device: torch.device | str,
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
-    ) -> None:
-        """Put states away in host memory ("cpu"), or bring them back to the engine's device.
-
-        model: parameters and buffers. optimizer: its state. grad: gradients.
-
-        Parameters stay the same objects. State that is put away can be saved, loaded and exported;
-        steps need it back. What is there already stays: on the CPU nothing ever moves.
-        Raises ValueError for another device, and where hooks on parameters would be lost.
-        """
-        target = self.offloader.check_target(device)
-        if self.offloader.can_move(self.job_config):
-            self.checkpointer.maybe_wait_for_staging()
-            self.checkpointer.release_model()
-            self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
-
-    def iter_hf_weights(
-        self, *, dtype: torch.dtype | None = None, sharded: bool = False
-    ) -> WeightStream:
-        """(HF name, tensor) of all weights, one by one, with a version and a digest.
-
-        dtype: what parameters are cast to; buffers and routers keep theirs.
-        sharded: what this rank holds, without communication. Whole tensors are collective.
-        See `WeightStream`. Raises ValueError for a model without a state_dict_adapter.
-        """
-        adapter = self.checkpointer.require_adapter()
-        return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
-
-    def close(self) -> None:
-        """Finish pending checkpoint writes and give back what was on loan. Safe to call twice."""
-        self.watch.close()
-        try:
-            if hasattr(self, "checkpointer"):  # the construction may have failed before it
-                self.checkpointer.close()
-        finally:
-            host.move_out(self)
+            self.update.settle()
+            is_counted = self.step != self._loaded.step  # a caller counts before the step
+            number = self._steps_done + (0 if is_counted else 1)
+            return self.update.step(number, lr, max_norm, denominator, advance_schedule)

@@ -1,6 +1,7 @@
 """From a config to the train spec it names, with all checks that need no device or process group."""
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,7 @@ def resolve_job(
     builds_data: False leaves out the rules for tokenizer, data and their files.
     train_spec: in place of the registered one of `model.name`.
     """
-    # Before the checks: it may register converters, which they look up.
+    # Before the checks, because the module may register converters.
     _import_custom_module(job_config)
     check_job_config(job_config, _world_size(job_config), known_converter_names(), builds_data)
     if train_spec is None:
@@ -37,11 +38,11 @@ def resolve_job(
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
     if builds_data:
-        # A model's own dataloader may not say which datasets it knows. functools.wraps copies what
-        # the wrapped builder says, but the wrapper may take others.
-        builder = train_spec.build_dataloader_fn
-        known_datasets = getattr(builder, "registered_datasets", None)
-        if isinstance(known_datasets, Mapping) and not hasattr(builder, "__wrapped__"):
+        # functools.wraps copies the wrapped builder's attribute, but the wrapper may take other datasets.
+        builder, known_datasets = train_spec.build_dataloader_fn, train_spec.registered_datasets
+        if known_datasets is None and builder is not None and inspect.unwrap(builder) is builder:
+            known_datasets = train_spec.fact("registered_datasets")
+        if isinstance(known_datasets, Mapping):
             check_datasets(job_config, known_datasets)
     return train_spec
 
@@ -49,12 +50,12 @@ def resolve_job(
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     """Return the train spec of `model.name`; raises ConfigError if there is none.
 
-    Its flavor has the sizes of `model.hf_config` and `model.args`. `experimental.custom_import`,
-    which may register the spec, is imported first.
+    Its flavor has the sizes of `model.hf_config` and `model.args`. The module of
+    `experimental.custom_import` is imported first, because it may register the spec.
     """
     _import_custom_module(job_config)
     try:
-        # Looked up through the module: embedders replace `get_train_spec` there.
+        # Through the module, because embedders replace its `get_train_spec`.
         spec = train_spec_module.get_train_spec(job_config.model.name)
     except ValueError as error:
         raise ConfigError(str(error)) from None

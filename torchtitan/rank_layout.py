@@ -1,4 +1,4 @@
-"""Where this rank stands in a job's layout: known before there is a model."""
+"""This rank's place in a job's layout, which is known before there is a model."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ from torchtitan.tools import host, utils
 class RankLayout:
     """This rank's device and place, and the groups of ranks around it.
 
-    Engines that get one by `TrainingEngine(config, layout=...)` use its groups; without one each
-    engine makes its own. `join` may begin before a model, its weights or the number of steps are
-    known. As a context manager it closes itself.
+    `TrainingEngine(config, layout=...)` uses its groups; an engine without a layout makes groups of
+    its own. `join` may be called before a model, its weights or the number of steps are known. As a
+    context manager it closes itself.
 
-    has_outputs: whether outputs of the model arrive here, which is on the last pipeline stage.
+    has_outputs: True if this rank gets the model's outputs, which is on the last pipeline stage.
     """
 
     device: torch.device
@@ -38,11 +38,11 @@ class RankLayout:
     def join(cls, job_config: JobConfig, train_spec: TrainSpec | None = None) -> Self:
         """Check the config, join or reuse the process group, and find this rank's place.
 
-        train_spec: in place of the registered one of `model.name`. Collective.
+        train_spec: in place of the registered spec of `model.name`. Collective.
         Raises ConfigError for a config that cannot run.
         """
         train_spec = resolve_job(job_config, False, train_spec)
-        # What is changed on the way is on loan until `close`, as an engine's is.
+        # Settings of the host that change here are restored by `close`, as an engine's are.
         tenant = _Tenant()
         host.move_in(tenant)
         try:
@@ -54,7 +54,7 @@ class RankLayout:
             raise
 
     def close(self) -> None:
-        """Give back what `join` has changed, once the engines are closed too. Safe to call twice."""
+        """Restore the settings that `join` changed, once all engines are closed. Safe to call twice."""
         host.move_out(self._tenant)
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class RankLayout:
 
     @property
     def dp_size(self) -> int:
-        """How many groups of ranks read different batches."""
+        """The number of groups of ranks that read different batches."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     @property
@@ -74,7 +74,7 @@ class RankLayout:
 
     @functools.cached_property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that read different batches of one step; a group of this rank if it is alone."""
+        """The ranks that read different batches of one step; only this rank if there is one batch."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is not None:
             return mesh.get_group()
@@ -84,7 +84,7 @@ class RankLayout:
 
     @property
     def is_output_source(self) -> bool:
-        """True on one of the ranks that share a batch: it has outputs, and tp and cp rank 0."""
+        """True on exactly one of the ranks that share a batch: tp and cp rank 0, with outputs."""
         return self.has_outputs and self._rank_on("tp") == 0 and self._rank_on("cp") == 0
 
     def _rank_on(self, axis: str) -> int:
@@ -92,7 +92,7 @@ class RankLayout:
         return 0 if mesh is None else mesh.get_local_rank()
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
-        """Its meshes, for an engine; raises ValueError if the config asks for other ones."""
+        """Return the meshes; raises ValueError if the config sets other degrees."""
         wanted = parallel_dims_of(
             job_config, train_spec, self.device, self.parallel_dims.world_size
         )
@@ -103,28 +103,28 @@ class RankLayout:
         ]
         if differing:
             raise ValueError(
-                f"the config asks for other degrees than the layout was made with: "
+                f"the config's degrees are not those of the layout: "
                 f"{', '.join(differing)}; make a RankLayout for this config"
             )
         return self.parallel_dims
 
 
 class _Tenant:
-    """Stands for a layout among the engines of the process."""
+    """Keeps a layout's changes of the host alive, as an engine keeps its own; see `tools.host`."""
 
 
 def set_device() -> torch.device:
-    """Return the device of this rank, made the current one."""
+    """Make this rank's device the current one, and return it."""
     device_type, device_module = utils.get_device_info()
     if device_type == "cpu":
         return torch.device("cpu")
-    # Without a launcher, the device that the host program has chosen.
+    # Without a launcher, keep the device that the host program has chosen.
     index = os.environ.get("LOCAL_RANK")
     index = device_module.current_device() if index is None else int(index)
     if index >= device_module.device_count():
         raise ConfigError(
-            f"LOCAL_RANK = {index} asks for device {index} of this machine, counted from 0, and "
-            f"it shows {device_module.device_count()}; start as many processes on it as it has"
+            f"LOCAL_RANK = {index} needs device {index} of this machine, counted from 0, and it has "
+            f"{device_module.device_count()}; start one process for each device"
         )
     host.change(index, device_module.set_device, device_module.current_device)
     return torch.device(device_type, index)
@@ -133,13 +133,13 @@ def set_device() -> torch.device:
 def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
     """Join or reuse the process group and return the layout of ranks.
 
-    Raises ConfigError if the config sets ranks apart and nobody has divided them.
+    Raises ConfigError if the config sets ranks apart for generation and they are not divided yet.
     """
     if config.ranks_apart and not dist.is_initialized():
         raise ConfigError(
             f"rl.generator.ranks = {config.ranks_apart} divides the job's ranks before there is an "
             "engine on them; start with torchtitan.rl.train or rl.controller.build_part, or set it "
-            "to 0 for an engine by itself"
+            "to 0 for an engine on all ranks"
         )
     world_size = init_distributed(
         config.comm,
@@ -152,7 +152,7 @@ def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> Para
 def parallel_dims_of(
     config: JobConfig, spec: TrainSpec, device: torch.device, world_size: int
 ) -> ParallelDims:
-    """The degrees that the config gives so many ranks; no meshes yet."""
+    """Return the parallel degrees for this world size; no meshes yet."""
     degrees = config.parallelism
     return ParallelDims(
         dp_replicate=degrees.data_parallel_replicate_degree,
@@ -168,7 +168,7 @@ def parallel_dims_of(
 
 
 def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.device) -> bool:
-    """Whether FSDP holds the parameters of a single rank, too."""
+    """True if FSDP also holds the parameters of a single rank."""
     degrees = config.parallelism
     if degrees.always_fsdp is not None:
         return degrees.always_fsdp
@@ -176,13 +176,12 @@ def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.devi
         return True
     if device.type == "cpu" or degrees.data_parallel_replicate_degree > 1:
         return False
-    # Autocast would keep an fp32 residual stream, and cast all weights in every step. Others'
-    # functions may leave one rank's model as it is.
-    return getattr(spec.parallelize_fn, "__module__", None) == "torchtitan.models.parallelize"
+    # Autocast would keep an fp32 residual stream, and cast all weights in every step.
+    return bool(spec.fact("shards_one_rank"))
 
 
 def has_last_stage(config: JobConfig, dims: ParallelDims) -> bool:
-    """Whether this rank holds the end of the model, as the schedule places stages."""
+    """True if the schedule places the last stage of the model on this rank."""
     pp_mesh = dims.get_optional_mesh("pp")
     if pp_mesh is None:
         return True

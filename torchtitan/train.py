@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file job.toml
     python -m torchtitan.train --job.config_file job.toml            # one process
 
-`Trainer` is loaded from `torchtitan.trainer` on first use, so that config mistakes and --help are
+`Trainer` is loaded from `torchtitan.trainer` on first use, so that a config mistake or --help is
 answered before anything heavy is imported.
 """
 
@@ -42,7 +42,7 @@ from torchtitan.tools.logging import init_logger, logger
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-# Warnings of torch on a plain and on a compiled run; patterns of how they begin.
+# Beginnings of torch's warnings in a plain and in a compiled run, as patterns.
 _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE
     "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
@@ -60,15 +60,15 @@ def main(
 ) -> None:
     """Read the command line and train.
 
-    trainer_class: called with the config; what it returns has `train()`, `close()` and a
+    trainer_class: called with the config; returns an object with `train()`, `close()` and a
         `checkpointer`. config_cls, check_config: an extended config and its own rules.
     Exit code 2: the config cannot run; 1: data, files, memory or another rank failed. Several ranks
-    compare their configs first, and from then on end together (`torchtitan.distributed.peers`).
+    first compare their configs, and from then on end together (`torchtitan.distributed.peers`).
     """
-    # The command line's parser, which programs that import `Trainer` from here don't need.
+    # Imported here, because programs that import `Trainer` from this module need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
-    if not torch.distributed.is_initialized():  # a host decides itself what ends it
+    if not torch.distributed.is_initialized():  # a host program handles its own signals
         signals.at_start.start()
     init_logger()
     _quiet_libraries()
@@ -77,7 +77,7 @@ def main(
         keep_freed_memory()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             signal_at_parents_death(signal.SIGTERM)
-        with exit_on_config_error(_tell_config_error if has_peers() else None):
+        with exit_on_config_error(_report_config_error if has_peers() else None):
             config = ConfigManager(config_cls).parse_args()
             resolve_job(config)
             if check_config is not None:
@@ -91,7 +91,7 @@ def main(
 
 
 def _quiet_libraries() -> None:
-    """Leave out of this program's output what libraries print and a user can do nothing about."""
+    """Silence warnings and progress bars of libraries that a user can do nothing about."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message, UserWarning)
     if not sys.stderr.isatty():
@@ -101,7 +101,7 @@ def _quiet_libraries() -> None:
 def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") -> None:
     peers = trainer = None
     try:
-        # The ranks of a process group that exists already have met in their own way.
+        # Ranks that already have a process group do not need to find each other.
         is_guest = torch.distributed.is_initialized()
         if has_peers() and config.comm.mode == "default" and not is_guest:
             world_size = int(os.environ["WORLD_SIZE"])
@@ -128,10 +128,10 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
     except BaseException as error:
-        # First tell, then close: closing may wait for other ranks.
-        exit_code = _tell_failure(error, config, peers)
+        # Report before closing, because closing may wait for other ranks.
+        exit_code = _report_failure(error, config, peers)
         if trainer is not None:
-            with contextlib.suppress(Exception):  # the first error counts
+            with contextlib.suppress(Exception):  # the first error is reported already
                 trainer.close()
         if exit_code is None:
             raise
@@ -145,48 +145,48 @@ def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:
     return Peers(*find_peers(timedelta(seconds=timeout_seconds)), helpers)
 
 
-def _tell_config_error(message: str) -> None:
-    """Have rank 0 print the message, once for all ranks that have it, and all ranks end."""
+def _report_config_error(message: str) -> None:
+    """Have rank 0 print the message, once for all ranks with the same message, and end all ranks."""
     is_first = os.environ["RANK"] == "0"
     if is_first:
         print(message, file=sys.stderr, flush=True)
-    _tell_torchrun(message)
+    _write_for_torchrun(message)
     try:
         _find_peers(SECONDS_TO_REPORT).compare(None, message)
     except PeerError:
         return
-    except Exception:  # there is no rank 0 to print it
+    except Exception:  # rank 0 is not there to print it
         if not is_first:
             print(f"rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
 
 
-def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) -> int | None:
-    """Say on stderr, and to the other ranks, what to mend; returns the exit code.
+def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None) -> int | None:
+    """Report an error on stderr, to the other ranks and to torchrun, and return the exit code.
 
-    The stack of a bug comes before the sentence. None is for KeyboardInterrupt.
+    The stack of a bug is printed before the message. Returns None for KeyboardInterrupt.
     """
     if isinstance(error, PeerError):  # rank 0 has printed it
-        _tell_torchrun(str(error))
+        _write_for_torchrun(str(error))
         if peers is not None:
-            peers.report(str(error))  # to ranks that were not asked
+            peers.report(str(error))  # to ranks that took no part in the comparison
         return 2
     if isinstance(error, KeyboardInterrupt):
         if peers is not None:
             peers.report("it was interrupted by SIGINT")
         return None
-    told = as_run_error(error, config)
-    if isinstance(told, LostConnectionError):
-        # Another rank's failure, which that rank reports to torchrun.
-        failure = str(told) if peers is None else peers.describe_failure(wait_seconds=3)
+    run_error = as_run_error(error, config)
+    if isinstance(run_error, LostConnectionError):
+        # Another rank failed, and reports its failure to torchrun.
+        failure = str(run_error) if peers is None else peers.describe_failure(wait_seconds=3)
         print(f"error: {failure}", file=sys.stderr, flush=True)
         if peers is not None:
             peers.report(failure)
         return 1
-    is_bug = not isinstance(told, (ValueError, OSError, FloatingPointError, RunError))
-    message = f"{type(error).__name__}: {error}" if is_bug else str(told)
+    is_bug = not isinstance(run_error, (ValueError, OSError, FloatingPointError, RunError))
+    message = f"{type(error).__name__}: {error}" if is_bug else str(run_error)
     if not is_bug and "\nOriginal Traceback" in message:
-        # An error in a data worker comes with the worker's stack before it.
-        message = re.split(rf"\n[\w.]*{type(told).__name__}: ", message)[-1].strip()
+        # The message of an error in a data worker begins with the worker's stack.
+        message = re.split(rf"\n[\w.]*{type(run_error).__name__}: ", message)[-1].strip()
     sentence = f"error: {message}"
     shows_stack = is_bug or bool(os.environ.get("TORCHTITAN_TRACEBACK"))
     if shows_stack:
@@ -194,21 +194,21 @@ def _tell_failure(error: BaseException, config: JobConfig, peers: Peers | None) 
         sentence += f"\n(found at {where.filename}:{where.lineno})"
         try:
             sys.excepthook(type(error), error, error.__traceback__)
-        except Exception:  # it may be somebody's own
+        except Exception:  # a hook that a client has set may fail
             traceback.print_exception(error)
-    elif not isinstance(told, ConfigError):
+    elif not isinstance(run_error, ConfigError):
         sentence += "\n(TORCHTITAN_TRACEBACK=1 shows the stack)"
-    # Last, also on a console that ranks share: the others end once they have been told.
+    # Printed before the other ranks get the message and end, so that it is the last line of the log.
     print(sentence, file=sys.stderr, flush=True)
     if peers is not None:
         peers.report(message)
     stack = "".join(traceback.format_exception(error))
-    _tell_torchrun(stack if shows_stack else f"error: {message}")
-    return 1 if is_bug else events.exit_code(told)
+    _write_for_torchrun(stack if shows_stack else f"error: {message}")
+    return 1 if is_bug else events.exit_code(run_error)
 
 
-def _tell_torchrun(message: str) -> None:
-    """Have torchrun show `message` when it ends, since this rank's own output may be hidden."""
+def _write_for_torchrun(message: str) -> None:
+    """Have torchrun show `message` when it ends, because this rank's own output may be hidden."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(path, "w") as file:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
+from torchtitan.batch.batch import Batch
 from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
-from torchtitan.data.prefetch import Item, StepCounts, StepsAhead, read_step
+from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.stop import StopRequest
 from torchtitan.engine import TrainingEngine
@@ -23,7 +23,9 @@ from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.optim.lr_scheduler import follow_own_schedule
-from torchtitan.step.runner import on_error
+from torchtitan.reference import Batches, is_overridden
+from torchtitan.step.forward import on_error
+from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
@@ -32,8 +34,8 @@ from torchtitan.tools.logging import logger
 class Trainer(TrainingEngine):
     """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
 
-    Without the train spec's `build_dataloader_fn` it cannot `train()`; the caller then feeds
-    batches to `forward_backward_step` and calls `optim_step`.
+    If the train spec has no `build_dataloader_fn`, it cannot `train()`: the caller feeds batches to
+    `forward_backward_step` and calls `optim_step`.
     """
 
     builds_data = True
@@ -43,7 +45,6 @@ class Trainer(TrainingEngine):
         super().__init__(job_config, **options)
         with on_error(self.close):
             self._attended_pairs = self._attending_tokens = 0  # since the last log
-            self._steps_ahead: StepsAhead | None = None
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
             metrics.num_flops_per_token = self.num_flops_per_token
@@ -88,7 +89,7 @@ class Trainer(TrainingEngine):
             )
 
     def _check_batch_fits(self) -> None:
-        """Refuse a batch that no setting makes fit, before minutes are spent on reading it."""
+        """Refuse a batch that cannot fit into memory, before minutes are spent on reading it."""
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.local_batch_size
         if dims.pp_enabled:
@@ -133,120 +134,107 @@ class Trainer(TrainingEngine):
     # ---- data ----
 
     def batch_generator(
-        self, data_iterable: Iterable[tuple[Batch, torch.Tensor]]
-    ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield batches on the CPU, counting tokens and the time spent waiting for them.
+        self, data_iterable: Iterable[tuple[Batch, torch.Tensor]] | StepsAhead
+    ) -> Batches:
+        """Return an iterator over batches on the CPU, which counts tokens and the time of reading.
 
-        Raises ValueError for the missing dataloader of a trainer without one, and
+        Raises ValueError for the missing dataloader of a trainer without one; the iterator raises
         DataloaderExhaustedError at the end of the data.
         """
         refuse_missing_dataloader(data_iterable)
-        return self._counted_batches(data_iterable)
+        return Batches(data_iterable, self._count_read)
 
-    def _counted_batches(
-        self, data_iterable: Iterable[tuple[Batch, torch.Tensor]]
-    ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        iterator = iter(data_iterable)
-        while True:
-            started = time.perf_counter()
-            try:
-                input_dict, labels = next(iterator)
-            except StopIteration as error:
-                raise DataloaderExhaustedError("the dataloader has no further batch") from error
-            self.ntokens_seen += labels.numel()
-            self.metrics_processor.ntokens_since_last_log += labels.numel()
-            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
-            yield input_dict, labels
-
-    def _next_microbatches(
-        self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]
-    ) -> tuple[list[PackedBatch], int, int]:
-        """Fetch one step's microbatches; return them, own and global valid token counts.
-
-        Labels across a document boundary are ignored here already, if the job wants that: in
-        the counts, too.
-
-        The counts are summed over ranks together with flags of those that ran out of data or
-        failed to read it, so that all ranks stop at the same step: raises
-        DataloaderExhaustedError on every rank, or the failure where it happened and ValueError
-        elsewhere. In `train()` that was done while the step before trained.
-        """
-        ahead = self._steps_ahead
-        pack = self._pack if ahead is None else lambda _: ahead.batch
-        step = read_step(data_iterator, self.gradient_accumulation_steps, pack)
-        for batch in step.batches:
-            self._attended_pairs += self.packing.attended_pairs(batch)
-            self._attending_tokens += batch.tokens.numel()
-        counts = step.counts if ahead is None else ahead.counts
-        if ahead is None and self.dp_group is not None:
-            sums = torch.tensor(dataclasses.astuple(counts)).to(self.device)
-            torch.distributed.all_reduce(sums, group=self.dp_group)
-            counts = StepCounts(*sums.tolist())  # waits for the device
-        if step.error is not None:
-            raise step.error
-        if counts.num_failed:
-            raise ValueError(
-                f"{counts.num_failed} of {self.dp_size} data-parallel ranks could not read their "
-                "data; their own message says why"
-            )
-        if counts.num_ran_out:
-            raise DataloaderExhaustedError(
-                f"{counts.num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
-            )
-        return step.batches, step.counts.num_valid_tokens, counts.num_valid_tokens
-
-    def _pack(self, item: Item) -> PackedBatch:
-        return self.packing.pack_masked(*item)
+    def _count_read(self, labels: list[int], seconds: float) -> None:
+        """labels: the number of labels of each batch that was read in this time."""
+        self.ntokens_seen += sum(labels)
+        self.metrics_processor.ntokens_since_last_log += sum(labels)
+        self.metrics_processor.data_loading_times += [seconds / max(len(labels), 1)] * len(labels)
 
     @contextlib.contextmanager
-    def _reading_ahead(self) -> Iterator[Iterable[Item]]:
-        """Give the dataloader, read one step ahead of training; checkpoints get its position."""
-        if getattr(self.batch_generator, "__func__", None) is not Trainer.batch_generator:
-            yield self.dataloader  # a subclass's generator may make other batches of what it reads
+    def _data(self) -> Iterator[Iterator[tuple[Batch, torch.Tensor]]]:
+        """Yield the batches, read one step ahead of training; checkpoints get their position.
+
+        A client's own batch_generator gets the dataloader itself: it may make other batches.
+        """
+        if is_overridden(self, "batch_generator", Trainer):
+            yield self.batch_generator(self.dataloader)
             return
         states = self.checkpointer.states
-        self._steps_ahead = StepsAhead(
+        steps = StepsAhead(
             self.dataloader,
             self.gradient_accumulation_steps,
             self.job_config.training.steps - self.step,
-            self._pack,
+            self.packing.pack_masked,
             self.device,
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
             timedelta(seconds=self.job_config.comm.init_timeout_seconds),
         )
-        is_saved = states[DATALOADER] is self.dataloader and self._steps_ahead.keeps_position
+        is_saved = states[DATALOADER] is self.dataloader and steps.keeps_position
         if is_saved:
-            states[DATALOADER] = self._steps_ahead
+            states[DATALOADER] = steps
         try:
-            yield self._steps_ahead
+            yield self.batch_generator(steps)
         finally:
             if is_saved:
                 states[DATALOADER] = self.dataloader
-            self._steps_ahead.close()
-            self._steps_ahead = None
+            steps.close()
+
+    def next_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> Step:
+        """Return the next step's batches, with the labels that count.
+
+        A step that was read ahead is taken as it is; otherwise its batches are read now. Valid tokens
+        are summed over ranks together with the numbers of ranks whose data ended or failed, so that all
+        ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
+        reading on its own rank, and ValueError on the other ranks.
+        """
+        if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
+            step = data_iterator.next_step()
+        else:
+            n_batches, pack = self.gradient_accumulation_steps, self.packing.pack_masked
+            step = read_step(data_iterator, n_batches, pack, self._sum_over_ranks)
+        if step.error is not None:
+            raise step.error
+        if step.counts.num_failed:
+            raise ValueError(
+                f"{step.counts.num_failed} of {self.dp_size} data-parallel ranks could not read their "
+                "data; their own message says why"
+            )
+        if step.counts.num_ran_out:
+            raise DataloaderExhaustedError(
+                f"{step.counts.num_ran_out} of {self.dp_size} data-parallel ranks have no batch left"
+            )
+        for batch in step.batches:
+            self._attended_pairs += self.packing.attended_pairs(batch)
+            self._attending_tokens += batch.tokens.numel()
+        return step
+
+    def _sum_over_ranks(self, counts: StepCounts) -> StepCounts:
+        if self.dp_group is None:
+            return counts
+        sums = torch.tensor(dataclasses.astuple(counts)).to(self.device)
+        torch.distributed.all_reduce(sums, group=self.dp_group)
+        return StepCounts(*sums.tolist())  # waits for the device
 
     # ---- one step ----
 
     def train_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> None:
         """Fetch, forward, backward, update and log one step of the global batch."""
-        microbatches, local_valid_tokens, global_valid_tokens = self._next_microbatches(
-            data_iterator
-        )
+        step = self.next_step(data_iterator)
         if self.isolation_probe is not None:
             freq = self.job_config.debug.check_document_isolation_freq
             if (self.step - 1) % freq == 0:
-                self.isolation_probe.check(self.step, microbatches[0])
+                self.isolation_probe.check(self.step, step.batches[0])
+        is_clients = is_overridden(self, "forward_backward_step", TrainingEngine)
         losses = []
-        for i, batch in enumerate(microbatches):
+        for i, batch in enumerate(step.batches):
             assert batch.labels is not None
-            is_last = i + 1 == len(microbatches)
+            given: Any = batch.as_dict() if is_clients else batch
+            is_last = i + 1 == len(step.batches)
             with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
-                    input_dict=dict_if_overridden(
-                        self.forward_backward_step, TrainingEngine, batch
-                    ),
+                    input_dict=given,
                     labels=batch.labels,
-                    global_valid_tokens=max(global_valid_tokens, 1),
+                    global_valid_tokens=max(step.counts.num_valid_tokens, 1),
                 )
             losses.append(loss)
         if self._stop is not None:
@@ -254,32 +242,19 @@ class Trainer(TrainingEngine):
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
             self.update.settle()  # the norm is read below, so this waits for nothing more
-            self._log_step(
-                torch.stack(losses).sum(),
-                local_valid_tokens,
-                global_valid_tokens,
-                result.grad_norm.item(),
-                result.lr,
-            )
+            self._log_step(step, torch.stack(losses).sum(), result)
 
-    def _log_step(
-        self,
-        loss: torch.Tensor,
-        local_valid_tokens: int,
-        global_valid_tokens: int,
-        grad_norm: float,
-        lr: float,
-    ) -> None:
+    def _log_step(self, step: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
         """loss: this rank's token losses summed and divided by the global token count."""
-        # A rank may hold no valid token at all; its mean is then 0, not NaN. Ranks that share
-        # rows take the mean of the rows.
+        # The mean of a rank without any valid token is 0, not NaN. Ranks that share rows take the
+        # mean of the rows.
         rows_loss = loss
         if self.parallel_dims.cp_enabled:
             rows_loss = loss.clone()
             torch.distributed.all_reduce(
                 rows_loss, group=self.parallel_dims.get_mesh("cp").get_group()
             )
-        local_avg_loss = rows_loss * global_valid_tokens / max(local_valid_tokens, 1)
+        local_avg_loss = rows_loss * step.counts.num_valid_tokens / max(step.num_valid_tokens, 1)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
@@ -287,19 +262,19 @@ class Trainer(TrainingEngine):
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
             dist_utils.dist_max(local_avg_loss, loss_mesh),
-            grad_norm,
+            result.grad_norm.item(),
             extra_metrics={
                 "n_tokens_seen": dist_utils.dist_sum(
                     ntokens_seen, self.parallel_dims.get_optional_mesh("batch")
                 ),
-                "lr": lr,
+                "lr": result.lr,
             },
         )
 
     def _count_flops(self) -> None:
-        """Measure throughput by the lengths of documents since the last log, if they are separate.
+        """Set the FLOPs per token by the lengths of the documents since the last log.
 
-        Otherwise attention spans whole rows, and the number stays as it is.
+        If documents are not kept apart, attention spans whole rows, and the number does not change.
         """
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
@@ -336,9 +311,9 @@ class Trainer(TrainingEngine):
                 StopRequest(config) as stop,
             ):
                 self._stop = stop
-                with self._reading_ahead() as batches:
+                with self._data() as data_iterator:
                     profilers = [tool for tool in (profiler, snapshot) if tool is not None]
-                    self._train_on(self.batch_generator(batches), profilers, stop)
+                    self._train_on(data_iterator, profilers, stop)
                 self.update.settle()
         finally:
             self.gc_handler.close()
@@ -360,7 +335,6 @@ class Trainer(TrainingEngine):
             try:
                 self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
-                # Before `training.steps`: what was learned is saved.
                 self.step -= 1
                 last = f"step {self.step} of {config.training.steps}"
                 logger.warning(f"the data ended after {last} ({error}); saving and stopping")
@@ -382,7 +356,7 @@ class Trainer(TrainingEngine):
             for profiler in profilers:
                 profiler.step()
             if self.step == first_step:
-                # The first step compiles and connects; from here on a hang is a hang.
+                # The first step compiles and connects; start-up is over: use the short time-out.
                 dist_utils.set_pg_timeouts(
                     timeout=timedelta(seconds=config.comm.train_timeout_seconds),
                     parallel_dims=self.parallel_dims,
@@ -395,7 +369,7 @@ class Trainer(TrainingEngine):
 
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:
-    """Save everything, so that the run can go on later, and say so. Collective."""
+    """Save everything, so that the run can go on later, and log that. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # and wait for the files
@@ -408,7 +382,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
 
 
 def refuse_missing_dataloader(dataloader: Any) -> None:
-    """Raise ValueError for None, which a train spec without `build_dataloader_fn` gives."""
+    """Raise ValueError for None: the train spec has no `build_dataloader_fn`."""
     if dataloader is None:
         raise ValueError(
             "this trainer has no dataloader (its train spec's build_dataloader_fn is None): "

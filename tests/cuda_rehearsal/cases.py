@@ -137,7 +137,7 @@ def _norm_and_counts(n_layers: int) -> dict[str, Waits]:
 
 # What is logged is read: loss twice, norm, and tokens seen, which are counted on the host.
 _LOGGED = {
-    "aten::_local_scalar_dense in trainer.py train_step": 1,
+    "aten::_local_scalar_dense in trainer.py _log_step": 1,
     "aten::_local_scalar_dense in distributed/utils.py _dist_reduce": 3,
     "copy of a number in trainer.py _log_step": 1,
 }

@@ -123,7 +123,7 @@ def every_step_logs(function):
 # ---- copies that the host has to stay for ----
 
 
-@fault("llama3", "torchtitan.batch.batch:PackedBatch.to")
+@fault("llama3", "torchtitan.batch.batch:TokenBatch.to")
 def batch_is_copied_from_pageable_memory(function):
     def to(self, device):
         return self.with_tokens(lambda x, _padding: x.clone().to(device))

@@ -43,7 +43,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "_on_any_rank": lambda _: 0,  # none of them saw a leak
     "check": lambda _: 0,
-    "_next_microbatches": lambda _: 0,  # no rank ran out of data
+    "_sum_over_ranks": lambda _: 0,  # no rank ran out of data
     "_is_asked_to_stop": lambda _: 0,
     "continue_prompts": lambda _: 1,  # one token each
     "_begin_exchange": lambda local: _local_of_caller("pairs").shape[0] // local["num_ranks"],

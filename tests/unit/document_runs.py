@@ -90,15 +90,15 @@ def train(dump_folder, kernel: str, steps: int, *overrides: str) -> tuple[list[f
 def _train(dump_folder, attn_type, steps, *overrides) -> tuple[list[float], int]:
     trainer = make_trainer(dump_folder, attn_type, f"--training.steps={steps}", *overrides)
     losses, n_ends = [], 0
-    fetch = trainer._next_microbatches
+    fetch = trainer.next_step
 
     def counting(data_iterator):
         nonlocal n_ends
-        microbatches, *counts = fetch(data_iterator)
-        n_ends += sum(int((b.tokens == trainer.tokenizer.eos_id).sum()) for b in microbatches)
-        return microbatches, *counts
+        step = fetch(data_iterator)
+        n_ends += sum(int((b.tokens == trainer.tokenizer.eos_id).sum()) for b in step.batches)
+        return step
 
-    trainer._next_microbatches = counting
+    trainer.next_step = counting
     trainer.metrics_processor.log = lambda step, loss, *_args, **_kwargs: losses.append(loss)
     trainer.train()
     trainer.close()

@@ -285,13 +285,13 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 4},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "got 4 with 2 * 1 * 1 / 1", "what fits is 1, 2"],
+        ["expert_parallel_degree must divide", "got 4 with 2 * 1 * 1 / 1", "the choices are 1, 2"],
     ),
     "ep, ranks of other stages": (
         2,
         {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "got 2 with 1 * 1 * 1 / 1", "what fits is 1"],
+        ["expert_parallel_degree must divide", "got 2 with 1 * 1 * 1 / 1", "the choices are 1"],
     ),
     "ep, split experts": (
         4,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.document_runs import make_trainer
-from torchtitan.batch import packing
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch import policy
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.trainer import Trainer
 
 TOKENS = torch.arange(6).view(2, 3)
@@ -15,7 +15,7 @@ TOKENS = torch.arange(6).view(2, 3)
 
 def test_value_cannot_be_changed_and_leaves_the_callers_dict_alone():
     given = {"input": TOKENS, "positions": TOKENS % 3, "names": ["a", "b"]}
-    batch = PackedBatch.of(given)
+    batch = TokenBatch.of(given)
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.labels = TOKENS
     given["more"] = 1
@@ -31,7 +31,7 @@ def test_what_has_a_value_per_token_follows_the_tokens():
         "offset": torch.tensor(3),
         "names": ["a", "b"],
     }
-    batch = PackedBatch.of(entries, labels=TOKENS + 1)
+    batch = TokenBatch.of(entries, labels=TOKENS + 1)
     longer = batch.with_tokens(
         lambda x, padding: torch.cat((x, torch.full_like(x[:, :1], padding)), dim=1)
     )
@@ -51,8 +51,8 @@ def test_documents_of_a_microbatch_are_read_once(tmp_path, monkeypatch, steps_ah
         n_reads += 1
         return read(*args)
 
-    read = packing.read_document_ids
-    monkeypatch.setattr(packing, "read_document_ids", counting)
+    read = policy.read_document_ids
+    monkeypatch.setattr(policy, "read_document_ids", counting)
     trainer = make_trainer(tmp_path, "flex", "--training.steps=3", "--training.global_batch_size=4")
     if not steps_ahead:
         trainer.batch_generator = lambda batches: Trainer.batch_generator(trainer, batches)

@@ -24,7 +24,7 @@ from torchtitan.config.checks import (
 from torchtitan.config.checks.common import refuse
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.model_converter import known_converter_names
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 
 def config_with(**settings) -> JobConfig:
@@ -54,21 +54,18 @@ class ModelArgs:
     attn_mask_type: str = "causal"
 
 
-def train_spec(**fields) -> SimpleNamespace:
-    """What the checks read of a TrainSpec."""
+def train_spec(**fields) -> TrainSpec:
+    """A TrainSpec for the checks, which build nothing."""
 
     def build_optimizers():
         raise AssertionError("a check builds nothing")
 
-    build_optimizers.__module__ = "torchtitan.optim.optimizer"
+    build_optimizers.optimizer_names = ("Adam", "AdamW")
     flavors = {"debugmodel": ModelArgs(), "8B": ModelArgs(n_heads=32, n_kv_heads=8)}
-    spec = dict(
-        model_args=flavors,
-        build_tokenizer_fn=None,
-        build_optimizers_fn=build_optimizers,
-        state_dict_adapter=object,
-    )
-    return SimpleNamespace(**spec | fields)
+    unused = ("model_cls", "parallelize_fn", "pipelining_fn", "build_lr_schedulers_fn")
+    unused += ("build_dataloader_fn", "build_tokenizer_fn", "build_loss_fn")
+    spec = dict(model_args=flavors, build_optimizers_fn=build_optimizers, state_dict_adapter=object)
+    return TrainSpec(**dict.fromkeys(unused) | spec | fields)
 
 
 @pytest.fixture(autouse=True)
@@ -541,7 +538,7 @@ def test_heads_not_divisible_by_tensor_parallel_degree_are_named(degree, name):
     message = message_of(check_against_spec, config, train_spec())
     assert "parallelism.tensor_parallel_degree" in message
     assert f"{name} of flavor 'debugmodel', got {degree}" in message
-    assert "what fits is 1, 2, 4" in message
+    assert "the choices are 1, 2, 4" in message
 
 
 @dataclass
@@ -562,7 +559,7 @@ def test_experts_are_dealt_evenly():
     )
     message = message_about_experts(4, MoEModelArgs())
     assert "expert_parallel_degree must divide the number of experts" in message
-    assert "got 4 with 6 experts; what fits is 1, 2, 3, 6" in message
+    assert "got 4 with 6 experts; the choices are 1, 2, 3, 6" in message
 
 
 @pytest.mark.parametrize("model_args", [ModelArgs(), MoEModelArgs(moe_enabled=False)])
@@ -584,7 +581,7 @@ def test_ranks_are_dealt_experts_a_whole_number_of_times(shard, tp, ep, etp, fit
     )
     message = message_of(check_job_config, config, world_size=4)
     assert "parallelism.expert_parallel_degree must divide" in message
-    assert f"got {ep} with {shard} * 1 * {tp} / {etp}; what fits is {fits}" in message
+    assert f"got {ep} with {shard} * 1 * {tp} / {etp}; the choices are {fits}" in message
 
 
 def test_degree_of_experts_without_effect_has_to_fit_the_ranks():

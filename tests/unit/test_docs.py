@@ -24,13 +24,12 @@ import torch
 from scripts import architecture, composability
 from tests.compat.test_public_names import REFERENCE_PATHS
 from tests.unit.test_hf_config import LLAMA_3_2_3B
-from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
-from torchtitan.engine import TrainingEngine
+from torchtitan.engine import EngineState, TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.protocols import train_spec
@@ -103,7 +102,7 @@ def test_signatures_of_the_engine_are_those_of_the_page():
         return f"{name}{inspect.Signature(plain)}"
 
     lines = [line("TrainingEngine", TrainingEngine)]
-    for cls in (TrainingEngine, build.EngineParts):
+    for cls in (TrainingEngine, EngineState):
         for name, member in vars(cls).items():
             if isinstance(member, property) and not name.startswith("_"):
                 lines.append(name)

@@ -34,7 +34,8 @@ def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
 
 def one_step(trainer):
     """Microbatches of the first step, as the loss gets them, with their counts."""
-    return trainer._next_microbatches(trainer.batch_generator(trainer.dataloader))
+    step = trainer.next_step(trainer.batch_generator(trainer.dataloader))
+    return step.batches, step.num_valid_tokens, step.counts.num_valid_tokens
 
 
 def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path):

@@ -15,7 +15,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.failures import allow_open_files, as_run_error
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.train import _quiet_libraries, _tell_failure
+from torchtitan.train import _quiet_libraries, _report_failure
 
 
 def hook(*_):
@@ -40,7 +40,7 @@ def test_sentence_comes_below_the_stack_of_a_bug_and_before_what_other_ranks_say
     try:
         hook()
     except KeyError as error:
-        assert _tell_failure(error, JobConfig(), peers) == 1
+        assert _report_failure(error, JobConfig(), peers) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-3] == "error: KeyError: 'no such thing'"
     assert lines[-2].startswith(f"(found at {__file__}:")
@@ -56,7 +56,7 @@ def test_sentence_comes_below_the_stack_of_a_bug_and_before_what_other_ranks_say
     ],
 )
 def test_sentence_stands_without_the_place_in_this_code_that_found_it(error, code, hint, capsys):
-    assert _tell_failure(error, JobConfig(), None) == code
+    assert _report_failure(error, JobConfig(), None) == code
     assert capsys.readouterr().err.splitlines() == [f"error: {error}", *hint]
 
 

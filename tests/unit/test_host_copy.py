@@ -11,12 +11,13 @@ import torch
 
 from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, cp_shard, map_masks
-from torchtitan.batch.packing import PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
+from torchtitan.step import forward as step_forward
 from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 
 EOS = 0
@@ -117,11 +118,11 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     with torch.device("meta"):
         model = build(attn_type, mask_type)
     tokenizer = SimpleNamespace(eos_id=EOS)
-    packing = PackingPolicy.of(Training(), model.model_args, tokenizer)
+    packing = DocumentPolicy.of(Training(), model.model_args, tokenizer)
     batch = {"input": TOKENS, **PACKED[source]}
 
     def model_inputs(batch):
-        return packing.model_inputs(model, packing.pack(batch), tokenizer)
+        return step_forward.model_inputs(packing, packing.pack(batch), model, tokenizer)
 
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.unit.document_runs import make_trainer, short_documents
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.batch.packing import PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.listeners.isolation_probe import IsolationProbe
@@ -135,7 +135,7 @@ class Mixing(nn.Module):
 
 def probe_of(layer):
     model = Mixing(layer)
-    packing = PackingPolicy("flex", "position_block_causal", 0, True, True)
+    packing = DocumentPolicy("flex", "position_block_causal", 0, True, True)
     forward = torch.no_grad()(lambda batch: model(batch.tokens))
     return IsolationProbe(forward, [model], packing, 16, seed=1, device=torch.device("cpu"))
 

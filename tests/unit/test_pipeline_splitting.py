@@ -141,7 +141,7 @@ LISTS = generate_llm_fqn_per_model_part(2, 6)
         ({"schedule": "1F2B"}, "must be one of 1F1B, .*did you mean '1F1B'"),
         ({"schedule": "PipelineScheduleMulti"}, "set pipeline_parallel_schedule_csv"),
         ({"pipeline_parallel_schedule_csv": "nowhere.csv"}, "must be a file, got 'nowhere.csv'"),
-        ({"pipeline_parallel_microbatch_size": 3}, "got 3 with 8; what fits is 1, 2, 4, 8"),
+        ({"pipeline_parallel_microbatch_size": 3}, "got 3 with 8; the choices are 1, 2, 4, 8"),
     ],
 )
 def test_config_that_does_not_fit_is_refused_with_key_and_numbers(settings, words):

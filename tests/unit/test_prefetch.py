@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.data import prefetch
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.prefetch import StepsAhead
+from torchtitan.reference import Batches
 
 
 class Numbers(BaseDataLoader):
@@ -39,17 +40,17 @@ class Numbers(BaseDataLoader):
 def ahead(loader, n_steps=5):
     return StepsAhead(
         loader,
-        items_per_step=2,
+        batches_per_step=2,
         n_steps=n_steps,
-        pack=lambda item: PackedBatch.of(*item),
+        pack=TokenBatch.of,
         device=torch.device("cpu"),
         n_duplicates=None,
         timeout=timedelta(seconds=5),
     )
 
 
-def number(item) -> int:
-    return item[0]["input"][0, 0].item()
+def numbers(step) -> list[int]:
+    return [batch.tokens[0, 0].item() for batch in step.batches]
 
 
 def wait_until_idle(steps):
@@ -63,10 +64,10 @@ def wait_until_idle(steps):
 def test_position_is_that_of_the_step_that_trains_while_the_next_one_is_read():
     loader = Numbers()
     steps = ahead(loader)
-    items = iter(steps)
     for n in range(4):
-        assert [number(next(items)), number(next(items))] == [2 * n + 1, 2 * n + 2]
-        assert steps.counts.num_valid_tokens == 4 * n + 3
+        step = steps.next_step()
+        assert numbers(step) == [2 * n + 1, 2 * n + 2]
+        assert step.counts.num_valid_tokens == step.num_valid_tokens == 4 * n + 3
         wait_until_idle(steps)
         assert loader.last == 2 * n + 4
         assert steps.state_dict() == {"last": 2 * n + 2}
@@ -78,8 +79,7 @@ def test_position_is_that_of_the_step_that_trains_while_the_next_one_is_read():
 def test_nothing_is_read_beyond_the_last_step():
     loader = Numbers()
     steps = ahead(loader, n_steps=2)
-    items = iter(steps)
-    assert [number(next(items)) for _ in range(4)] == [1, 2, 3, 4]
+    assert [numbers(steps.next_step()) for _ in range(2)] == [[1, 2], [3, 4]]
     steps.close()
     assert loader.last == loader.n_read == 4
 
@@ -93,7 +93,7 @@ def test_position_that_the_loader_changes_in_place_is_copied():
             return self.position
 
     steps = ahead(Live())
-    next(iter(steps))
+    steps.next_step()
     wait_until_idle(steps)
     assert steps._dataloader.state_dict() == {"last": 4} and steps.state_dict() == {"last": 2}
     steps.close()
@@ -114,31 +114,44 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
     )
     monkeypatch.setattr(prefetch, "dist", group)
     second = timedelta(seconds=1)
-    pack = lambda item: PackedBatch.of(*item)  # noqa: E731
-    steps = prefetch.StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), 2, second)
-    assert [number(item) for item, _ in zip(steps, range(3), strict=False)] == [1, 2]
-    assert steps.counts == prefetch.StepCounts(3, 0, 1)
+    steps = prefetch.StepsAhead(Numbers(), 2, 5, TokenBatch.of, torch.device("cpu"), 2, second)
+    step = steps.next_step()
+    assert numbers(step) == [1, 2]
+    assert step.counts == prefetch.StepCounts(3, 0, 1)
     steps.close()
 
 
 def test_data_that_end_within_a_step_leave_the_position_before_it():
     loader = Numbers(end=4)
     steps = ahead(loader)
-    items = iter(steps)
-    assert [number(item) for item in items] == [1, 2, 3]
-    assert (steps.counts.num_ran_out, steps.counts.num_failed) == (1, 0)
+    whole, last = steps.next_step(), steps.next_step()
+    assert (numbers(whole), numbers(last)) == ([1, 2], [3])
+    assert (last.counts.num_ran_out, last.counts.num_failed) == (1, 0)
+    again = steps.next_step()
+    assert again.batches == [] and again.counts == last.counts
     assert steps.state_dict() == {"last": 2}
     steps.close()
     assert loader.last == 2
 
 
-def test_error_of_the_data_is_raised_after_the_items_before_it():
+def test_step_holds_the_batches_before_an_error_and_the_error():
     steps = ahead(Numbers(end=4, error=ValueError("line 7 is not JSON")))
-    items = iter(steps)
-    assert [number(next(items)) for _ in range(3)] == [1, 2, 3]
+    steps.next_step()
+    step = steps.next_step()
+    assert numbers(step) == [3] and str(step.error) == "line 7 is not JSON"
+    assert step.counts.num_failed == 1
+    steps.close()
+
+
+def test_own_step_of_a_client_reads_the_batches_as_the_dataloader_made_them():
+    counted = []
+    steps = ahead(Numbers(end=6, error=ValueError("line 7 is not JSON")))
+    batches = Batches(steps, lambda labels, seconds: counted.extend(labels))
+    items = [next(batches) for _ in range(5)]
+    assert [input_dict["input"][0, 0].item() for input_dict, _ in items] == [1, 2, 3, 4, 5]
+    assert counted == [labels.numel() for _, labels in items] == [1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="line 7 is not JSON"):
-        next(items)
-    assert steps.counts.num_failed == 1
+        next(batches)
     steps.close()
 
 
@@ -146,12 +159,11 @@ def test_error_while_packing_is_one_of_the_data():
     steps = ahead(Numbers())
     steps.close()
 
-    def pack(item):
+    def pack(input_dict, labels):
         raise ValueError("no positions")
 
     steps = StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), None, timedelta(seconds=5))
-    with pytest.raises(ValueError, match="no positions"):
-        next(iter(steps))
+    assert str(steps.next_step().error) == "no positions"
     steps.close()
 
 
@@ -193,10 +205,10 @@ def test_trainer_saves_the_position_of_the_steps_it_has_trained(tmp_path):
     positions, tokens = [], []
 
     def save(step, last_step=False):
-        wait = trainer._steps_ahead
+        steps = trainer.checkpointer.states["dataloader"]
         if step < 4:
-            wait_until_idle(wait)
-        positions.append(trainer.checkpointer.states["dataloader"].state_dict()["num_batches"])
+            wait_until_idle(steps)
+        positions.append(steps.state_dict()["num_batches"])
         tokens.append(trainer.ntokens_seen)
 
     trainer.checkpointer.save = save

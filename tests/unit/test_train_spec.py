@@ -201,3 +201,13 @@ def test_dataset_is_checked_where_the_builder_itself_says_which_it_knows():
         resolve_job(config, train_spec=dataclasses.replace(spec, build_dataloader_fn=builder))
     with pytest.raises(ConfigError, match="registered dataset .* got 'own'"):
         resolve_job(config, train_spec=spec)
+
+
+def test_fact_of_a_builder_follows_the_builder_unless_the_spec_says_it():
+    spec = get_train_spec("llama3")
+    assert spec.fact("has_token_loss") and spec.fact("cuts_by_layers")
+    own = dataclasses.replace(spec, build_loss_fn=lambda config, **_: None)
+    assert own.fact("has_token_loss") is None
+    own.has_token_loss = True
+    assert own.fact("has_token_loss")
+    assert dataclasses.replace(spec, optimizer_names=("Muon",)).fact("optimizer_names") == ("Muon",)

@@ -1,4 +1,4 @@
-"""A batch as one value: made once where it enters a step, and from then on only read.
+"""A batch as one value, which is made once where it enters a step and from then on only read.
 
 B rows, T tokens per row.
 """
@@ -23,41 +23,41 @@ Entries = dict[str, Any]
 
 
 class Batch(TypedDict, total=False):
-    """What callers give, and their loss and output functions get.
+    """The batch that callers give, and that their loss and output functions get.
 
-    Entries that the model's forward does not take reach only those functions. For a type checker a
-    caller adds its own in a subclass:
+    Entries that the model's forward does not take are only for those functions. For a type checker a
+    caller adds its own entries in a subclass:
 
         class MyBatch(Batch):
             returns: Tensor
     """
 
     input: Required[Tensor]  # [B, T] token ids
-    labels: Tensor  # [B, T] token ids, where the call is given no others
+    labels: Tensor  # [B, T] token ids, used if the call has no labels of its own
     positions: Tensor  # [B, T] in a document
-    attention_masks: Any  # a kernel's, or a padding mask [B, T]
-    # Where documents begin; see `batch.documents`.
+    attention_masks: Any  # the masks of a kernel, or a padding mask [B, T]
+    # Boundaries of documents; see `batch.documents`.
     document_ids: Tensor  # [B, T]
     seq_lens: Tensor  # [B, n]
     cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
 
 
-Microbatches: TypeAlias = "Batch | PackedBatch | Sequence[Batch | PackedBatch]"
+Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
 
-# What a token behind a row's end has; 0 for entries that are not listed.
+# Entries of the padding tokens after the end of a row; 0 for other keys.
 _PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
-# Never one value per token, whatever the shape.
+# Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedBatch:
-    """Rows of tokens, and what is known of each.
+class TokenBatch:
+    """Rows of tokens, with their labels and the caller's other entries.
 
     tokens: [B, T]. labels: [B, T], or None.
-    document_ids: [B, T] int32, padding -1; None where no documents are kept apart, or the batch
-        brings masks instead. See `PackingPolicy.pack`.
-    entries: the caller's others, positions and sources of boundaries among them.
+    document_ids: [B, T] int32, padding -1; None if documents are not kept apart, or if the batch
+        has masks instead. See `DocumentPolicy.pack`.
+    entries: the caller's other entries, positions and boundaries of documents among them.
     sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
     """
 
@@ -69,9 +69,12 @@ class PackedBatch:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
-        """Raises ValueError if `batch["input"]` is not [B, T], or holds no token, for ids, positions or
-        lengths of documents that are no whole numbers, and for positions or a padding mask of another
-        shape."""
+        """Return a caller's batch as a value.
+
+        Raises ValueError if `batch["input"]` is not [B, T] or has no token, for ids, positions or
+        lengths of documents that are not integers, and for positions or a padding mask of another
+        shape.
+        """
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
             raise ValueError(
@@ -94,7 +97,7 @@ class PackedBatch:
             if isinstance(entries.get(key), Tensor):
                 entries[key] = whole_numbers(f"the batch's {key!r}", entries[key])
         sample_ids = getattr(tokens, SAMPLE_IDS, None)
-        if tokens.dim() == 2:  # a model of somebody else's may take features
+        if tokens.dim() == 2:  # a client's own model may take features [B, T, n]
             tokens = whole_numbers("the batch's 'input'", tokens)
             for key in ("positions", "attention_masks"):
                 if isinstance(entries.get(key), Tensor):
@@ -102,17 +105,17 @@ class PackedBatch:
         return cls(tokens, labels, None, entries, sample_ids)
 
     def as_dict(self) -> Entries:
-        """The caller's entries, tokens included, without labels."""
+        """Return the caller's entries and the tokens, without labels."""
         return {"input": self.tokens, **self.entries}
 
     @property
     def num_valid(self) -> int:
-        """How many labels count in a loss."""
+        """The number of labels that count in a loss."""
         assert self.labels is not None
         return int((self.labels != IGNORE_INDEX).sum())
 
     def check_labels(self) -> None:
-        """Raises ValueError if the labels are not [B, T]."""
+        """Raise ValueError if the labels are not [B, T]."""
         if self.labels is not None and self.labels.shape[:2] != self.tokens.shape[:2]:
             raise ValueError(
                 "labels must have the shape of 'input' [B, T], got "
@@ -121,10 +124,10 @@ class PackedBatch:
             )
 
     def with_token_labels(self, vocab_size: int | None) -> Self:
-        """The batch with labels that are token ids, int64.
+        """Return the batch with its labels as int64 token ids.
 
-        Raises ValueError for others, here and not on the last stage of a pipeline, for which other
-        ranks would wait.
+        Raises ValueError for other labels: here, because an error on the last stage of a pipeline would
+        leave the other ranks waiting.
         """
         self.check_labels()
         if self.labels is None:
@@ -134,13 +137,13 @@ class PackedBatch:
         return dataclasses.replace(self, labels=labels.to(torch.int64))
 
     def to(self, device: torch.device) -> Self:
-        """A copy with its tensors on the device, but for `sample_ids`; other values as they are."""
+        """Return a copy with all tensors but `sample_ids` on the device."""
         return self._with_each(lambda key, x: x if key == SAMPLE_IDS else _tensor_to(x, device))
 
     def with_tokens(self, change: Callable[[Tensor, int], Tensor]) -> Self:
-        """Apply `change(x, padding)` to whatever has a value per token.
+        """Return a copy with `change(x, padding)` for every tensor that has a value per token.
 
-        x: [B, T, ...], or [1, T, ...] for all rows. padding: what x has behind the end of a row.
+        x: [B, T, ...], or [1, T, ...] for all rows. padding: x's value for padding tokens.
         """
         n_rows, seq_len = self.tokens.shape[:2]
 
@@ -155,10 +158,10 @@ class PackedBatch:
         return self._with_each(apply)
 
     def split(self, n_rows: int) -> list[Self]:
-        """Microbatches of `n_rows` rows; the last may have fewer.
+        """Return microbatches of `n_rows` rows; the last one may have fewer.
 
-        Tensors [B, ...] and lists of B are split; tensors of one row or no dim and everything
-        else are shared. Raises ValueError for entries that cannot be split by rows.
+        Tensors [B, ...] and lists of length B are split; everything else is shared, as are tensors of
+        one row or without a dim. Raises ValueError for entries that cannot be split by rows.
         """
         num_rows = len(self.tokens)
         if n_rows >= num_rows:
@@ -176,7 +179,7 @@ class PackedBatch:
         return [rows_from(first) for first in range(0, num_rows, n_rows)]
 
     def _with_each(self, change: Callable[[str, Any], Any]) -> Self:
-        """Apply `change(name, value)` to the tokens, the labels and all else."""
+        """Return a copy with `change(name, value)` for every field and every entry."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         entries = own.pop("entries")
         return type(self)(
@@ -186,7 +189,7 @@ class PackedBatch:
 
 
 def whole_numbers(name: str, x: Tensor) -> Tensor:
-    """x as int32 or int64, with the same values. Raises ValueError for fractions and booleans."""
+    """Return x as int32 or int64. Raises ValueError for floating-point numbers and booleans."""
     if x.dtype in (torch.int32, torch.int64):
         return x
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
@@ -197,10 +200,11 @@ def whole_numbers(name: str, x: Tensor) -> Tensor:
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
-    """Raises ValueError for ids that the model has no token for; of labels, IGNORE_INDEX may be there.
+    """Raise ValueError for ids outside the model's vocabulary; labels may hold IGNORE_INDEX.
 
-    Under tensor parallelism such a token would be a row of zeros, and under a pipeline one rank's
-    error. Ids on an accelerator, whose kernels check them, are not looked at: that would wait.
+    Otherwise such a token would get an embedding of zeros under tensor parallelism, and fail on one
+    rank only under a pipeline. Ids on an accelerator are not read, because that waits for the device;
+    its kernels check them.
     """
     ids = on_host(ids)
     if vocab_size is None or ids.device.type != "cpu" or not ids.numel():
@@ -209,7 +213,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
     if name == "labels":
         ids, also = (
             ids.masked_fill(ids == IGNORE_INDEX, 0),
-            f" or {IGNORE_INDEX}, which counts nowhere",
+            f" or {IGNORE_INDEX}, which no loss counts",
         )
     smallest, largest = (x.item() for x in ids.aminmax())
     if not 0 <= smallest <= largest < vocab_size:
@@ -220,7 +224,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
 
 
 def batch_to(batch: Mapping[str, Any], device: torch.device) -> Entries:
-    """A copy with its tensors on the device; other values as they are."""
+    """Return a copy with its tensors on the device."""
     return {key: _tensor_to(value, device) for key, value in batch.items()}
 
 
@@ -228,18 +232,11 @@ def _tensor_to(x: Any, device: torch.device) -> Any:
     return to_device(x, device) if isinstance(x, Tensor) else x
 
 
-def dict_if_overridden(method: Any, base: type, batch: PackedBatch) -> Any:
-    """What a method that clients may replace gets: a dict, unless it still is that of `base`."""
-    function = getattr(method, "__func__", None)
-    is_ours = function is not None and function is getattr(base, function.__name__, None)
-    return batch if is_ours else batch.as_dict()
-
-
 def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
     if isinstance(value, Tensor):
-        # A row for each of the batch's, one for all (no row of lengths is), or one number for all.
+        # One row may serve all rows, but not a row of lengths.
         is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
-        # Cumulative lengths [n + 1] go through all rows.
+        # Cumulative lengths [n + 1] count through all rows.
         has_rows = value.dim() > (key == "cu_seqlens") and len(value) == num_rows
         if value.dim() == 0 or is_shared or has_rows:
             return

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.batch.batch import Entries, PackedBatch
+from torchtitan.batch.batch import Entries, TokenBatch
 from torchtitan.batch.mask import positions_of_rank, prepare_context_parallel_input, shards_of
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
@@ -38,7 +38,7 @@ class ContextSharding:
             config.context_parallel_rotate_method,
         )
 
-    def pad(self, batch: PackedBatch) -> PackedBatch:
+    def pad(self, batch: TokenBatch) -> TokenBatch:
         """Lengthen rows at their end until they divide over the ranks.
 
         Nothing sees the added tokens, and they count in no loss.
@@ -94,12 +94,12 @@ class ContextSharding:
         )
         shards = shards_of(masks)
         assert shards is not None, "prepare_context_parallel_input has made them"
-        whole_rows = PackedBatch(whole, entries=extra_inputs)
+        whole_rows = TokenBatch(whole, entries=extra_inputs)
         extra_inputs = dict(shard_batch(whole_rows, shards).entries)
         return inputs, labels, extra_inputs, extra_kwargs
 
 
-def shard_batch(batch: PackedBatch, shards: TokenShards) -> PackedBatch:
+def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:
     """Return the batch with this rank's tokens only, [B, T, ...] -> [B, T/cp, ...]."""
     return batch.with_tokens(lambda x, _padding: shards.shard(x))
 

@@ -1,12 +1,12 @@
-"""Where documents begin: every kind of separator ends as one tensor of document ids.
+"""Boundaries of documents: every kind of separator becomes one tensor of document ids.
 
 B rows, T tokens per row. Ids are [B, T] int32, counted from 0 in each row; padding is -1.
-A document is a contiguous run of one id: when an id comes back after another one, a new
-document begins. Everything downstream (masks, kernels, loss boundaries, positions) reads ids
-and does not know where they came from.
+A document is a contiguous run of one id: if an id occurs again after another id, it is a new
+document. Everything downstream (masks, kernels, loss boundaries, positions) reads the ids and does not
+know which separator they came from.
 
-Shapes depend on B and T alone, so nothing here reads a device value on the host, but for what is
-warned about: a batch whose sources disagree, and positions that restart in rows of one document.
+Shapes depend only on B and T, so the host reads no value from the device, except for two warnings:
+sources that disagree, and positions that restart in rows of one document.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,18 +21,18 @@ from torchtitan.tools.logging import logger
 
 PADDING = -1
 IGNORE_INDEX = -100
-"""Labels with this value count in no loss."""
+"""No loss counts labels with this value."""
 
 BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
-"""Entries of a batch that say where documents begin and nothing else, the strongest first."""
+"""Entries of a batch that only tell documents apart; the first one that is present is used."""
 
 SAMPLE_IDS = "sample_ids"
-"""Key under which a dataset may say which samples are in a row: numbers [2], of the first and the
-last. The dataloader makes it an attribute of the batch's input, so that models never see it."""
+"""Key of the first and the last sample in a row, [2], which a dataset may add. The dataloader makes it an
+attribute of the batch's input, so that models never get it."""
 
 
 def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
-    """Number the documents of each row; an end-of-text token belongs to the one it closes.
+    """Number the documents of each row; an end-of-text token belongs to the document it closes.
 
     tokens: [B, T] int. Returns [B, T] int32: [5 6 E 7 E 8] -> [0 0 0 1 1 2].
     """
@@ -50,18 +50,18 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
     is_padding = positions < 0
     is_start = torch.ones_like(positions, dtype=torch.bool)
     is_start[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | is_padding[:, :-1]
-    # Padding opens no document, so that ids have no gaps.
+    # Padding begins no document, so that ids have no gaps.
     ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
     return ids.masked_fill(is_padding, PADDING)
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
-    """Number the documents that begin at cumulative lengths; what follows the last is padding.
+    """Number the documents that begin at cumulative lengths; tokens after the last one are padding.
 
-    cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7], repeated entries being empty documents
-        (which get no id). Returns [B, seq_len] int32.
-    Raises ValueError for documents that end beyond `seq_len`, which on an accelerator, where looking
-    would mean waiting for it, are cut off; on the CPU also for ends that go down.
+    cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
+        gets no id. Returns [B, seq_len] int32.
+    Raises ValueError for documents that end beyond `seq_len` and for ends that go down. On an
+    accelerator, where a check would wait for the device, documents are cut off at `seq_len`.
     """
     if cu_seqlens.device.type == "cpu":
         if (cu_seqlens[:, -1] > seq_len).any():
@@ -79,7 +79,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
             )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
-    # How many documents have ended at or before each column, empty ones not counted.
+    # The number of documents that have ended at or before each column, without empty documents.
     is_empty = cu_seqlens[:, 1:] == cu_seqlens[:, :-1]
     raw_id = torch.searchsorted(cu_seqlens[:, 1:].contiguous(), columns, right=True)
     empty_before = torch.nn.functional.pad(is_empty.cumsum(dim=1), (1, 0))
@@ -90,7 +90,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 def document_ids_from_lengths(lengths: Tensor, seq_len: int) -> Tensor:
     """Number documents of the given lengths, laid end to end; the rest of a row is padding.
 
-    lengths: [B, n] int, filled up with zeros where a row has fewer documents. A 1-D tensor is
+    lengths: [B, n] int, with zeros at the end of rows that have fewer documents. A 1-D tensor is
         one row. Returns [B, seq_len] int32: lengths [[2, 3]], seq_len 6 -> [[0 0 1 1 1 -1]].
     """
     if lengths.dim() == 1:
@@ -101,12 +101,12 @@ def document_ids_from_lengths(lengths: Tensor, seq_len: int) -> Tensor:
 
 
 def document_ids_from_padding_mask(mask: Tensor) -> Tensor:
-    """Make one document of each row, padding where `mask` is zero.
+    """Return ids of one document per row, and padding where `mask` is zero.
 
     mask: [B, T], zeros at a row's beginning, its end or both. Returns [B, T] int32:
     [[1 1 1 0 0]] -> [[0 0 0 -1 -1]].
-    Raises ValueError for zeros between tokens; on an accelerator, where looking at the mask would
-    mean waiting for it, the check runs on the device and stops the process.
+    Raises ValueError for zeros between tokens. On an accelerator the check runs on the device, so that
+    nothing waits for it, and stops the process.
     """
     is_token = mask != 0
     runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(dim=1) + is_token[:, 0]
@@ -122,7 +122,7 @@ def document_ids_from_padding_mask(mask: Tensor) -> Tensor:
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
-    """For each token, the column where its document begins; a padding token is its own.
+    """Return the column where each token's document begins; a padding token is a document of its own.
 
     document_ids: [B, T] int. Returns [B, T] int32, never decreasing along a row: a query at
     column q may look at key column k if and only if starts[q] <= k <= q.
@@ -136,10 +136,10 @@ def document_starts(document_ids: Tensor) -> Tensor:
 
 
 def positions_from_document_ids(document_ids: Tensor) -> Tensor:
-    """Count the tokens of each document from 0; padding gets -1.
+    """Return each token's position in its document, from 0; padding gets -1.
 
-    document_ids: [B, T] int. Returns [B, T] int64: [0 0 0 1 -1 2 2] -> [0 1 2 0 -1 0 1]. A row
-    that begins inside a document counts from 0 there, as from where it was cut.
+    document_ids: [B, T] int. Returns [B, T] int64: [0 0 0 1 -1 2 2] -> [0 1 2 0 -1 0 1]. If a row
+    begins inside a document, the positions of that document begin at 0 there.
     """
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     positions = columns - document_starts(document_ids)
@@ -147,9 +147,9 @@ def positions_from_document_ids(document_ids: Tensor) -> Tensor:
 
 
 def last_tokens(document_ids: Tensor) -> Tensor:
-    """bool [B, T]: is the next token of the row not of this token's document?
+    """Return bool [B, T]: True where the next token of the row belongs to another document.
 
-    True for padding. What follows the row's last token, ids [B, T] don't say: False there.
+    True for padding. The last column is False but for padding, because the next row is unknown.
     """
     is_last = document_ids == PADDING
     is_last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
@@ -160,7 +160,7 @@ def last_tokens(document_ids: Tensor) -> Tensor:
 
 
 def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
-    """An entry [B, T], or [1, T] for all rows, as [B, T]. Raises ValueError for another shape."""
+    """Return an entry [B, T], or [1, T] for all rows, as [B, T]; ValueError for another shape."""
     (n_rows, seq_len), values = batch["input"].shape[:2], batch[key]
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
@@ -171,7 +171,7 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
-    """An entry [B, n], not one row for all: that might as well count through all rows."""
+    """Return an entry [B, n]. One row for all rows is refused: it might count through all of them."""
     n_rows, values = len(batch["input"]), batch[key]
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
@@ -182,7 +182,7 @@ def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
-    """[B, n]; 1-D for a batch of one row."""
+    """The batch's seq_lens are [B, n], or [n] for a batch of one row."""
     n_rows, seq_len = batch["input"].shape
     is_only_row = batch["seq_lens"].dim() == 1 and n_rows == 1
     lengths = batch["seq_lens"] if is_only_row else _per_row(batch, "seq_lens")
@@ -190,7 +190,7 @@ def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
-    """[B, n + 1]; 1-D counts through the rows of the batch laid end to end."""
+    """The batch's cu_seqlens are [B, n + 1], or 1-D through all rows laid end to end."""
     n_rows, seq_len = batch["input"].shape
     if batch["cu_seqlens"].dim() != 1:
         return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
@@ -198,7 +198,7 @@ def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
     return flat.view(n_rows, seq_len)
 
 
-# What each source of boundaries is read with.
+# Source of boundaries -> the function that reads it.
 _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
     "document_ids": lambda batch: per_token(batch, "document_ids").to(torch.int32),
     "seq_lens": _read_seq_lens,
@@ -208,9 +208,9 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch with what tells documents apart on the host, if all of that came from there.
+    """Return the batch with the host's copies of its tokens and boundaries, if the host has all of them.
 
-    Otherwise the batch as it is: reading sources of two devices would mix them.
+    Otherwise the batch as it is, because sources on two devices cannot be read together.
     """
     copies = {
         key: on_host(batch[key])
@@ -222,18 +222,18 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:
-    """Return the document ids [B, T] int32 of a batch from the source in force.
+    """Return the document ids [B, T] int32 of a batch, from one source of boundaries.
 
-    Explicit boundaries (`document_ids`, then `seq_lens`, then `cu_seqlens`) lose nothing and
-    win; otherwise attn_mask_type "block_causal" means the end-of-text token and
+    Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`), because they
+    are exact. Without any, attn_mask_type "block_causal" uses the end-of-text token and
     "position_block_causal" the positions.
 
-    Warns once per process if the batch has another source as well, and once if the two disagree,
-    with the first place where they do. Positions and end-of-text tokens are compared with each other,
-    too, and warned about only if they disagree. Finding that out waits for an accelerator: there only
-    the first such batch is compared, on the CPU all until a disagreement was found.
-    Raises ValueError if the batch lacks the source in force or the end-of-text token is wanted and
-    unknown, or if a source does not fit the shape of the input.
+    Warns once per process if the batch has a second source, and once if the two disagree, with the
+    first place where they do. Positions and end-of-text tokens are compared, too, and warned about only
+    if they disagree. A comparison waits for an accelerator: there only the first such batch is compared;
+    on the CPU every batch is, until a disagreement was found.
+    Raises ValueError if the batch lacks the source, if the end-of-text token is needed and unknown, or
+    if a source does not fit the shape of the input.
     """
     source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
     if source is None and attn_mask_type == "position_block_causal":
@@ -267,20 +267,20 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
 
 _END_OF_TEXT = "end-of-text tokens"
 
-# Pairs of sources that this process has compared, and has warned of.
+# Pairs of sources that this process has compared, and pairs that it has found to disagree.
 _seen_together: set[tuple[str, str]] = set()
 _seen_to_disagree: set[tuple[str, str]] = set()
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Document ids [B, T] by end-of-text tokens, which say nothing of padding, nor of rows without one:
-    there they are `document_ids`."""
+    """Return document ids [B, T] by end-of-text tokens; padding, and rows without such a token, keep
+    `document_ids`."""
     ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """On the CPU until a disagreement was found; on an accelerator once."""
+    """True on the CPU until a disagreement was found; on an accelerator, once."""
     is_new = pair not in _seen_together
     _seen_together.add(pair)
     return pair not in _seen_to_disagree and (is_new or x.device.type == "cpu")
@@ -295,7 +295,7 @@ def _warn_of_second_source(
         return
     theirs = read_other()
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    readings = [  # indices into `_READINGS`: what the documents are numbered is no matter
+    readings = [  # indices into `_READINGS`, because sources may number documents differently
         (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
         for ids in (document_ids, theirs)
     ]
@@ -305,12 +305,12 @@ def _warn_of_second_source(
     if disagree:
         _seen_to_disagree.add(pair)
         row, index = differs.nonzero()[0].tolist()
-        ours_says, theirs_says = (_READINGS[int(reading[row, index])] for reading in readings)
+        own_reading, other_reading = (_READINGS[int(reading[row, index])] for reading in readings)
         message += (
-            f", and they disagree: in row {row} token {index} {ours_says} by {name!r} and "
-            f"{theirs_says} by {other!r}"
+            f", and they disagree: in row {row} token {index} {own_reading} by {name!r} and "
+            f"{other_reading} by {other!r}"
         )
-    # Positions that agree are there for RoPE, and end-of-text tokens belong to the text.
+    # Positions and end-of-text tokens have other uses, so only a disagreement is worth a warning.
     if disagree or (is_new and other in BOUNDARY_KEYS):
         logger.warning(message)
 
@@ -318,8 +318,8 @@ def _warn_of_second_source(
 def warn_of_restarts(positions: Tensor) -> None:
     """Warn once per process of positions [B, T] that restart although each row is one document.
 
-    Gaps and negative positions, which are padding, are no restarts. On an accelerator only the
-    first batch is looked at, because that waits for the device.
+    Gaps and negative positions, which are padding, are not restarts. On an accelerator only the
+    first batch is checked, because the check waits for the device.
     """
     pair = ("causal", "positions")
     positions = on_host(positions)

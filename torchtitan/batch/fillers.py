@@ -1,8 +1,8 @@
-"""Fillers: what a rank runs while others still have microbatches.
+"""Fillers: empty microbatches that a rank runs while other ranks still have microbatches.
 
-Forward and backward communicate between data-parallel ranks, so each of them has to run equally
-often. A filler goes through the model as any microbatch does and leaves no trace: its loss is 0,
-and its tokens count nowhere.
+Forward and backward communicate between data-parallel ranks, so every rank has to make the same number
+of them. A filler goes through the model as any microbatch does and leaves no trace: its loss is 0, and
+its tokens are not counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.batch.batch import PackedBatch
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import local_tensor, whole_tensor
 from torchtitan.tools.host_copy import read_later
@@ -24,10 +24,11 @@ _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tok
 def num_fillers(
     n: int, group: torch.distributed.ProcessGroup | None, device: torch.device
 ) -> Callable[[], int]:
-    """Ask how many microbatches a rank with `n` has fewer than the rank of `group` with the most.
+    """Return a function that returns how many fillers this rank needs, with its `n` microbatches.
 
-    Collective. The answer is for a call of what is returned: it waits for the work that was queued
-    before this function, so queue the rank's own microbatches in between.
+    The rank of `group` with the most microbatches needs none; without a group none are needed.
+    Collective. The returned function waits for the work that was queued before this call, so queue the
+    rank's own microbatches in between.
     """
     if group is None:
         return lambda: 0
@@ -37,28 +38,28 @@ def num_fillers(
     return lambda: answer()[0] - n
 
 
-def filler_batch(seq_len: int, separates_documents: bool) -> PackedBatch:
-    """Return a batch of one short row, all labels ignored; seq_len: the most it may have."""
+def filler_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
+    """Return a batch of one short row of at most `seq_len` tokens, all labels ignored."""
     tokens = torch.zeros(1, min(seq_len, _MAX_LENGTH), dtype=torch.int64)
     ids = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents else None
-    return PackedBatch(tokens, torch.full_like(tokens, IGNORE_INDEX), ids)
+    return TokenBatch(tokens, torch.full_like(tokens, IGNORE_INDEX), ids)
 
 
 def zero_loss(outputs: Any) -> Tensor:
-    """Return a loss of 0 that every output takes part in, so that backward runs as a whole."""
+    """Return a loss of 0 that depends on every output, so that backward runs through the whole model."""
     # 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
     zeros = [(whole_tensor(x) * 0).sum() for x in tree_leaves(outputs) if isinstance(x, Tensor)]
     return sum(zeros[1:], zeros[0])
 
 
 def forget_counts(model_parts: Sequence[nn.Module], where: Tensor | None = None) -> None:
-    """Set the experts' token counts to 0; where: a bool on their device, if False they stay."""
+    """Set the experts' token counts to 0. where: a bool on their device; False keeps the counts."""
     for counter in map(local_tensor, token_counters(model_parts)):
         counter.zero_() if where is None else counter.masked_fill_(where, 0)
 
 
 def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the buffers in which mixtures of experts count the tokens of each expert, live."""
+    """Return the live buffers in which mixtures of experts count the tokens of each expert."""
     return [
         buffer
         for part in model_parts
@@ -69,7 +70,7 @@ def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:
 
 @contextmanager
 def without_counting(model_parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the experts' token counts back at the end."""
+    """Restore the experts' token counts at the end."""
     counters = token_counters(model_parts)
     before = [counter.clone() for counter in counters]
     try:

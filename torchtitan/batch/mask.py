@@ -1,4 +1,4 @@
-"""What the tokens of packed rows may look at: one value, which every attention kernel is given.
+"""The attention mask of packed rows: one value, which every attention kernel gets.
 
 B rows, T tokens per row, cp context-parallel ranks.
 """
@@ -24,9 +24,10 @@ from torchtitan.tools.host_copy import fetch, on_host, to_device
 
 
 class VarlenMetadata(NamedTuple):
-    """Where the documents of B * T packed tokens begin and end.
+    """Boundaries of the documents of B * T packed tokens.
 
-    cu_seq_q, cu_seq_k: int32 [documents + 1], from 0 to B * T. max_q, max_k: the longest document.
+    cu_seq_q, cu_seq_k: int32 [documents + 1], from 0 to B * T. max_q, max_k: length of the longest
+        document.
     """
 
     cu_seq_q: Tensor
@@ -35,19 +36,19 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-# Hashed by identity. As the mask function of a BlockMask it is how `of` finds back to the value.
+# Hashed by identity. It is the mask function of its BlockMask, which lets `of` recover this object.
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
-    """A query sees the keys of its own document, from itself back.
+    """A query sees itself and the keys before it in its own document.
 
-    starts: int32 [B, T], the column where each token's document begins; padding begins its own
-        and is seen by no other token. None for rows that are plain causal without a kernel's
-        mask, and for a client's mask, of which only `lowered` is known.
+    starts: int32 [B, T], the column where each token's document begins; a padding token is a document
+        of its own. None for plain causal rows without a kernel's mask, and for a client's mask, of
+        which only `lowered` is known.
     window: a query sees itself and the window - 1 tokens before it.
     whole_rows: every row is one document.
-    lowered: what the kernel takes: a BlockMask (flex), VarlenMetadata (varlen and, as a
-        BlockMask's mask function, flex on the CPU), or bool [B, 1, T, T] (sdpa).
-    part: set where this rank holds only some tokens of the rows.
+    lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen; for flex on the CPU it is
+        in the BlockMask's mask function), or bool [B, 1, T, T] (sdpa).
+    part: set if this rank holds only some tokens of the rows.
     """
 
     starts: Tensor | None = None
@@ -58,7 +59,7 @@ class DocumentMask:
 
     @classmethod
     def of(cls, mask: Any) -> "DocumentMask":
-        """The value of what a client hands in: a BlockMask, VarlenMetadata, or None for causal."""
+        """Return the mask for a client's BlockMask or VarlenMetadata, or for None, which is causal."""
         if isinstance(mask, cls):
             return mask
         mask_mod = getattr(mask, "mask_mod", None)
@@ -69,7 +70,7 @@ class DocumentMask:
     def of_documents(
         cls, document_ids: Tensor, device: torch.device | None = None
     ) -> "DocumentMask":
-        """document_ids: [B, T], on the host if that knows them. device: where they are used."""
+        """document_ids: [B, T]; a copy on the host is read, if there is one. device: of the mask."""
         starts = to_device(document_starts(on_host(document_ids)), device or document_ids.device)
         return cls(starts)
 
@@ -81,12 +82,12 @@ class DocumentMask:
     def with_window(self, window: int | None) -> "DocumentMask":
         """Raises ValueError if window < 1."""
         check_window(window)
-        # Cumulative lengths say nothing of windows, so they stay.
+        # Cumulative lengths do not depend on the window, so they are kept.
         kept = self.lowered if isinstance(self.lowered, VarlenMetadata) else None
         return replace(self, window=window, lowered=kept)
 
     def in_chunks(self, size: int) -> "DocumentMask":
-        """The mask in which a new document begins every `size` tokens of a document."""
+        """Return the mask in which a new document begins every `size` tokens of a document."""
         assert self.starts is not None
         if size >= self.starts.shape[1]:
             return self
@@ -99,7 +100,7 @@ class DocumentMask:
         return replace(self, starts=chunks, whole_rows=False, lowered=None)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether a query may look at a key: the mask function of flex attention."""
+        """Return True where a query sees a key: the mask function of flex attention."""
         seen = q_idx >= kv_idx
         if self.starts is not None and not self.whole_rows:
             seen = seen & (kv_idx >= self.starts[b, q_idx])
@@ -107,12 +108,12 @@ class DocumentMask:
             seen = seen & (q_idx - kv_idx < self.window)
         return seen
 
-    # ---- what kernels take ----
+    # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """The same with what the kernel takes, made once for all layers.
+        """Return the mask with the kernel's own form in `lowered`, made once for all layers.
 
-        Waits for the device once for varlen, if only the device knows `starts`.
+        For varlen this waits for the device once, if the host has no copy of `starts`.
         """
         if self.lowered is not None or self.starts is None:
             return self
@@ -120,7 +121,7 @@ class DocumentMask:
         if attn_type == "varlen":
             lowered = self._varlen_metadata()
         elif attn_type == "flex":
-            # On the CPU the wrapper goes document by document, and not by blocks.
+            # On the CPU attention is computed document by document, and not by blocks.
             on_cpu = self.starts.device.type == "cpu"
             mask_mod = replace(self, lowered=self._varlen_metadata()) if on_cpu else self
             lowered = mask_mod.block_mask()
@@ -142,10 +143,10 @@ class DocumentMask:
         return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
 
     def block_mask(self, block_size: int = 128) -> Any:
-        """The BlockMask of this mask, with one row for all batches if `whole_rows`.
+        """Return the BlockMask of this mask, with one row for all rows if `whole_rows`.
 
-        Written down from the boundaries, without evaluating any pair of tokens and without
-        waiting for the device.
+        It is computed from the boundaries, without evaluating any pair of tokens and without waiting
+        for the device.
         """
         assert self.starts is not None
         starts = self.starts[:1] if self.whole_rows else self.starts
@@ -158,8 +159,8 @@ class DocumentMask:
         first_query = block * block_size
         last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
 
-        # Starts never decrease along a row: the first query of a block looks back furthest, the
-        # last one least far. So key blocks [first_key, first_full) are seen in part,
+        # Starts never decrease along a row, so the first query of a block sees the most keys before it
+        # and the last query the fewest. So key blocks [first_key, first_full) are seen in part,
         # [first_full, own) by every query in full, and the query block's own in part (causal).
         first_key = starts[:, first_query] // block_size
         first_full = (starts[:, last_query] + block_size - 1) // block_size
@@ -193,7 +194,7 @@ class DocumentMask:
         return DocumentMask(self.starts, self.window, self.whole_rows, self.lowered, part)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
-        """`starts`, [1, T] where rows are whole, or cumulative lengths; None if it cannot say."""
+        """Return `starts`, [1, T] zeros for whole rows, or cumulative lengths; None if unknown."""
         if self.whole_rows or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
         if isinstance(self.lowered, VarlenMetadata):
@@ -202,7 +203,7 @@ class DocumentMask:
 
 
 Masks = DocumentMask | dict[str, DocumentMask]
-"""One mask for all layers, or one for each kind of layer."""
+"""One mask for all layers, or a mask for each kind of layer."""
 
 
 def check_window(window_size: int | None) -> None:
@@ -211,14 +212,14 @@ def check_window(window_size: int | None) -> None:
 
 
 def map_masks(change: Callable[[Any], Any], masks: Any) -> Any:
-    """Change a mask, or each in a dict of masks."""
+    """Return `change(mask)` of a mask, or of each mask in a dict."""
     if isinstance(masks, dict):
         return {name: change(mask) for name, mask in masks.items()}
     return change(masks)
 
 
 def shards_of(attention_masks: Any) -> TokenShards | None:
-    """Return how the rows that a mask (or a dict of masks) is for are spread; None if they aren't."""
+    """Return how the rows of a mask (or a dict of masks) are split over ranks; None if they are not."""
     if isinstance(attention_masks, dict) and attention_masks:
         attention_masks = next(iter(attention_masks.values()))
     is_spread = isinstance(attention_masks, DocumentMask) and attention_masks.part is not None
@@ -228,7 +229,7 @@ def shards_of(attention_masks: Any) -> TokenShards | None:
 def positions_of_rank(
     attention_masks: Any, positions: Tensor | None, num_tokens: int
 ) -> Tensor | None:
-    """Return the positions of this rank's `num_tokens` tokens; as they are if rows are not spread.
+    """Return the positions of this rank's `num_tokens` tokens; unchanged if rows are not split.
 
     positions: [1 or B, T] of whole rows or [1 or B, T/cp] of the rank's tokens; None is 0..T-1.
     """

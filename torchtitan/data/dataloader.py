@@ -1,4 +1,4 @@
-"""Dataloaders whose position is part of the checkpoint, also for another number of ranks."""
+"""Dataloaders whose position is saved in checkpoints, and can be loaded on another number of ranks."""
 
 import inspect
 import pickle
@@ -42,8 +42,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that one checkpoint holds
     the states of all ranks side by side. A run on the saved number of ranks and data workers
     continues bit for bit. On another number, a dataset with `can_reshard == True` and
-    `inherit(states)` (see `HuggingFaceTextDataset`) deals out what the saved readers had left;
-    `load_state_dict` then needs the keys of all saved ranks.
+    `inherit(states)` (see `HuggingFaceTextDataset`) divides the samples that the saved readers had
+    left; `load_state_dict` then needs the keys of all saved ranks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
-        """Drop, in place, what makes no sense without data workers, or without an accelerator.
+        """Remove, in place, arguments that have no use without data workers or without an accelerator.
 
         Raises ValueError for unknown names.
         """
@@ -90,15 +90,15 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             return super()._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:
-        # Pickled, so that a checkpoint stores one blob per rank whatever torchdata nests inside.
+        # Pickled, so that a checkpoint stores one blob per rank, whatever torchdata's state contains.
         state = pickle.dumps(super().state_dict())
-        if not self._is_known_to_be_readable:  # found out now, not when the run resumes
+        if not self._is_known_to_be_readable:  # an unreadable state fails now, not on resuming
             read_plain(state, "the data position, which a checkpoint is to hold,")
             self._is_known_to_be_readable = True
         return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position: this rank's own, or a share of all ranks' if their number changed.
+        """Go to this rank's saved position, or to a share of all ranks' if their number changed.
 
         Raises ValueError if the position does not divide among the present ranks and workers, or
         holds anything but plain data.
@@ -145,8 +145,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"{self.dp_world_size} ranks with {self.num_workers} data workers: {remedies}"
             )
         loader_states = [_read_loader_state(state_dict, name) for name in names]
-        super().load_state_dict({})  # forgets iterator and workers of the present position
-        self.next_iter_state = None  # of a position that was loaded before
+        super().load_state_dict({})  # drops the iterator and workers of the present position
+        self.next_iter_state = None  # drops a position that was loaded before
         with _one_error_if_damaged():
             self.dataset.inherit(
                 [state for loader in loader_states for state in _reader_states(loader)]
@@ -169,7 +169,7 @@ def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def _one_error_if_damaged() -> Iterator[None]:
-    """Around reading a data position, in which torchdata and datasets expect no damage."""
+    """Turn the errors that torchdata and datasets raise for a damaged position into one ValueError."""
     try:
         yield
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -187,20 +187,21 @@ def _with_sample_ids_aside(batch: Any) -> Any:
     return batch
 
 
-# What torchdata 0.8 to 0.11 nests into a StatefulDataLoader's state.
+# torchdata 0.8 to 0.11 nests these private keys into a StatefulDataLoader's state, and has no other way
+# to read the positions of its workers.
 def _worker_snapshots(loader_state: dict[str, Any]) -> dict[str, Any]:
     """Worker name -> snapshot; empty if the loader had no workers."""
     return loader_state.get("_snapshot", {}).get("_worker_snapshots", {})
 
 
 def _reader_states(loader_state: dict[str, Any]) -> list[dict[str, Any]]:
-    """State of the dataset in each worker of one rank, or in its main process."""
+    """Return the state of the dataset in each worker of one rank, or in its main process."""
     snapshots = _worker_snapshots(loader_state)
     if not snapshots:
         return [loader_state["dataset_state"]]
     if loader_state["_steps_since_snapshot"]:
         raise ValueError(
-            "the data position was saved with snapshot_every_n_steps > 1, so it is only known to "
-            "as many ranks and data workers as saved it; resume with those"
+            "the data position was saved with snapshot_every_n_steps > 1, so it can only be loaded on "
+            "the number of ranks and data workers that saved it; resume with the same numbers"
         )
     return [snapshots[f"worker_{index}"]["dataset_state"] for index in range(len(snapshots))]

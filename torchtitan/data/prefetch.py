@@ -11,21 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.tools.utils import use_device
 
 _SECONDS_TO_END = 5
 
-Item = tuple[Batch, Tensor]
-"""(input_dict, labels) of a microbatch"""
-
 
 @dataclasses.dataclass
 class StepCounts:
-    """One step's sums over data-parallel ranks: valid tokens, and ranks that got too few items."""
+    """One step's sums over data-parallel ranks.
+
+    num_ran_out, num_failed: ranks whose data ended, and ranks that failed to read theirs.
+    """
 
     num_valid_tokens: int
     num_ran_out: int = 0
@@ -38,73 +37,85 @@ class StepCounts:
 
 @dataclasses.dataclass
 class Step:
-    """One step's items on this rank.
+    """One step's batches on this rank, with the labels that count.
 
-    batches: made of the items. error: what came in place of a further one.
-    counts: of this rank, until they are summed. position: of the dataloader after the items.
+    counts: of all data-parallel ranks. num_valid_tokens: of this rank.
+    error: raised by reading in place of a further batch.
+    position: of the dataloader after the batches.
+    items: (input_dict, labels) of each batch, as the dataloader made it.
     """
 
-    items: list[Item]
-    batches: list[PackedBatch]
+    batches: list[TokenBatch]
     counts: StepCounts
+    num_valid_tokens: int = 0
     error: Exception | None = None
     position: Any = None
+    items: list[tuple[Batch, Tensor]] = dataclasses.field(default_factory=list)
 
 
-def read_step(iterator: Iterator[Item], n_items: int, pack: Callable[[Item], PackedBatch]) -> Step:
-    """Read the items of a step; what reading them raises is in it."""
-    step = Step([], [], StepCounts(0))
+def read_step(
+    iterator: Iterator[tuple[Batch, Tensor]],
+    num_batches: int,
+    pack: Callable[[Batch, Tensor], TokenBatch],
+    sum_over_ranks: Callable[[StepCounts], StepCounts],
+) -> Step:
+    """Read the batches of a step and count them over all ranks; an error of reading is in the step."""
+    step = Step([], StepCounts(0))
     try:
-        for _ in range(n_items):
+        for _ in range(num_batches):
             item = next(iterator)
-            batch = pack(item)
-            step.counts.num_valid_tokens += batch.num_valid
+            batch = pack(*item)
+            step.num_valid_tokens += batch.num_valid
             step.items.append(item)
             step.batches.append(batch)
     except (StopIteration, DataloaderExhaustedError):
         step.counts.num_ran_out = 1
     except Exception as error:  # raised once the other ranks know
         step.error, step.counts.num_failed = error, 1
+    step.counts.num_valid_tokens = step.num_valid_tokens
+    step.counts = sum_over_ranks(step.counts)
     return step
 
 
 class StepsAhead:
-    """Reads a dataloader in a thread, one step ahead of the loop that iterates over this.
+    """Reads a dataloader in a thread, one step ahead of the loop that takes its steps.
 
     Its state is the dataloader's position, if it has one, after the last step that was taken.
 
-    items_per_step, n_steps: nothing is read beyond these.
-    pack: makes a batch of an item, with the labels that count; called in the thread.
-    device: what the dataloader pins memory for.
-    n_duplicates: how many ranks read the same data; None if there is one reader of data. Counts are
+    batches_per_step, n_steps: nothing is read beyond these.
+    pack: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
+    device: the dataloader pins memory for it.
+    n_duplicates: the number of ranks that read the same data; None if only one rank reads. Counts are
         summed over ranks in host memory, by a process group that all ranks make here.
     """
 
     def __init__(
         self,
-        dataloader: Iterable[Item],
-        items_per_step: int,
+        dataloader: Iterable[tuple[Batch, Tensor]],
+        batches_per_step: int,
         n_steps: int,
-        pack: Callable[[Item], PackedBatch],
+        pack: Callable[[Batch, Tensor], TokenBatch],
         device: torch.device,
         n_duplicates: int | None,
         timeout: timedelta,
     ) -> None:
         self._dataloader = dataloader
-        self._items_per_step, self._n_unread = items_per_step, n_steps
+        self._batches_per_step, self._n_unread = batches_per_step, n_steps
         self._pack = pack
         self._device = device
         self._n_duplicates = n_duplicates
         self._group = None
         if n_duplicates is not None and dist.get_backend() != "fake":
-            # Used for nothing else: the thread may wait here while others train.
+            # A group of its own: the thread may wait here while the ranks train.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.keeps_position = isinstance(dataloader, Stateful)
+        # As torch's Stateful, whose import loads DTensor.
+        self.keeps_position = all(
+            hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
+        )
         self._position = self._read_position()
         # In this thread: torch draws the seed of data workers from its generator.
         self._iterator = iter(dataloader)
-        self.counts = StepCounts(0)
-        self.batch: PackedBatch
+        self._last = Step([], StepCounts(0))
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
@@ -112,25 +123,21 @@ class StepsAhead:
         self._thread.start()
         self._read_next()
 
-    def __iter__(self) -> Iterator[Item]:
-        """Yield the items; `batch` is made of the last, and `counts` belong to its step.
+    def next_step(self) -> Step:
+        """Return the next step. After an incomplete step no further one is read.
 
-        Ends after an incomplete step. Raises what the dataloader raised, after the items before it.
+        Raises errors of communication.
         """
-        while True:
-            step = self._steps.get()
-            if isinstance(step, Exception):
-                raise step
-            self.counts = step.counts
-            if step.counts.is_whole:
-                self._position = step.position
-                self._read_next()
-            for item, self.batch in zip(step.items, step.batches, strict=True):
-                yield item
-            if step.error is not None:
-                raise step.error
-            if not step.counts.is_whole:
-                return
+        if not self._last.counts.is_whole:
+            return dataclasses.replace(self._last, batches=[], items=[])
+        step = self._steps.get()
+        if isinstance(step, Exception):
+            raise step
+        self._last = step
+        if step.counts.is_whole:
+            self._position = step.position
+            self._read_next()
+        return step
 
     def state_dict(self) -> dict[str, Any]:
         return self._position
@@ -139,12 +146,12 @@ class StepsAhead:
         raise RuntimeError("the data are being read; load a checkpoint before or after train()")
 
     def close(self) -> None:
-        """Read no further, and put the dataloader where training stands."""
+        """Stop reading, and put the dataloader back to the position of the training."""
         self._wanted.put(False)
         self._thread.join(timeout=_SECONDS_TO_END)
         if self._thread.is_alive():  # it reads, or waits for other ranks, perhaps for long
             return
-        took_all = self._steps.empty() and self.counts.is_whole
+        took_all = self._steps.empty() and self._last.counts.is_whole
         if self.keeps_position and not took_all:
             self._dataloader.load_state_dict(self._position)
         if self._group is not None and dist.is_initialized():
@@ -161,12 +168,9 @@ class StepsAhead:
         use_device(self._device)
         while self._wanted.get():
             try:
-                step = read_step(self._iterator, self._items_per_step, self._pack)
-                if self._group is not None:
-                    sums = torch.tensor(dataclasses.astuple(step.counts))
-                    dist.all_reduce(sums, group=self._group)
-                    # Rounded up: only some of the ranks that read the same data may have failed.
-                    step.counts = StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
+                step = read_step(
+                    self._iterator, self._batches_per_step, self._pack, self._sum_over_ranks
+                )
                 if step.counts.is_whole:
                     step.position = self._read_position()
                 self._steps.put(step)
@@ -174,6 +178,14 @@ class StepsAhead:
                 self._steps.put(error)
                 return
 
+    def _sum_over_ranks(self, counts: StepCounts) -> StepCounts:
+        if self._group is None:
+            return counts
+        sums = torch.tensor(dataclasses.astuple(counts))
+        dist.all_reduce(sums, group=self._group)
+        # Rounded up: only some of the ranks that read the same data may have failed.
+        return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
+
     def _read_position(self) -> Any:
-        """A copy: what a dataloader hands out may change with the next item."""
+        """A copy, because a dataloader may change its state with the next batch."""
         return copy.deepcopy(self._dataloader.state_dict()) if self.keeps_position else None

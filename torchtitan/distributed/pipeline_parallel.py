@@ -84,6 +84,9 @@ def pipeline_llm(
     return schedule, parts, schedule.has_first_stage, schedule.has_last_stage
 
 
+pipeline_llm.cuts_by_layers = True  # see TrainSpec
+
+
 def pipeline_module_split(
     whole_model: nn.Module,
     pp_mesh: DeviceMesh,

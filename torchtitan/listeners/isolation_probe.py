@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.batch.batch import Batch, PackedBatch
+from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.documents import PADDING, document_starts
 from torchtitan.batch.mask import shards_of
-from torchtitan.batch.packing import PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.distributed.ranks import all_ranks
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
@@ -44,9 +44,9 @@ class IsolationProbe:
 
     def __init__(
         self,
-        forward: Callable[[PackedBatch], Tensor | None],
+        forward: Callable[[TokenBatch], Tensor | None],
         models: Sequence[nn.Module],
-        packing: PackingPolicy,
+        packing: DocumentPolicy,
         vocab_size: int,
         seed: int,
         device: torch.device,
@@ -67,7 +67,7 @@ class IsolationProbe:
                 packing.attn_mask_type,
             )
 
-    def check(self, step: int, batch: Batch | PackedBatch) -> None:
+    def check(self, step: int, batch: Batch | TokenBatch) -> None:
         """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
 
         Random states are left as they were. Raises RuntimeError on every rank if anything leaks
@@ -128,7 +128,7 @@ class IsolationProbe:
                 return row, column
         return None
 
-    def _exchange(self, batch: PackedBatch, place: tuple[int, int] | None) -> PackedBatch:
+    def _exchange(self, batch: TokenBatch, place: tuple[int, int] | None) -> TokenBatch:
         """A copy of the batch with another token at this place."""
         if place is None:
             return batch
@@ -146,7 +146,7 @@ class IsolationProbe:
             [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
         ).cpu()
 
-    def _run(self, batch: PackedBatch) -> Tensor | None:
+    def _run(self, batch: TokenBatch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
             return self.forward(batch)
@@ -158,7 +158,7 @@ class IsolationProbe:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
-    def _layer_outputs(self, batch: PackedBatch) -> dict[str, Tensor]:
+    def _layer_outputs(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Name of a block, called with (x, rope, masks) -> its output for whole rows."""
         outputs: dict[str, Tensor] = {}
         seq_len = batch.tokens.shape[1]

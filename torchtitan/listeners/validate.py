@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchtitan.batch.batch import Batch, PackedBatch, dict_if_overridden
+from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import num_fillers
-from torchtitan.batch.packing import ModelInputs, PackingPolicy
+from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
 from torchtitan.data import text_datasets
 from torchtitan.data.dataloader import BaseDataLoader
@@ -20,7 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.listeners.metrics import MetricsProcessor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
-from torchtitan.step.runner import Runner
+from torchtitan.reference import is_overridden
+from torchtitan.step.forward import ModelInputs, Runner, model_inputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -89,7 +90,7 @@ class Validator(BaseValidator):
 
     def post_dataloading_process(
         self,
-        input_dict: Batch | PackedBatch,
+        input_dict: Batch | TokenBatch,
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> ModelInputs:
@@ -102,11 +103,11 @@ class Validator(BaseValidator):
         packing = self._packing(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
         batch = packing.pack(input_dict, labels)
-        return packing.model_inputs(model_parts[0], batch, self.tokenizer, sharding)
+        return model_inputs(packing, batch, model_parts[0], self.tokenizer, sharding)
 
-    def _packing(self, model_parts: list[nn.Module]) -> PackingPolicy:
+    def _packing(self, model_parts: list[nn.Module]) -> DocumentPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
-        return PackingPolicy.of(self.job_config.training, model_args, self.tokenizer)
+        return DocumentPolicy.of(self.job_config.training, model_args, self.tokenizer)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -114,13 +115,14 @@ class Validator(BaseValidator):
 
         Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
         """
+        is_clients = is_overridden(self, "post_dataloading_process", Validator)
         runner = Runner(
             model_parts,
             torch.device(get_device_type()),
-            lambda batch: self.post_dataloading_process(
-                dict_if_overridden(self.post_dataloading_process, Validator, batch),
-                batch.labels,
-                model_parts,
+            lambda batch: ModelInputs(
+                *self.post_dataloading_process(
+                    batch.as_dict() if is_clients else batch, batch.labels, model_parts
+                )
             ),
             self.validation_context,
             self.maybe_enable_amp,

@@ -49,6 +49,9 @@ def build_cross_entropy_loss(job_config: JobConfig, **kwargs: Any) -> LossFuncti
     return _maybe_compile(cross_entropy_loss, job_config)
 
 
+build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
+
+
 def default_head(
     loss_fn: LossFunction, model_parts: Sequence[nn.Module], chunk_tokens: int
 ) -> SummedCrossEntropy | None:

@@ -63,6 +63,9 @@ def parallelize_decoder(
     return model
 
 
+parallelize_decoder.shards_one_rank = True  # see TrainSpec
+
+
 # ---- activation checkpointing, compile ----
 
 

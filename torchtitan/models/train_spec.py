@@ -26,7 +26,7 @@ def build_decoder_train_spec(
     """Return a new spec that trains a family on text.
 
     model_args: flavor -> args; the spec refers to this mapping, so all specs of a family share it.
-    balance_experts: optimizers also even out the load of experts, in flavors that have some.
+    balance_experts: optimizers also even out the load of experts, in flavors that have experts.
     """
     build = build_optimizers_with_moe_load_balancing if balance_experts else build_optimizers
     return TrainSpec(

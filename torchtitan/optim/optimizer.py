@@ -248,6 +248,10 @@ def build_optimizers_with_moe_load_balancing(
     return optimizers
 
 
+for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
+    _builder.optimizer_names = tuple(_OPTIMIZER_CLASSES)  # see TrainSpec
+
+
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
     """Whether `skipped_where` has an effect on all of them: torch's "fused" ones let it."""
     return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)

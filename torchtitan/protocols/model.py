@@ -1,4 +1,4 @@
-"""What the engine asks of a model and of its arguments."""
+"""The methods that the engine calls on a model and on its arguments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models
 class BaseModelArgs:
     """Sizes and choices of one model; a flavor table holds one instance per flavor.
 
-    Subclasses are dataclasses, and every field of theirs has a default.
+    Subclasses are dataclasses, and every field has a default.
     """
 
-    # A subclass field without a default is a TypeError at class creation, because this one has one.
+    # A subclass field without a default is a TypeError at class creation, because this field has one.
     _enforced: str = "every field has a default"
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take over what the job decides. The engine calls it on a copy of the flavor."""
+        """Take over the job's settings. The engine calls it on a copy of the flavor."""
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""
@@ -40,8 +40,8 @@ class ModelProtocol(nn.Module):
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fill parameters and buffers in place; called under `torch.no_grad()`.
 
-        buffer_device: where buffers go if not where they are, e.g. the accelerator while the
-            parameters are offloaded to the host.
+        buffer_device: the device of the buffers, if they are to move: the accelerator while the
+            parameters are offloaded to the host, for example.
         """
         raise NotImplementedError(f"{type(self).__name__} must define init_weights")
 

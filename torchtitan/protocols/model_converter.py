@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 
 class ModelConverter(Protocol):
-    """What a converter must offer."""
+    """The methods of a converter."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None: ...
 
@@ -32,7 +32,7 @@ class UnknownConverterError(KeyError, ValueError):
         return self.args[0]
 
 
-# Module of torchtitan.quantization, class: imported by name, so that nothing registers on import.
+# Module of torchtitan.quantization and class, imported on first use, so that no import registers any.
 _BUILT_IN_CONVERTERS = {
     "quantize.linear.float8": ("float8", "Float8LinearConverter"),
     "quantize.grouped_mm.float8": ("float8", "Float8GroupedMMConverter"),
@@ -44,7 +44,7 @@ _registry_model_converter_cls: dict[str, type[ModelConverter]] = {}
 
 
 def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
-    """Let `model.converters` call `converter_cls` by `name`. AssertionError if it is taken."""
+    """Make `converter_cls` known as `name` in `model.converters`. AssertionError for a taken name."""
     assert name not in known_converter_names(), f"a model converter named {name!r} exists already"
     _registry_model_converter_cls[name] = converter_cls
 

@@ -20,10 +20,10 @@ def to_template(name: str) -> tuple[str, list[str]]:
 
 
 class BaseStateDictAdapter(ABC):
-    """What a checkpoint manager needs of a model family to read and write Hugging Face files.
+    """The methods by which a checkpoint manager reads and writes a family's Hugging Face files.
 
     fqn_to_index_mapping: HF tensor name -> number (from 1) of the file that an export puts it in;
-        None divides by size.
+        None divides an export into files by size.
     hf_assets_path: folder with the model's Hugging Face files, or None.
     """
 
@@ -35,20 +35,20 @@ class BaseStateDictAdapter(ABC):
 
     @abstractmethod
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """HF name -> tensor. Tensors may be views of the given ones, or copies."""
+        """Return HF name -> tensor. The tensors may be views of those in `state_dict`, or copies."""
 
     @abstractmethod
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `to_hf`."""
+        """Return our name -> tensor: the inverse of `to_hf`."""
 
     @abstractmethod
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        """A DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
+        """Return a DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Divide our names into groups that `to_hf` can translate one by one; here by module.
+        """Divide our names into groups that `to_hf` can translate separately; here by module.
 
-        Names that have no HF name may be left out.
+        Names without an HF name may be left out.
         """
         groups: dict[str, list[str]] = {}
         for name in names:
@@ -56,44 +56,44 @@ class BaseStateDictAdapter(ABC):
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """Whether an export keeps the dtype of our parameter: true for routers, as a rounded
+        """True if an export keeps the dtype of our parameter. That holds for routers, because a rounded
         score may choose another expert."""
         return ".router." in name
 
     def hf_aliases(self) -> dict[str, str]:
-        """HF name -> the other HF name of the same tensor, which `to_hf` leaves out."""
+        """Return HF name -> another HF name of the same tensor, which `to_hf` leaves out."""
         return {}
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterable[tuple[str, LocalShard]]:
-        """HF name -> block, for one block of our tensor; views, and no communication."""
+        """Return (HF name, block) pairs for one block of our tensor; views, without communication."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot translate shards by themselves; stream whole tensors "
+            f"{type(self).__name__} cannot translate single shards; stream whole tensors "
             "(sharded=False), or give it a method shards_to_hf"
         )
 
     def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
-        """Return an adapter that asks for the names in `hf_names`, where several are in use."""
+        """Return an adapter that uses the names in `hf_names`, if a family has several sets of names."""
         return self
 
     def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
-        """What is wrong with files of these tensors, HF name -> shape, and what to take instead.
+        """Return why files of these tensors (HF name -> shape) do not fit and what to use instead, or None.
 
-        Other names and shapes than the model's are found anyway; this explains some of them.
+        Wrong names and shapes are found without it; it explains some of them.
         """
         return None
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        """Whether files may hold a tensor of this name though the model has no use for it.
+        """True if the model has no use for a tensor of this name that files may hold.
 
-        Any other tensor without a counterpart fails the load.
+        Any other tensor without a counterpart in the model fails the load.
         """
         return False
 
 
 class StateDictAdapter(BaseStateDictAdapter):
-    """An adapter that reads the shard numbers from the index file under `hf_assets_path`.
+    """An adapter that reads the numbers of an export's files from the index under `hf_assets_path`.
 
-    Names that a subclass' table `from_hf_map` (HF name with `{}` for each number -> our name)
+    Names that a subclass's table `from_hf_map` (HF name with `{}` for each number -> our name)
     maps to None are ignored on loading.
     """
 
@@ -134,7 +134,7 @@ class StateDictAdapter(BaseStateDictAdapter):
 
 
 def read_weight_map(path: str) -> dict[str, str]:
-    """Tensor name -> file name, from a model.safetensors.index.json.
+    """Return tensor name -> file name, from a model.safetensors.index.json.
 
     Raises FileNotFoundError, and ValueError for other content or files outside its folder.
     """

@@ -1,7 +1,7 @@
-"""The train spec: which model, flavors and builders belong to a `model.name`."""
+"""The train spec: the model, flavors and builders of a `model.name`."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torchtitan.optim.lr_scheduler import LRSchedulersContainer
     from torchtitan.optim.optimizer import OptimizersContainer
 
-# Called with these arguments by position.
+# Called by position.
 ParallelizeFunction: TypeAlias = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
 PipeliningFunction: TypeAlias = Callable[
-    # model, layout, config, device, model args, what parallelizes a part, loss function
+    # model, layout, config, device, model args, function that parallelizes a part, loss function
     [nn.Module, ParallelDims, JobConfig, torch.device, Any, ParallelizeFunction, "LossFunction"],
     # schedule, model parts, has first stage, has last stage
     tuple[Any, list[nn.Module], bool, bool],
@@ -85,8 +85,12 @@ class ValidatorBuilder(Protocol):
 class TrainSpec:
     """One model family: its class, its flavors and the functions that build the rest.
 
-    An embedder may change a field, or a flavor's args, before it builds a trainer. A builder
-    that is None means that the trainer goes without that part.
+    An embedder may change a field, or a flavor's args, before it builds a trainer. If a builder is
+    None, the trainer does without that part.
+
+    The last fields say what the builders can do, for the rules of a config. None takes the attribute
+    of that name which the builder itself has; this package's builders have them, so that specs of
+    0.2.x need not set any. A builder without it is a client's own, and no rule is made up for it.
     """
 
     model_cls: type  # a ModelProtocol
@@ -101,6 +105,30 @@ class TrainSpec:
     build_validator_fn: ValidatorBuilder | None = None
     build_metrics_processor_fn: MetricsProcessorBuilder | None = None
     state_dict_adapter: type | None = None  # a BaseStateDictAdapter
+    # build_loss_fn: True for the loss of next tokens, which needs logits and token ids as labels
+    has_token_loss: bool | None = None
+    # build_optimizers_fn: the values that optimizer.name may have
+    optimizer_names: Collection[str] | None = None
+    # build_dataloader_fn: the values that training.dataset may have
+    registered_datasets: Mapping[str, Any] | None = None
+    # pipelining_fn: True if it cuts a model of `n_layers` layers into stages by whole layers
+    cuts_by_layers: bool | None = None
+    # parallelize_fn: True if it shards a model on one accelerator, too, for FSDP's mixed precision
+    shards_one_rank: bool | None = None
+
+    def fact(self, name: str) -> Any:
+        """Return one of the last fields; None if neither the spec nor the builder has it."""
+        value, builder = getattr(self, name), getattr(self, _BUILDER_OF[name])
+        return getattr(builder, name, None) if value is None else value
+
+
+_BUILDER_OF = {
+    "has_token_loss": "build_loss_fn",
+    "optimizer_names": "build_optimizers_fn",
+    "registered_datasets": "build_dataloader_fn",
+    "cuts_by_layers": "pipelining_fn",
+    "shards_one_rank": "parallelize_fn",
+}
 
 
 _extra_train_specs: dict[str, TrainSpec] = {}
@@ -139,7 +167,7 @@ def get_train_spec(name: str) -> TrainSpec:
     )
 
 
-# Names that clients import from here; their modules stand above this one, or load much.
+# Names that clients import from here. Their modules are in higher layers, or slow to load.
 _MODULE_OF = {
     "BaseDataLoader": "torchtitan.data.dataloader",
     "LossFunction": "torchtitan.loss.cross_entropy",

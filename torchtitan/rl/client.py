@@ -45,8 +45,7 @@ from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
 from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
-from torchtitan.step.forward_backward import scalar_loss
-from torchtitan.step.runner import on_error
+from torchtitan.step.forward import on_error, scalar_loss
 from torchtitan.tools.utils import use_device
 
 _P = ParamSpec("_P")

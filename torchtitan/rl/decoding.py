@@ -20,7 +20,7 @@ from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.step.runner import Runner
+from torchtitan.step.forward import Runner
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 

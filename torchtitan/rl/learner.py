@@ -22,7 +22,7 @@ from torchtitan.rl.types import (
     OptimStepOutput,
     TrainingBatch,
 )
-from torchtitan.step.runner import Head
+from torchtitan.step.forward import Head
 
 
 class Learner(ABC):

@@ -1,13 +1,16 @@
-"""What a step gives callers who name metrics: numbers of the global batch, on every rank."""
+"""The metrics of a step that a caller's loss_fn returns: numbers of the global batch, on every rank."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 Reductions = Mapping[str, Literal["sum", "max"]]
 """Name of a metric -> how it is reduced over microbatches and ranks."""
@@ -15,9 +18,10 @@ Reductions = Mapping[str, Literal["sum", "max"]]
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """loss, metrics: of the global batch, the same on every rank; fp32 scalars on the device.
+    """The result of a step with metrics.
 
-    A maximum over no microbatch at all is -inf.
+    loss, metrics: of the global batch, the same on every rank; fp32 scalars on the device. A maximum
+        over no microbatch at all is -inf.
     outputs: what loss_fn returned as its third value, for each of this rank's microbatches, without
         gradients; under context parallelism tensors [B, T/cp, ...] are joined to [B, T, ...]. None on
         pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
@@ -29,7 +33,7 @@ class StepOutput:
 
 
 class StepMetrics:
-    """Takes what a loss_fn returns for each microbatch; at the end, reduces all of it.
+    """Collects what a loss_fn returns for each microbatch, and reduces it at the end.
 
     Raises ValueError for a reduction other than "sum" and "max".
     """
@@ -75,10 +79,18 @@ class StepMetrics:
         self._outputs.append((join, output))
         return loss
 
-    def reduced(self, engine: Any, loss: Tensor, num_copies: int) -> StepOutput:
-        """Collective over all ranks.
+    def reduced(
+        self,
+        loss: Tensor,
+        num_copies: int,
+        loss_group: dist.ProcessGroup | None,
+        schedule: "PipelineSchedule | None",
+        has_outputs: bool,
+    ) -> StepOutput:
+        """Return the loss and metrics of the global batch. Collective over all ranks.
 
-        loss: this rank's share. num_copies: how many ranks have the same metrics as this one.
+        loss: this rank's share. num_copies: the number of ranks that have the same metrics as this one.
+        loss_group: the ranks whose shares add up.
         """
         sums, maxima = self._names["sum"], self._names["max"]
         nothing = {name: torch.zeros((), device=self._device) for name in sums}
@@ -86,15 +98,15 @@ class StepMetrics:
         of_rank = {name: torch.stack([nothing[name], *x]) for name, x in self._values.items()}
         added = [of_rank[name].sum() / num_copies for name in sums]
         numbers = torch.stack([loss, *added, *(of_rank[name].max() for name in maxima)])
-        if engine.loss_group is not None:
-            dist.all_reduce(numbers[: 1 + len(sums)], group=engine.loss_group)
-            dist.all_reduce(numbers[1 + len(sums) :], dist.ReduceOp.MAX, group=engine.loss_group)
-        if engine.pp_schedule is not None:
-            numbers = engine.pp_schedule.broadcast_from_last_stage(numbers)
+        if loss_group is not None:
+            dist.all_reduce(numbers[: 1 + len(sums)], group=loss_group)
+            dist.all_reduce(numbers[1 + len(sums) :], dist.ReduceOp.MAX, group=loss_group)
+        if schedule is not None:
+            numbers = schedule.broadcast_from_last_stage(numbers)
         found = dict(zip(sums + maxima, numbers[1:], strict=True))
         outputs = [join(output) for join, output in self._outputs]
         return StepOutput(
             numbers[0],
             {name: found[name] for name in self._values},
-            outputs if engine.has_outputs else None,
+            outputs if has_outputs else None,
         )

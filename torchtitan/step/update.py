@@ -1,10 +1,12 @@
-"""From accumulated gradients to new weights: divide, clip, skip what is not finite, step."""
+"""From accumulated gradients to new weights: divide, clip, skip what is not finite, step, zero."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.batch.fillers import forget_counts
@@ -14,28 +16,28 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer, skipped_where, skips_on_device
-from torchtitan.step.losses import StepLosses
 from torchtitan.tools import host_copy
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 10
+_MAX_ROWS_NAMED = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OptimStepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     grad_norm: the norm of all gradients before clipping, a tensor on the engine's device.
     lr: the learning rate that the step used.
     skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
         read waits until the device has computed the norm.
 
-    On an accelerator the optimizer leaves everything as it is by itself, and the host learns of it a
-    step late: the warning and the error, and a ValueError for a `denominator` whose sum is negative
-    or not finite, come with the next `optim_step` before it updates, or with the next `save` or look
-    at `weights_version` if that is earlier. Hooks of the optimizers run in skipped steps, too.
-    Optimizers other than "fused" have the host wait instead.
+    On an accelerator the device skips an update that is not finite, and the host learns of it a step
+    late: the warning and the error, and a ValueError for a `denominator` whose sum is negative or not
+    finite, come with the next `optim_step` before it updates, or with the next `save` or read of
+    `weights_version` if that is earlier. Hooks of the optimizers run in skipped steps, too.
+    With optimizers other than "fused" the host waits for the device instead.
     """
 
     grad_norm: Tensor
@@ -44,38 +46,78 @@ class OptimStepResult:
 
 
 class _LateOptimStepResult(OptimStepResult):
-    """Of a step whose norm the device has looked at, and the host not yet."""
+    """The result of a step whose verdict only the device has so far."""
 
     def __init__(self, grad_norm: Tensor, lr: float, verdict: "_Verdict"):
-        self.__dict__.update(grad_norm=grad_norm, lr=lr, _verdict=verdict)
+        self.grad_norm, self.lr, self._verdict = grad_norm, lr, verdict
 
     @property
     def skipped(self) -> bool:
-        return self._verdict.skipped
+        return bool(self._verdict.read()[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """What the device says of one step's gradients.
+    """Says whether one step was skipped, and why.
 
     read: returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits until
         the device has computed them.
-    describe_losses: returns which microbatches had a bad loss.
+    log_bad_losses: logs this rank's first microbatch whose loss was not finite, if there is one.
     """
 
     step: int
     read: Callable[[], list[float]]
-    describe_losses: Callable[[], str]
+    log_bad_losses: Callable[[], None]
 
-    @property
-    def skipped(self) -> bool:
-        return bool(self.read()[0])
+
+class StepLosses:
+    """The losses of the microbatches since the last optimizer step, kept on the device."""
+
+    def __init__(self) -> None:
+        # Bounded, for callers that never call `engine.optim_step`.
+        self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
+
+    def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
+        """losses: [n], on the device. sample_ids: of each microbatch, [rows, 2], or None; see
+        `batch.documents.SAMPLE_IDS`."""
+        self._calls.append((losses.detach().float(), sample_ids))
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+    def take(self, step: int) -> Callable[[], None]:
+        """Begin a new step. The returned function logs the old step's first bad loss on this rank."""
+        calls, self._calls = self._calls, deque(maxlen=self._calls.maxlen)
+        read = host_copy.read_later(torch.cat([losses for losses, _ in calls])) if calls else list
+        sample_ids = [ids for _, of_call in calls for ids in of_call]
+
+        def log() -> None:
+            losses = read()
+            bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+            if not bad:
+                return
+            first = bad[0]
+            # Fillers come last and have no ids.
+            ids = sample_ids[first] if first < len(sample_ids) else None
+            rows = "".join(
+                f", row {i} (document{f' {a}' if a == b else f's {a} to {b}'})"
+                for i, (a, b) in enumerate([] if ids is None else ids[:_MAX_ROWS_NAMED].tolist(), 1)
+                if b >= 0
+            )
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            logger.warning(
+                f"step {step}: the first bad loss of rank {rank}, {losses[first]}, is that of "
+                f"microbatch {first + 1} of {len(losses)}{rows}"
+            )
+
+        return log
 
 
 class Update:
     """The optimizer step of a job, and the count of the weights' versions.
 
     dp_group: the ranks that read different batches; None if there is only one.
+    before_update: called before the weights change.
     """
 
     def __init__(
@@ -87,6 +129,7 @@ class Update:
         parallel_dims: ParallelDims,
         device: torch.device,
         dp_group: torch.distributed.ProcessGroup | None,
+        before_update: Callable[[], None],
     ):
         self.training = job_config.training
         self.steps_in_backward = job_config.optimizer.early_step_in_backward
@@ -96,6 +139,7 @@ class Update:
         self.parallel_dims = parallel_dims
         self.device = device
         self.dp_group = dp_group
+        self.before_update = before_update
         # Offloaded gradients are on the host before the optimizer step: reading them is free.
         self.skips_on_device = (
             device.type != "cpu"
@@ -118,7 +162,7 @@ class Update:
 
     @property
     def weights_version(self) -> int:
-        """Counts changes of the weights. Waits for the verdict on the last step; see `settle`."""
+        """The number of changes of the weights. Waits for the verdict on the last step; see `settle`."""
         self.settle()
         return self._version
 
@@ -129,7 +173,10 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """n_microbatches: with fillers, so that data-parallel ranks agree."""
+        """Wait until backward may update the weights; raises ValueError for a second microbatch.
+
+        n_microbatches: fillers included, so that data-parallel ranks agree.
+        """
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -137,17 +184,31 @@ class Update:
                 "optim_step(); give one, or turn it off"
             )
         self._num_early_steps += n_microbatches
+        self.before_update()
 
     def forget_microbatches(self) -> None:
-        """Forget what came since the last step, but for the gradients."""
+        """Forget everything since the last step except the gradients."""
+        self._begin_step()
+        # Otherwise the next step would balance experts by tokens whose gradients it never saw.
+        forget_counts(self.model_parts)
+
+    def _begin_step(self) -> None:
         self._num_early_steps = 0
         self.had_backward = False
         self.losses.clear()
-        # Or the next step would balance experts by tokens whose gradients it never saw.
-        forget_counts(self.model_parts)
 
-    def refuse_late_arguments(self, **arguments: object) -> None:
-        """Raise ValueError for arguments of a step that was made in backward."""
+    def check_arguments(
+        self,
+        lr: Tensor | float | None,
+        max_norm: Tensor | float | None,
+        denominator: Tensor | float | None,
+    ) -> None:
+        """Raise ValueError for numbers that would make the weights useless, and for any number after a
+        step that was made in backward.
+
+        Numbers on an accelerator are not checked, because reading them waits for the device.
+        """
+        arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
         given = [name for name, value in arguments.items() if value is not None]
         if given and self.steps_in_backward:
             raise ValueError(
@@ -155,36 +216,25 @@ class Update:
                 "optimizer.early_step_in_backward, which has updated the weights in backward; "
                 "turn it off"
             )
-
-    @staticmethod
-    def check_arguments(lr: Tensor | float | None, max_norm: Tensor | float | None) -> None:
-        """Raise ValueError for numbers that would make the weights useless.
-
-        Those on an accelerator are not looked at, which would wait for it.
-        """
-        for name, value, is_kept, rule in (
+        for name, value, is_allowed, rule in (
             ("lr", lr, lambda x: 0 <= x < math.inf, "at least 0 and finite"),
             ("max_norm", max_norm, lambda x: x > 0, "above 0; inf clips nothing"),
         ):
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            if value is not None and not on_device and not is_kept(float(value)):
+            if value is not None and not on_device and not is_allowed(float(value)):
                 raise ValueError(f"optim_step's {name} must be {rule}, got {value}; correct it")
 
     # ---- the step ----
 
     def step(
         self,
+        number: int,
         lr: float | None,
         max_norm: float | None,
         denominator: Tensor | float | None,
-        number: Callable[[], int],
-        before_update: Callable[[], None],
         advance_schedule: bool = True,
     ) -> OptimStepResult:
-        """See `TrainingEngine.optim_step`. number: of this step; asked for once the last is settled.
-
-        before_update: called before the weights change.
-        """
+        """See `TrainingEngine.optim_step`. number: of this step, for messages."""
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
@@ -198,49 +248,41 @@ class Update:
         skip = self._is_to_skip(grad_norm, total)
         if isinstance(skip, Tensor):
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
-            numbers = torch.stack([number.double() for number in numbers])
-            read, describe_losses = host_copy.read_later(numbers), self.losses.take()
-            self._verdict = verdict = _Verdict(number(), read, describe_losses)
+            read = host_copy.read_later(torch.stack([x.double() for x in numbers]))
+            self._verdict = verdict = _Verdict(number, read, self.losses.take(number))
         elif skip is not None:
-            numbers = [float(skip), grad_norm.item(), 1.0]
-            self._verdict = verdict = _Verdict(
-                number(), lambda: numbers, lambda: self.losses.take()()
-            )
+            known = [float(skip), grad_norm.item(), 1.0]
+            self._verdict = _Verdict(number, lambda: known, lambda: self.losses.take(number)())
             self.settle()
-        before_update()
+        self.before_update()
         if lr is not None:
-            lr = float(
-                lr
-            )  # a tensor would stay in the groups, and be the one the schedule writes to
+            lr = float(lr)  # parameter groups would keep a reference to a tensor
             for optimizer in self.optimizers:
                 set_lrs(optimizer, [lr] * len(optimizer.param_groups))
-        # Offloaded gradients have it on the host.
-        grad_norm = grad_norm.to(self.device)
+        grad_norm = grad_norm.to(self.device)  # that of offloaded gradients is on the host
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0] if lr is None else lr
         if isinstance(skip, Tensor):
-            result = _LateOptimStepResult(grad_norm, lr, verdict)
             forget_counts(self.model_parts, where=skip)
             with skipped_where(self.optimizers, skip):
                 self.optimizers.step()
+        elif skip:
+            forget_counts(self.model_parts)
         else:
-            result = OptimStepResult(grad_norm, lr, skip is not None and verdict.skipped)
-            if result.skipped:
-                forget_counts(self.model_parts)
-            else:
-                self.optimizers.step()
+            self.optimizers.step()
         if advance_schedule:
             self.lr_schedulers.step()
         self.optimizers.zero_grad()
-        self._num_early_steps = 0
-        self.had_backward = False
-        self.losses.clear()
-        return result
+        self._begin_step()
+        if isinstance(skip, Tensor):
+            return _LateOptimStepResult(grad_norm, lr, verdict)
+        return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
         """Raise ValueError if no rank has a gradient and the engine made no backward pass.
 
-        Lists of microbatches may be empty on all ranks, and updates in backward free the gradients.
-        grad_norm: over all ranks, so that all raise. It is read only where this rank has no gradient.
+        A backward pass may leave no gradients: lists of microbatches may be empty on all ranks, and
+        updates in backward free the gradients.
+        grad_norm: over all ranks, so that all raise. Read only if this rank has no gradient.
         """
         if self.steps_in_backward or self.had_backward:
             return
@@ -252,7 +294,10 @@ class Update:
             )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
-        """Return the sum of the denominators, an fp64 scalar, if only the device has looked at it."""
+        """Divide the gradients by the denominators' sum over ranks.
+
+        Returns that sum, an fp64 scalar, if only the device can check it.
+        """
         total = torch.as_tensor(denominator).detach().reshape(())
         if self.dp_group is not None:
             if total.device.type == "cpu":  # a number is queued with the work, memory is copied
@@ -264,7 +309,7 @@ class Update:
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
-            divisor = total.item()  # known to the host, or waited for
+            divisor = total.item()  # waits for the device, if it has the sum
             if not 0 <= divisor < math.inf:
                 raise ValueError(_refused_denominator(divisor))
             if grads and divisor > 0:
@@ -276,10 +321,9 @@ class Update:
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        """Whether the optimizers must leave everything as it is; where they skip on the device, a bool
-        there.
+        """True if the optimizers must not update; a bool on the device if they skip there.
 
-        None if they need not ask. total: what `_divide_gradients` returned.
+        None if every step updates. total: what `_divide_gradients` returned.
         """
         skip = None
         # Steps in backward have been made already.
@@ -293,7 +337,7 @@ class Update:
         return skip
 
     def settle(self) -> None:
-        """Count, report or raise what the device said of the last step.
+        """Count, report or raise the device's verdict on the last step.
 
         Waits until the device has computed that step's gradient norm, and not for its update.
         """
@@ -305,22 +349,23 @@ class Update:
             self._skipped_in_a_row = 0
             return
         if self.skips_on_device:
-            self._version -= 1  # that the optimizers' hooks have counted
+            self._version -= 1  # the optimizers' hooks have counted it
         if not 0 <= total < math.inf:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1
-        what = f"step {verdict.step}: the gradient norm is {norm}"
-        losses = verdict.describe_losses()
+        verdict.log_bad_losses()
+        problem = f"step {verdict.step}: the gradient norm is {norm}"
         is_too_often = self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW
         if is_too_often or self.training.nonfinite_grad_norm == "stop":
             raise FloatingPointError(
-                f"{what}, {self._skipped_in_a_row} time(s) in a row; {losses}; lower optimizer.lr, "
+                f"{problem}, {self._skipped_in_a_row} time(s) in a row (ranks with a bad loss have "
+                "logged its microbatch; if there is none, a gradient overflowed); lower optimizer.lr, "
                 "look at the data of this step, or set training.nonfinite_grad_norm"
             )
         logger.warning(
-            "%s; %s; weights and optimizer state were left as they are",
-            what,
-            losses,
+            "%s; weights and optimizer state were left as they are (ranks with a bad loss have "
+            "logged its microbatch; if there is none, a gradient overflowed)",
+            problem,
             extra=event("skipped step", verdict.step),
         )
 

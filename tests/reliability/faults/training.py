@@ -8,9 +8,8 @@ EXPLODES = "--optimizer.lr=1e38"
 FAULTS = [
     Fault(
         name="loss that is not a number",
-        message="WARNING: step 2: the gradient norm is nan; the first bad loss, nan, is that of "
-        "microbatch 1 of 2 on rank 0, row 1 (document…); ranks with a bad loss: 0; weights and "
-        "optimizer state were left as they are",
+        message="WARNING: step 2: the first bad loss of rank 0, nan, is that of microbatch 1 of 2, "
+        "row 1 (document…)",
         cause="The learning rate is too high, a document is odd, or a device is faulty.",
         remedy="Look at the documents; lower optimizer.lr; docs/scale.md says how to tell the causes.",
         arrange=flags(EXPLODES, "--training.steps=2", "--training.global_batch_size=2"),
@@ -18,9 +17,9 @@ FAULTS = [
     ),
     Fault(
         name="loss that is not a number, where that stops the run",
-        message="error: step 2: the gradient norm is nan, 1 time(s) in a row; the first bad loss, "
-        "nan, is that of microbatch 1 of 1 on rank 0, …; lower optimizer.lr, look at the data of "
-        "this step, or set training.nonfinite_grad_norm",
+        message="error: step 2: the gradient norm is nan, 1 time(s) in a row (ranks with a bad loss "
+        "have logged its microbatch; if there is none, a gradient overflowed); lower optimizer.lr, "
+        "look at the data of this step, or set training.nonfinite_grad_norm",
         cause="As above; training.nonfinite_grad_norm is stop.",
         remedy="As above. The checkpoint before this step is whole.",
         arrange=flags(EXPLODES, "--training.nonfinite_grad_norm=stop"),
@@ -28,9 +27,9 @@ FAULTS = [
     ),
     Fault(
         name="loss that is not a number on two ranks",
-        message="error: step 2: the gradient norm is nan, 1 time(s) in a row; the first bad loss, "
-        "nan, is that of microbatch 1 of 1 on rank 0, …; ranks with a bad loss: 0, 1; …",
-        cause="As above. All ranks take the same decision and name the same ranks.",
+        message="error: step 2: the gradient norm is nan, 1 time(s) in a row (ranks with a bad loss "
+        "have logged its microbatch; …",
+        cause="As above. All ranks take the same decision, and each logs its own bad microbatch.",
         remedy="As above. If it is always the same rank, suspect its device.",
         arrange=flags(EXPLODES, "--training.nonfinite_grad_norm=stop"),
         exit_code=1,

@@ -1,4 +1,4 @@
-"""What the rules share: how they refuse, and what several of them ask of a config."""
+"""Functions that several rules share: how they refuse, and values derived from a config."""
 
 import difflib
 import importlib
@@ -23,13 +23,13 @@ DEGREES = (
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first message, if there is one, without asking later rules."""
+    """Raise ConfigError with the first message, if there is one; later rules are not evaluated."""
     for problem in chain(*problems):
         raise ConfigError(problem)
 
 
 def problem_in(rule: Any, *arguments: Any) -> list[str]:
-    """The message of the ValueError that `rule(*arguments)` raises; [] if it raises none."""
+    """Return the message of the ValueError that `rule(*arguments)` raises; [] if it raises none."""
     try:
         rule(*arguments)
     except ValueError as error:
@@ -38,20 +38,20 @@ def problem_in(rule: Any, *arguments: Any) -> list[str]:
 
 
 def value_of(section: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return operator.attrgetter(key)(section)
 
 
 def is_path(key: str) -> bool:
-    """Whether the value of a key is a path, by its name."""
+    """True if the value of a key is a path, which the key's ending shows."""
     return key.endswith(("folder", "path", "file", "_csv", "template", "hf_config"))
 
 
 def guess(name: Any, known: Iterable[Any]) -> str:
-    """', did you mean ...?', or nothing where no known name is close; ignores case."""
+    """Return ', did you mean ...?', or '' if no known name is close; ignores case."""
     by_lower = {other.lower(): other for other in known if isinstance(other, str)}
     wanted = str(name).lower()
-    # Also finds the part behind the last dot, as in "float8" for "quantize.linear.float8".
+    # Also finds the part after the last dot, as in "float8" for "quantize.linear.float8".
     by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
     close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
     return f", did you mean {by_lower[close[0]]!r}?" if close else ""
@@ -62,7 +62,7 @@ def divisors(number: int) -> str:
 
 
 def data_sections(job_config: JobConfig) -> dict[str, Any]:
-    """Name -> section, of those that name data which this job reads; see `validation_data`."""
+    """Return name -> section of the sections whose data this job reads; see `validation_data`."""
     sections: dict[str, Any] = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation_data
@@ -70,18 +70,13 @@ def data_sections(job_config: JobConfig) -> dict[str, Any]:
 
 
 def has_experts(model_args: Any) -> bool:
-    """Whether a model of these args has layers with a mixture of experts."""
+    """True if a model of these args has layers with a mixture of experts."""
     return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
 
 
 def has_value_head(job_config: JobConfig, model_args: Any) -> bool:
-    """Whether the job's model gives values in place of logits."""
+    """True if the job's model returns values in place of logits."""
     return job_config.model.value_head or getattr(model_args, "value_head", False)
-
-
-def has_token_loss(train_spec: Any) -> bool:
-    """Whether the spec's own loss is the standard one of next tokens, which needs logits."""
-    return getattr(train_spec.build_loss_fn, "__name__", "") == "build_cross_entropy_loss"
 
 
 def attn_type_of(job_config: JobConfig, model_args: Any) -> str:
@@ -95,7 +90,7 @@ def compile_settings(job_config: JobConfig) -> str:
 
 
 def shard_degree(job_config: JobConfig, world_size: int) -> int:
-    """The shard degree, with -1 replaced by the ranks that the other degrees leave (at least 1)."""
+    """Return the shard degree; -1 becomes the ranks that the other degrees leave (at least 1)."""
     parallelism = job_config.parallelism
     if parallelism.data_parallel_shard_degree != -1:
         return parallelism.data_parallel_shard_degree
@@ -104,7 +99,7 @@ def shard_degree(job_config: JobConfig, world_size: int) -> int:
 
 
 def import_named(key: str, name: str) -> ModuleType:
-    """The module that the config names under `key`; ConfigError if it can't be imported."""
+    """Import the module that the config names under `key`; ConfigError if that fails."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Rules about how ranks share the work: single degrees, all of them, and degrees with the model."""
+"""Rules about how ranks share the work: single degrees, their product, and degrees with the model."""
 
 import csv
 import math
@@ -107,7 +107,7 @@ def global_batch_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """The ranks that share the other weights are divided into groups that share the experts."""
+    """Groups of ranks that share the experts must divide the ranks that share the other weights."""
     parallelism = job_config.parallelism
     ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -117,10 +117,10 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
         yield (
             f"parallelism.expert_parallel_degree must divide data_parallel_shard_degree * "
             f"context_parallel_degree * tensor_parallel_degree / expert_tensor_parallel_degree, "
-            f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; what fits is "
+            f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; the choices are "
             f"{divisors(ranks // etp)}"
         )
-    if ranks % etp:  # without expert parallelism it has no effect, but shapes a mesh
+    if ranks % etp:  # without expert parallelism it only shapes a mesh
         yield _other_tensor_degree(etp, tp)
 
 
@@ -153,7 +153,7 @@ def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
         return
     if not job_config.compile.applies_to("model"):
         yield (
-            f"parallelism.enable_async_tensor_parallel is carried out by the compiler, got "
+            f"parallelism.enable_async_tensor_parallel needs the compiler, got "
             f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
             f"components, or turn it off"
         )
@@ -179,7 +179,7 @@ def tensor_parallel_sizes(job_config: JobConfig, model_args: Any) -> Iterator[st
             yield (
                 f"parallelism.tensor_parallel_degree must divide {name} of flavor "
                 f"{job_config.model.flavor!r}, got {parallelism.tensor_parallel_degree} with "
-                f"{size}; what fits is {divisors(math.gcd(*sizes.values()))}"
+                f"{size}; the choices are {divisors(math.gcd(*sizes.values()))}"
             )
 
 
@@ -196,7 +196,7 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     if num_experts % ep:
         yield (
             f"parallelism.expert_parallel_degree must divide the number of experts of flavor "
-            f"{flavor!r}, got {ep} with {num_experts} experts; what fits is "
+            f"{flavor!r}, got {ep} with {num_experts} experts; the choices are "
             f"{divisors(num_experts)}"
         )
 
@@ -205,7 +205,7 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 
 
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
-    """A bare engine pads the rows that it is given; a dataloader's rows have to fit."""
+    """A bare engine pads its caller's rows; the rows of a dataloader have to fit."""
     parallelism = job_config.parallelism
     cp, balancer = parallelism.context_parallel_degree, parallelism.context_parallel_load_balancer
     if cp == 1:
@@ -264,7 +264,7 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     if is_one_of(name, ZERO_BUBBLE_SCHEDULES) and job_config.compile.applies_to("model"):
         yield (
             f"parallelism.pipeline_parallel_schedule = {name!r} computes gradients of inputs and "
-            f"weights apart, which compiled blocks cannot, got {compile_settings(job_config)}; "
+            f"weights separately, which compiled blocks cannot do, got {compile_settings(job_config)}; "
             f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
         )
     rows = job_config.training.local_batch_size
@@ -272,11 +272,11 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     if rows % microbatch:
         yield (
             f"parallelism.pipeline_parallel_microbatch_size must divide training.local_batch_size, "
-            f"got {microbatch} with {rows}; what fits is {divisors(rows)}"
+            f"got {microbatch} with {rows}; the choices are {divisors(rows)}"
         )
 
 
-# <stage><what to do><microbatch>, two of them in parentheses if they overlap, or nothing
+# <stage><action><microbatch>, two of these in parentheses if they overlap, or nothing
 _ACTION = r"\d{1,6}[A-Z_]{1,20}(\d{1,9})?"
 _CELL = re.compile(rf"\s*({_ACTION}|\({_ACTION};{_ACTION}\)OVERLAP_F_B|)\s*")
 
@@ -308,9 +308,7 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
         return
     if train_spec.pipelining_fn is None:
         yield f"{degree}, but model {model.name!r} has no pipelining_fn; set the degree to 1"
-    # Another pipelining_fn may cut its model otherwise.
-    builder = getattr(train_spec.pipelining_fn, "__name__", "")
-    if builder == "pipeline_llm" and hasattr(model_args, "n_layers"):
+    if train_spec.fact("cuts_by_layers") and hasattr(model_args, "n_layers"):
         yield from problem_in(modules_of_stages, parallelism, model_args.n_layers)
 
 
@@ -333,13 +331,13 @@ def early_step_with(degrees: Mapping[str, int]) -> Iterator[str]:
 
 
 def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """DDP reduces a gradient after the hook that would have stepped with it."""
+    """DDP reduces a gradient only after the hook that makes the step."""
     parallelism = job_config.parallelism
     replicas = parallelism.data_parallel_replicate_degree
     has_fsdp = shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1
     if job_config.optimizer.early_step_in_backward and replicas > 1 and not has_fsdp:
         yield (
-            f"optimizer.early_step_in_backward would update with the gradient of one replica alone "
+            f"optimizer.early_step_in_backward would update with the gradient of one replica only "
             f"under DDP, got parallelism.data_parallel_replicate_degree = {replicas} with "
             f"data_parallel_shard_degree * context_parallel_degree = 1; set "
             f"data_parallel_shard_degree = {replicas} and data_parallel_replicate_degree = 1, "

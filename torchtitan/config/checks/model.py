@@ -8,7 +8,6 @@ from torchtitan.config.checks.common import (
     divisors,
     guess,
     has_experts,
-    has_token_loss,
     has_value_head,
 )
 from torchtitan.config.checks.values import hf_conversion
@@ -16,7 +15,7 @@ from torchtitan.config.job_config import JobConfig
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
-    """Rules for sizes that a user gave: what no published flavor breaks."""
+    """Rules for sizes that a user sets; every published flavor obeys them."""
     for name in ("dim", "n_layers", "n_heads", "vocab_size"):
         value = getattr(model_args, name, 1)
         if not 1 <= value < 2**24:
@@ -24,13 +23,13 @@ def model_sizes(model_args: Any) -> Iterator[str]:
     n_heads, n_kv_heads = (getattr(model_args, name, 0) for name in ("n_heads", "n_kv_heads"))
     if n_kv_heads and n_heads % n_kv_heads:
         yield (
-            f"model.args.n_kv_heads must divide n_heads, got {n_kv_heads} and {n_heads}; what fits "
-            f"is {divisors(n_heads)}"
+            f"model.args.n_kv_heads must divide n_heads, got {n_kv_heads} and {n_heads}; the choices "
+            f"are {divisors(n_heads)}"
         )
     dim = getattr(model_args, "dim", 0)
     if getattr(model_args, "head_dim", 0) is None and dim % n_heads:
         yield (
-            f"model.args.n_heads must divide dim, got {n_heads} and {dim}; what fits is "
+            f"model.args.n_heads must divide dim, got {n_heads} and {dim}; the choices are "
             f"{divisors(dim)}, or give head_dim"
         )
 
@@ -65,9 +64,9 @@ def value_head(
             f"model.value_head = True needs a model on torchtitan.models.decoder.Decoder, got "
             f"{name!r}, whose args have no value_head; set it to false"
         )
-    # Programs that feed a trainer themselves have a loss of their own.
+    # A program that feeds a trainer itself has a loss of its own.
     reads_data = builds_data and train_spec.build_dataloader_fn is not None
-    if reads_data and has_token_loss(train_spec):
+    if reads_data and train_spec.fact("has_token_loss"):
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
             "logits of next tokens; train with an engine and a loss_fn (docs/embedding.md, Values), "
@@ -80,8 +79,8 @@ def gradient_reduction(job_config: JobConfig, train_spec: Any, builds_data: bool
     if reduction != "sum" and builds_data and train_spec.build_dataloader_fn is not None:
         yield (
             f"training.gradient_reduction = {reduction!r} is for programs that feed an engine "
-            "themselves: a trainer with data divides the loss by a count over all ranks, so their "
-            "gradients have to be added up; set it to 'sum'"
+            "themselves: a trainer with data divides the loss by a count over all ranks, so the "
+            "ranks' gradients have to be summed; set it to 'sum'"
         )
 
 
@@ -107,7 +106,7 @@ def fp32_head(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 
 
 def converters(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    # Most models are dense: guess the converters that serve them first.
+    # Most models are dense: guess converters of dense models first.
     known = sorted(known, key=lambda name: ".grouped_mm." in name)
     for name in job_config.model.converters:
         if name not in known:
@@ -131,10 +130,8 @@ def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[st
 def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
     if train_spec.state_dict_adapter is None:
         yield from hf_conversion(job_config.checkpoint, repr(job_config.model.name))
-    # A spec with another builder decides which names there are.
-    builder = getattr(train_spec.build_optimizers_fn, "__module__", "")
-    name, known = job_config.optimizer.name, ("Adam", "AdamW")
-    if builder == "torchtitan.optim.optimizer" and name not in known:
+    name, known = job_config.optimizer.name, train_spec.fact("optimizer_names")
+    if known is not None and name not in known:
         yield f"optimizer.name must be one of {', '.join(known)}, got {name!r}{guess(name, known)}"
 
 

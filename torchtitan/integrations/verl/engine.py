@@ -31,7 +31,7 @@ from torchtitan.integrations.verl.config import (
 from torchtitan.integrations.verl.deltas import WeightDeltas
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.runner import Head
+from torchtitan.step.forward import Head
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 

@@ -16,7 +16,7 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.serving.http import Access, HttpServer
 from torchtitan.rl.serving.policy import CommandLoop, Policy
 from torchtitan.rl.serving.service import Service
-from torchtitan.step.runner import on_error
+from torchtitan.step.forward import on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 

@@ -1,0 +1,127 @@
+"""A job's choices about the documents that are packed into the rows of its batches.
+
+Trainer, validator and engine share them: where a document ends, the loss ignores the next token, RoPE
+positions restart, and attention costs the square of each document's length.
+
+B rows, T tokens per row.
+"""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from torchtitan.batch.batch import Batch, TokenBatch, check_ids
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    IGNORE_INDEX,
+    PADDING,
+    boundaries_on_host,
+    last_tokens,
+    positions_from_document_ids,
+    read_document_ids,
+)
+from torchtitan.config.job_config import Training
+from torchtitan.tools.host_copy import to_device
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentPolicy:
+    """Reads where documents begin, masks labels and counts the pairs that attention works on.
+
+    attn_type: "sdpa" takes no mask. attn_mask_type: "causal" keeps no documents apart.
+    eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
+    """
+
+    attn_type: str
+    attn_mask_type: str
+    eos_id: int | None
+    restart_positions: bool
+    mask_boundary_loss: bool
+    vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "DocumentPolicy":
+        """Return a job's choices; settings that are None follow the model's attn_mask_type."""
+        attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
+        mask_loss = training.mask_boundary_loss
+        return cls(
+            getattr(model_args, "attn_type", "sdpa"),
+            attn_mask_type,
+            getattr(tokenizer, "eos_id", None),
+            training.restart_positions,
+            attn_mask_type != "causal" if mask_loss is None else mask_loss,
+            getattr(model_args, "vocab_size", None),
+        )
+
+    @property
+    def separates_documents(self) -> bool:
+        """True if attention stays within documents."""
+        return self.attn_mask_type != "causal"
+
+    def pack(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
+        """Return the batch as a `TokenBatch`, with the ids of the documents that attention keeps apart.
+
+        A batch with attention masks of its own gets no ids. Of a `TokenBatch` only the labels are
+        replaced, if there are `labels`.
+        Raises ValueError for `input` that is not [B, T] or has ids outside the model's vocabulary, and
+        for a batch that lacks the source of its documents' boundaries.
+        """
+        if isinstance(batch, TokenBatch):
+            return batch if labels is None else dataclasses.replace(batch, labels=labels)
+        packed = TokenBatch.of(batch, labels)
+        if packed.tokens.dim() == 2:
+            check_ids("the batch's 'input'", packed.tokens, self.vocab_size)
+        if not self.separates_documents or "attention_masks" in batch:
+            return packed
+        return dataclasses.replace(packed, document_ids=self.document_ids(packed))
+
+    def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
+        """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
+
+        Under a causal mask, which keeps no documents apart, they are read as under "block_causal".
+        Raises ValueError as `pack` does.
+        """
+        packed = batch if isinstance(batch, TokenBatch) else self.pack(batch)
+        if packed.document_ids is not None:
+            return packed.document_ids
+        mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
+        ids = read_document_ids(boundaries_on_host(packed.as_dict()), mask_type, self.eos_id)
+        return to_device(ids, packed.tokens.device)
+
+    # ---- for the loss and the FLOP count ----
+
+    def mask_labels(self, batch: Batch | TokenBatch, labels: Tensor) -> Tensor:
+        """Return the labels [B, T], IGNORE_INDEX where the next token belongs to another document.
+
+        Labels of padding are ignored, too. A row's last label is ignored only if the row's last token
+        is padding or closes its document with the end-of-text id, because the next row is unknown.
+        Labels are returned as they are if `training.mask_boundary_loss` is off, and for a batch
+        with attention masks of its own. Raises ValueError for labels of another shape.
+        """
+        batch = self.pack(batch, labels)
+        batch.check_labels()
+        if not self.mask_boundary_loss or "attention_masks" in batch.entries:
+            return labels
+        ends = last_tokens(self.document_ids(batch))
+        has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
+        reads_eos = self.attn_mask_type != "position_block_causal" and not has_explicit
+        if reads_eos and self.eos_id is not None:
+            ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
+        return labels.masked_fill(ends, IGNORE_INDEX)
+
+    def pack_masked(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:
+        """Return the batch as a `TokenBatch` with the labels of `mask_labels`."""
+        batch = self.pack(batch, labels)
+        return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
+
+    def attended_pairs(self, batch: TokenBatch) -> int:
+        """Return the sum of squared document lengths: the pairs of tokens that attention works on.
+
+        FLOP counts take both halves of each square, and under a causal mask the square of whole rows.
+        """
+        if batch.document_ids is None:
+            return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2
+        # The n-th token of a document adds n^2 - (n - 1)^2 = 2n - 1 to its square.
+        added = 2 * positions_from_document_ids(batch.document_ids) + 1
+        return int(added.masked_fill(batch.document_ids == PADDING, 0).sum())

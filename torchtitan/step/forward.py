@@ -1,0 +1,758 @@
+"""Forwards and backwards of one step, in the order of events: check, prepare, run, add up.
+
+`forward` and `forward_backward` are what `TrainingEngine.forward_step` and `forward_backward_step`
+do. They check the caller's batches, make a `Microbatch` of each (`Runner.prepare`), call the model on
+it, locally or through a pipeline schedule (`Runner.run`), and add up the losses.
+
+B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch
+from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    IGNORE_INDEX,
+    positions_from_document_ids,
+    warn_of_restarts,
+)
+from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
+from torchtitan.batch.policy import DocumentPolicy
+from torchtitan.config import JobConfig
+from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.failure_watch import Alone
+from torchtitan.loss.cross_entropy import LossFunction, default_head
+from torchtitan.step.outputs import Reductions, StepMetrics, StepOutput
+from torchtitan.step.update import Update
+from torchtitan.tools.host_copy import on_host, to_device
+from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.utils import keywords_of
+
+if TYPE_CHECKING:
+    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
+
+Labels = Tensor | Sequence[Tensor | None] | None
+Outputs = TypeVar("Outputs", covariant=True)
+
+
+class Head(Protocol[Outputs]):
+    """Computes outputs from hidden states in place of logits; see `loss.logprobs`."""
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> Outputs: ...
+
+
+class ModelInputs(NamedTuple):
+    """Arguments of the model's forward for one batch, and the labels for the loss and the head.
+
+    extra_inputs: the batch's other entries, positions among them. extra_kwargs: more keywords, the
+        attention masks among them. Under context parallelism all hold this rank's tokens, [B, T/cp],
+        and the positions are in extra_kwargs.
+    """
+
+    inputs: Tensor  # [B, T]
+    labels: Tensor | None  # [B, T]
+    extra_inputs: Entries
+    extra_kwargs: Entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """One microbatch for the model and the loss, on the model's device.
+
+    inputs, kwargs: arguments of the model's forward. labels: [B, T], or None. batch: the caller's
+        entries, for loss and output functions. Under context parallelism all hold this rank's tokens,
+        [B, T/cp].
+    join: turns outputs for this rank's tokens into outputs for whole rows; collective.
+    is_filler: this rank runs it only because other ranks have more microbatches.
+    reduces_gradients: True for the last microbatch of a call; gradients of the earlier ones may wait
+        and be reduced with it.
+    """
+
+    inputs: Tensor
+    kwargs: Entries
+    labels: Tensor | None
+    batch: Entries
+    join: Callable[[Any], Any] = lambda outputs: outputs
+    is_filler: bool = False
+    reduces_gradients: bool = True
+
+
+OnOutput = Callable[[Any, Microbatch], Any]
+
+
+class Engine(Protocol):
+    """The parts of a `TrainingEngine` that a forward or backward uses."""
+
+    job_config: JobConfig
+    loss_fn: LossFunction
+    has_token_loss: bool
+    runner: "Runner"
+    update: Update
+
+    @property
+    def packing(self) -> DocumentPolicy: ...
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup | None: ...
+
+
+# ---- the two kinds of call ----
+
+
+def forward(
+    engine: Engine,
+    microbatches: Microbatches,
+    labels: Labels,
+    output_fn: Callable[[Any, Any], Any] | None,
+    head: Head | None,
+) -> list[Any] | None:
+    """See `TrainingEngine.forward_step`."""
+    runner = engine.runner
+    check_head(runner, head)
+    has_head = head is not None
+    batches, is_single = read_batches(engine.packing, microbatches, labels, has_head, has_head)
+    n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
+
+    def output_of(logits: Any, microbatch: Microbatch) -> Any:
+        logits = whole_tensor(logits)
+        output = runner.watch.attempt(
+            lambda: output_fn(logits, microbatch.batch) if output_fn else logits, lambda: None
+        )
+        return output, microbatch.join
+
+    outputs = runner.run(runner.microbatches(batches, head, n_fillers), output_of)
+    # No collective follows the last output_fn, so the ranks have to wait for each other here.
+    runner.watch.raise_failures(waits=True)
+    # Joining is collective, so no rank may have failed before it.
+    return None if outputs is None else [join(output) for output, join in outputs]
+
+
+def forward_backward(
+    engine: Engine,
+    input_dict: Microbatches,
+    labels: Labels,
+    global_valid_tokens: Tensor | float | None,
+    loss_fn: Callable[[Any, Tensor, Any], Any] | None,
+    head: Head | None,
+    whole_rows: bool = False,
+    metrics: Reductions | None = None,
+) -> Tensor | StepOutput:
+    """See `TrainingEngine.forward_backward_step`."""
+    config, runner, update = engine.job_config, engine.runner, engine.update
+    needs_logits = loss_fn is None and engine.has_token_loss
+    check_head(runner, head, needs_logits)
+    collected = None if metrics is None else StepMetrics(metrics, runner.device)
+    batches, is_single = read_batches(
+        engine.packing,
+        input_dict,
+        labels,
+        needs_labels=loss_fn is None or head is not None,
+        are_tokens=head is not None or needs_logits,
+    )
+    if global_valid_tokens is None:
+        if loss_fn is None:
+            raise ValueError(
+                "the loss without a loss_fn is a sum over tokens, and needs global_valid_tokens to "
+                "divide it: give the valid tokens of all ranks and microbatches, or 1.0 and "
+                "optim_step(denominator=...)"
+            )
+        global_valid_tokens = 1.0
+    # A count on an accelerator is not checked, because reading it waits for the device.
+    on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"
+    if not on_device and not 0 < float(global_valid_tokens) < math.inf:
+        raise ValueError(
+            f"global_valid_tokens must be above 0 and finite, got {float(global_valid_tokens)}; it "
+            "divides the loss: give max(count, 1) for a step that may have no valid token"
+        )
+    if runner.schedule is not None and is_single:
+        batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
+    n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
+    if config.optimizer.early_step_in_backward:
+        update.prepare_early_step(len(batches) + n_fillers())
+
+    # With whole rows, all ranks that share the rows compute the same loss.
+    is_joined = whole_rows and runner.sharding is not None
+    is_default = loss_fn is None and head is None and not is_joined
+    has_functions = not (loss_fn is None and head is None) or runner.schedule is not None
+    if is_default:
+        head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
+
+    def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
+        if is_joined:
+            logits = microbatch.join(whole_tensor(logits))
+        elif loss_fn is not None:
+            logits = whole_tensor(logits)
+
+        def compute() -> Tensor:
+            if loss_fn is None:
+                return logits if is_default else -logits.logprobs.sum()
+            returned = loss_fn(logits, microbatch.labels, microbatch.batch)
+            if collected is not None:
+                join = Microbatch.join if is_joined else microbatch.join
+                returned = collected.take(returned, join)
+            return scalar_loss(returned)
+
+        if loss_fn is None and head is None:  # may be collective
+            loss = engine.loss_fn(logits, microbatch.labels)
+        else:
+            loss = runner.watch.attempt(compute, lambda: zero_loss(logits))
+        return loss / global_valid_tokens
+
+    with on_error(update.forget_microbatches):
+        update.had_backward = True
+        microbatches = runner.microbatches(
+            batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
+        )
+        losses = runner.run(microbatches, loss_of, backward=True)
+        # fp32 whatever dtype the loss function returns: ranks without a loss have to match it.
+        loss = torch.zeros((), device=runner.device)
+        if losses:
+            stacked = torch.stack(losses)
+            update.losses.add(stacked, [batch.sample_ids for batch in batches])
+            loss = stacked.sum(dtype=torch.float32)
+            if is_joined:
+                loss /= runner.sharding.mesh.size()
+        if runner.schedule is not None:
+            # Only the rank of the last stage has the loss, and all ranks log it.
+            loss = runner.schedule.broadcast_from_last_stage(loss)
+        with on_error(runner.recover):
+            runner.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
+        if collected is None:
+            return loss
+        num_copies = runner.sharding.mesh.size() if is_joined else 1
+        return collected.reduced(
+            loss, num_copies, engine.loss_group, runner.schedule, runner.has_last_stage
+        )
+
+
+def prepare(engine: Engine, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
+    """See `TrainingEngine.prepare`."""
+    check_own_forward(engine.runner, "prepare")
+    check_head(engine.runner, head)
+    has_head = head is not None
+    (checked,), _ = read_batches(engine.packing, batch, labels, has_head, has_head)
+    return engine.runner.prepare(checked, head)
+
+
+def backward(engine: Engine, loss: Tensor) -> None:
+    """See `TrainingEngine.backward`."""
+    check_own_forward(engine.runner, "backward")
+    loss, update = scalar_loss(loss, "backward must get"), engine.update
+    if engine.job_config.optimizer.early_step_in_backward:
+        update.prepare_early_step(1)
+    with on_error(update.forget_microbatches):
+        update.had_backward = True
+        engine.runner.backward(loss)
+        update.losses.add(loss.detach().reshape(1), [])
+
+
+# ---- checks ----
+
+
+def read_batches(
+    policy: DocumentPolicy,
+    microbatches: Microbatches,
+    labels: Labels,
+    needs_labels: bool,
+    are_tokens: bool,
+) -> tuple[list[TokenBatch], bool]:
+    """(the caller's batches with their labels, True if the caller gave one batch and no list).
+
+    needs_labels: False if only a loss_fn sees the labels, which may then have any shape.
+    are_tokens: the labels must be token ids.
+    """
+    is_single = isinstance(microbatches, dict | TokenBatch)
+    given = [microbatches] if is_single else list(microbatches)
+    labels = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(given))
+    if len(given) != len(labels):
+        raise ValueError(
+            f"there are {len(given)} microbatches and labels for {len(labels)}; give one labels "
+            "tensor per microbatch, or each batch its own 'labels'"
+        )
+    batches = []
+    for batch, own in zip(given, labels, strict=True):
+        if own is None and isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+            own = batch["labels"]
+        batches.append(policy.pack(batch, own))
+    for batch in batches if needs_labels else ():
+        if batch.labels is None:
+            raise ValueError(
+                "the default loss and a head need labels [B, T], got None and a batch of "
+                f"{sorted(batch.as_dict())}; give each token its target, {IGNORE_INDEX} where it has "
+                "none, as labels= or as the batch's 'labels', or a loss_fn that needs none"
+            )
+        batch.check_labels()
+    if are_tokens:
+        batches = [batch.with_token_labels(policy.vocab_size) for batch in batches]
+    return batches, is_single
+
+
+def check_head(runner: "Runner", head: Head | None, needs_logits: bool = False) -> None:
+    """Raise ValueError for a head that the model cannot use, and for a loss that needs logits which
+    the model does not have.
+
+    Checked before the model runs, because an error on the last stage of a pipeline would leave the
+    first stages waiting.
+    """
+    if isinstance(head, type) or not (head is None or callable(head)):
+        got = f"the class {head.__name__}" if isinstance(head, type) else repr(head)
+        raise ValueError(
+            f"head must be an object that computes outputs, such as TokenLogProbs(), got {got}; give "
+            "an instance of the head's class"
+        )
+    if not runner.has_value_head:
+        return
+    if head is not None:
+        raise ValueError(
+            "a model with a value head has no output projection for a head to compute from; leave "
+            "head out: outputs are values [B, T, 1]"
+        )
+    if needs_logits:
+        raise ValueError(
+            "a model with a value head gives values [B, T, 1], and the default loss needs logits; "
+            "give a loss_fn(values, labels, batch)"
+        )
+
+
+def check_own_forward(runner: "Runner", method: str) -> None:
+    """Raise ValueError under a pipeline, where a caller cannot call the model."""
+    if runner.schedule is not None:
+        raise ValueError(
+            f"{method} is for forwards of the caller's own, and the schedule of a pipeline "
+            "(parallelism.pipeline_parallel_degree > 1) runs the model's: give "
+            "forward_backward_step a loss_fn, or forward_step an output_fn"
+        )
+
+
+def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
+    """Return a caller's loss as [].
+
+    must: how the error begins. Raises ValueError for a loss that is not a scalar with a gradient.
+    """
+    if isinstance(loss, tuple):
+        raise ValueError(
+            "loss_fn returned a tuple, and the call names no metrics: give it metrics={name: 'sum' "
+            "or 'max'} for the metrics in its second value, {} for none"
+        )
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"one of shape {list(loss.shape)}"
+            got += "" if loss.requires_grad else " without a gradient"
+        raise ValueError(
+            f"{must} a sum over tokens, a scalar tensor computed from the outputs, got "
+            f"{got}; where no token counts, return the outputs' sum times 0"
+        )
+    return loss.reshape(())
+
+
+# ---- the model's inputs ----
+
+
+def model_inputs(
+    policy: DocumentPolicy,
+    batch: TokenBatch,
+    model: Any,
+    tokenizer: Any,
+    sharding: ContextSharding | None = None,
+) -> ModelInputs:
+    """Return the arguments of the model's forward for a batch.
+
+    Entries that only tell documents apart are left out. Positions that restart in each document are
+    added if the model keeps documents apart and the batch has no positions. Attention masks are added
+    for a model that takes some, unless the batch has them; a padding mask [B, T] among its entries
+    becomes the mask that the model's kernel takes.
+    """
+    entries, device = dict(batch.entries), batch.tokens.device
+    masks: Entries = {}
+    if isinstance(entries.get("attention_masks"), Tensor):
+        padding_mask = entries.pop("attention_masks")
+        masks["attention_masks"] = model.get_padding_masks(padding_mask)
+    elif policy.attn_type != "sdpa" and "attention_masks" not in entries:
+        for_masks = dict(entries)
+        if batch.document_ids is not None:
+            # The mask gets this source of boundaries only, or it would compare the others again.
+            for key in (*BOUNDARY_KEYS, "positions"):
+                for_masks.pop(key, None)
+            for_masks["document_ids"] = batch.document_ids
+            if policy.restart_positions and "positions" not in entries:
+                restarted = positions_from_document_ids(on_host(batch.document_ids))
+                entries["positions"] = to_device(restarted, device)
+        masks["attention_masks"] = model.get_attention_masks(
+            input_batch=batch.tokens, tokenizer=tokenizer, extra_inputs=for_masks
+        )
+    for key in BOUNDARY_KEYS:
+        if entries.pop(key, None) is not None and not policy.separates_documents:
+            warn_once(
+                logger,
+                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = "
+                "'causal'; set it to 'block_causal' or 'position_block_causal', with "
+                "model.attn_type 'flex' or 'varlen'",
+            )
+    positions = entries.get("positions")
+    if not policy.separates_documents and "attention_masks" not in batch.entries:
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            warn_of_restarts(positions)
+    inputs = ModelInputs(batch.tokens, batch.labels, entries, masks)
+    return inputs if sharding is None else ModelInputs(*sharding.shard(*inputs))
+
+
+# ---- the model ----
+
+
+@dataclasses.dataclass
+class Runner:
+    """Calls the model on microbatches, in the contexts that the job wants.
+
+    process: returns the model's inputs of a batch that is on the device.
+    train_context, amp: contexts around every forward; train_context is around backward, too.
+    schedule, has_last_stage: under pipeline parallelism.
+    defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
+        the sum over the replicas of HSDP waits.
+    gradient_factor: losses are multiplied by it before backward. Not 1 where gradients are averaged
+        over ranks for a client's own backward, and the engine's losses are to be summed.
+    watch: has a failure in a caller's function raise on all ranks.
+    dp_group: the ranks that read different batches. filler: makes the batch that they run to keep
+        step with each other.
+    """
+
+    model_parts: list[nn.Module]
+    device: torch.device
+    process: Callable[[TokenBatch], ModelInputs]
+    train_context: Callable[[], contextlib.AbstractContextManager[None]]
+    amp: contextlib.AbstractContextManager[None]
+    sharding: ContextSharding | None = None
+    schedule: "PipelineSchedule | None" = None
+    has_last_stage: bool = True
+    has_value_head: bool = False
+    defers_reduction: bool = False
+    has_replicas: bool = False
+    keeps_weights: bool = False
+    gradient_factor: float = 1.0
+    watch: Alone = dataclasses.field(default_factory=Alone)
+    dp_group: dist.ProcessGroup | None = None
+    filler: Callable[[], TokenBatch] | None = None
+    more_follow: bool = dataclasses.field(default=False, init=False)
+
+    # ---- before the model ----
+
+    def prepare(
+        self, batch: TokenBatch, head: Head | None = None, whole_rows: bool = False
+    ) -> Microbatch:
+        """Return a batch as the model and the loss get it.
+
+        head: gets the labels, in place of the loss.
+        whole_rows: under context parallelism `labels` and `batch` keep whole rows.
+        """
+        whole = batch
+        if self.sharding is not None:
+            batch = self.sharding.pad(batch)
+        batch = batch.to(self.device)
+        inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
+        kwargs = extra_inputs | extra_kwargs
+        names, takes_any = keywords_of(self.model_parts[0].forward)
+        if not takes_any:
+            kwargs = {key: value for key, value in kwargs.items() if key in names}
+        join: dict[str, Any] = {}
+        if self.sharding is None:
+            own = batch.as_dict()
+        else:
+            shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.shape[1]
+            entries = dataclasses.replace(batch, labels=None, document_ids=None)
+            own = shard_batch(entries, shards).as_dict()
+            join["join"] = functools.partial(
+                join_outputs, shards=shards, n_tokens=n_tokens, seq_len=whole.tokens.shape[1]
+            )
+        keeps_rows = whole_rows and self.sharding is not None
+        if head is not None:
+            if reads_batch := getattr(head, "with_batch", None):
+                head = reads_batch(own)
+            kwargs["head"] = functools.partial(head, labels=labels)
+            # The ranks join their outputs, so none of them may go without.
+            if not keeps_rows:
+                kwargs["head"] = functools.partial(self._attempt_head, kwargs["head"])
+        if keeps_rows:
+            whole = whole.to(self.device)
+            labels, own = whole.labels, whole.as_dict()
+        return Microbatch(inputs, kwargs, labels, own, **join)
+
+    def _attempt_head(
+        self,
+        head: Head,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> Any:
+        """Return the head's outputs, or a scalar 0 if a caller's function failed earlier in this call;
+        see `FailureWatch`."""
+
+        def compute() -> Any:
+            return head(h, weight, bias, group=group)
+
+        if group is not None:  # the tensor-parallel ranks compute it together
+            return compute()
+        return self.watch.attempt(compute, lambda: zero_loss((h, weight, bias)))
+
+    def microbatches(
+        self,
+        batches: Sequence[TokenBatch],
+        head: Head | None,
+        n_fillers: Callable[[], int],
+        reduce_with_last: bool = False,
+        whole_rows: bool = False,
+    ) -> Iterator[Microbatch]:
+        """Prepare one microbatch after the other, then fillers until all ranks are done.
+
+        n_fillers: returns how many fillers this rank needs; see `batch.fillers.num_fillers`.
+        reduce_with_last: only the very last of them reduces gradients. whole_rows: see `prepare`.
+        """
+        defers = reduce_with_last and self.defers_reduction
+        for i, batch in enumerate(batches):
+            microbatch = self.prepare(batch, head, whole_rows)
+            is_last = i + 1 == len(batches)
+            # n_fillers waits for the device: called last, and only if it makes a difference.
+            if not is_last or (defers and n_fillers()):
+                microbatch = dataclasses.replace(microbatch, reduces_gradients=False)
+            yield microbatch
+        if n := n_fillers():
+            filler = dataclasses.replace(self.prepare(self.filler()), is_filler=True)
+            for i in range(n):
+                yield dataclasses.replace(filler, reduces_gradients=i + 1 == n)
+
+    # ---- the model ----
+
+    def run(
+        self,
+        microbatches: Iterable[Microbatch],
+        on_output: OnOutput,
+        *,
+        backward: bool = False,
+    ) -> list[Any] | None:
+        """Call on_output(logits, microbatch) for each microbatch but fillers, and return its results.
+
+        microbatches: taken one at a time; a pipeline takes all of them first.
+        backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
+        None on pipeline ranks without the last stage. If this fails, the model can be called again.
+        """
+        with on_error(self.recover):
+            if self.schedule is not None:
+                outputs = self._run_schedule(list(microbatches), on_output, backward)
+            else:
+                outputs = []
+                run_one = self._forward_backward if backward else self._forward
+                for microbatch in microbatches:
+                    output = run_one(microbatch, on_output)
+                    if not microbatch.is_filler:
+                        outputs.append(output)
+        if not backward:
+            # FSDP keeps the last unit gathered, and its gathered parameters would get the gradients.
+            self.reshard()
+        return outputs
+
+    def _forward(self, microbatch: Microbatch, on_output: OnOutput) -> Any:
+        (model,) = self.model_parts
+        with self.train_context(), self.amp:
+            logits = model(microbatch.inputs, **microbatch.kwargs)
+            return None if microbatch.is_filler else on_output(logits, microbatch)
+
+    def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
+        (model,) = self.model_parts
+        with self._counting(microbatch), self._reducing(microbatch), self.train_context():
+            with self.amp:
+                logits = model(microbatch.inputs, **microbatch.kwargs)
+                loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
+            del logits  # [B, T, V]: free before backward needs the memory
+            (loss * self.gradient_factor).backward()
+        return loss.detach()
+
+    def _run_schedule(
+        self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
+    ) -> list[Any] | None:
+        def call(logits: Any, microbatch: Microbatch) -> Any:
+            if not microbatch.is_filler:
+                return on_output(logits, microbatch)
+            return zero_loss(logits) if backward else None
+
+        outputs: list[Any] = []
+        inputs = {
+            "arg_mbs": [(microbatch.inputs,) for microbatch in microbatches],
+            "kwarg_mbs": [microbatch.kwargs for microbatch in microbatches],
+            "input_shapes": [tuple(microbatch.inputs.shape[:2]) for microbatch in microbatches],
+            "target_mbs": microbatches,
+            "losses": outputs,
+            "loss_fn": call,
+            "return_outputs": False,
+        }
+        if microbatches:
+            self.watch.counts_collectives = False
+            with self.train_context(), self.amp:
+                if backward:
+                    counting = [functools.partial(self._counting, mb) for mb in microbatches]
+                    self.schedule.step(**inputs, context_mbs=counting)
+                else:
+                    self.schedule.eval(**inputs)
+            self.watch.counts_collectives = True
+        if not self.has_last_stage:
+            return None
+        outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
+        return [loss.detach() for loss in outputs] if backward else outputs
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward of a caller's own forward. If this fails, the model can be called again."""
+        with on_error(self.recover), self.train_context():
+            (loss * self.gradient_factor).backward()
+
+    @property
+    def backward_orders_ranks(self) -> bool:
+        """True if this rank's backward ends only after every other rank's last loss function.
+
+        False on an accelerator, where the host does not wait for the collectives of backward.
+        """
+        if self.device.type != "cpu":
+            return False
+        if self.schedule is None and self.more_follow:
+            return not (self.defers_reduction or self.has_replicas)
+        if self.schedule is None and self.dp_group is None and self.sharding is None:
+            # Tensor parallelism only: nothing is reduced, and backward communicates
+            # down to the first layer that has gradients.
+            blocks = getattr(self.model_parts[0], "layers", None)
+            first = next(iter(blocks.values()), None) if blocks else None
+            return first is not None and any(p.requires_grad for p in first.parameters())
+        return True
+
+    # ---- around a microbatch ----
+
+    def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Experts count the tokens of all microbatches but fillers."""
+        if microbatch.is_filler:
+            return without_counting(self.model_parts)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def more_microbatches_follow(self) -> Iterator[None]:
+        """A context for calls that are not the last ones before the optimizer step."""
+        before, self.more_follow = self.more_follow, True
+        try:
+            yield
+        finally:
+            self.more_follow = before
+
+    @contextlib.contextmanager
+    def _reducing(self, microbatch: Microbatch) -> Iterator[None]:
+        """Have the gradients inside reduced with a later microbatch's, if the job wants it."""
+        later = self.more_follow or not microbatch.reduces_gradients
+        # Without training.defer_gradient_sync only the sum over HSDP's replicas waits, and only in
+        # the trainer's own loop.
+        is_cheap = self.more_follow and self.has_replicas
+        if not (later and (self.defers_reduction or is_cheap)):
+            yield
+            return
+        self._reduce_later(True)
+        try:
+            yield
+        finally:
+            self._reduce_later(False)
+
+    def _reduce_later(self, later: bool) -> None:
+        if fsdp := self._fsdp():
+            for part in self.model_parts:
+                fsdp.reduce_later(
+                    part, later, whole=self.defers_reduction, keeps_weights=self.keeps_weights
+                )
+
+    # ---- the model's state ----
+
+    def mode(self, training: bool) -> contextlib.ExitStack:
+        """Set training or evaluation mode at once; leaving the stack restores every module's mode."""
+        modules = [module for part in self.model_parts for module in part.modules()]
+        modes = [module.training for module in modules]
+
+        def restore() -> None:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
+        for part in self.model_parts:
+            part.train(training)
+        stack = contextlib.ExitStack()
+        stack.callback(restore)
+        return stack
+
+    def _fsdp(self) -> ModuleType | None:
+        """Our FSDP module; None if nothing can be sharded, because its import takes a second."""
+        if "torch.distributed.fsdp" not in sys.modules:
+            return None
+        from torchtitan.distributed import fsdp
+
+        return fsdp
+
+    @functools.cached_property
+    def _has_fsdp(self) -> bool:
+        """True if FSDP holds parameters of the model. Kept, because walking over all modules costs 1 %
+        of a small step."""
+        fsdp = self._fsdp()
+        modules = (module for part in self.model_parts for module in part.modules())
+        return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
+
+    def recover(self) -> None:
+        """Make the model ready for its next forward after a failure.
+
+        Drops gathered weights, and gradients that were not reduced yet.
+        """
+        if fsdp := self._fsdp():
+            for part in self.model_parts:
+                fsdp.recover_model(part)
+
+    def reshard(self) -> None:
+        """Free the weights that FSDP has gathered, also those of a client's own forward."""
+        if self._has_fsdp:
+            for part in self.model_parts:
+                self._fsdp().reshard_model(part)
+
+    def bytes_to_keep_gathered(self) -> int:
+        """Extra bytes that this rank would hold if forwards kept the weights that FSDP gathers."""
+        fsdp = self._fsdp()
+        return sum(fsdp.bytes_to_keep_gathered(part) for part in self.model_parts) if fsdp else 0
+
+    def keep_gathered(self) -> contextlib.ExitStack:
+        """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
+        stack = contextlib.ExitStack()
+        if fsdp := self._fsdp():
+            for part in self.model_parts:
+                stack.enter_context(fsdp.keep_gathered(part))
+        return stack
+
+
+@contextlib.contextmanager
+def on_error(repair: Callable[[], None]) -> Iterator[None]:
+    """Call `repair` if the block fails. The block's error is raised, even if `repair` fails too."""
+    try:
+        yield
+    except BaseException:
+        try:
+            repair()
+        except Exception:
+            # If the device is lost, for example, every further call fails as well.
+            logger.exception("cleaning up after the error below failed; build a new engine")
+        raise
