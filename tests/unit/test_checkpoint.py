@@ -545,7 +545,7 @@ def test_folders_of_other_tools_and_loaded_ones_are_never_purged(build_fake, fak
     ("config", "path", "message"),
     [
         (dict(enable=False), None, "enable = false leaves no folder.*give the step folder as path"),
-        (dict(load_only=True), "somewhere", "load_only = true forbids to save"),
+        (dict(load_only=True), "somewhere", "load_only = true forbids saving"),
     ],
 )
 def test_save_that_was_asked_for_and_cannot_be_is_an_error(
@@ -785,7 +785,7 @@ def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
 def test_path_that_is_no_checkpoint_says_so(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    with pytest.raises(FileNotFoundError, match="which is no folder"):
+    with pytest.raises(FileNotFoundError, match="which is not a folder"):
         run.manager.load(path=str(tmp_path / "step-1"))
     with pytest.raises(ValueError, match=r"load\(path=...\) must be.*checkpoints in it: step-1"):
         run.manager.load(path=str(tmp_path / "checkpoint"))
@@ -1130,7 +1130,7 @@ def test_checkpoint_of_another_model_is_one_clear_error(tmp_path, other, message
     run.manager.model_description = "llama3 8B"
     with pytest.raises(ValueError, match=message) as caught:
         run.manager.load()
-    assert "not one of llama3 8B" in str(caught.value)
+    assert "does not fit llama3 8B" in str(caught.value)
 
 
 def test_missing_component_names_the_way_to_load_without_it(tmp_path):

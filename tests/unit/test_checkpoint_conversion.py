@@ -150,7 +150,7 @@ def test_mistakes_are_named(tmp_path, hf_folder):
     with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
         load_weights({}, str(tmp_path / "half"), "llama3")
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other")
-    with pytest.raises(ValueError, match="other is not one of llama3 debugmodel"):
+    with pytest.raises(ValueError, match="other does not fit llama3 debugmodel"):
         convert_to_hf(str(tmp_path / "other"), out, *MODEL, None, "float32")
 
 

@@ -230,7 +230,7 @@ def test_unknown_decay_type_is_refused_when_decay_begins():
     "options, words",
     [
         ({"warmup_steps": 20}, "warmup_steps is 20"),
-        ({"warmup_steps": 5, "decay_ratio": 0.8}, "room for 5 of 10"),
+        ({"warmup_steps": 5, "decay_ratio": 0.8}, "leave only 5 of 10"),
     ],
 )
 def test_schedule_that_does_not_fit_is_cut_with_a_warning(options, words, caplog):

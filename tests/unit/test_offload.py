@@ -159,7 +159,7 @@ def test_step_without_its_state_names_what_is_away_and_the_call_that_brings_it_b
     offloader.check_here("forward_step", "model")
     with pytest.raises(
         RuntimeError,
-        match=r"optim_step needs optimizer and grad on cuda:0, but cpu .*"
+        match=r"optim_step needs optimizer and grad on cuda:0, but to\(\) has moved them to cpu.*"
         r"to\('cuda:0', optimizer=True, grad=True\)",
     ):
         offloader.check_here("optim_step", "model", "optimizer", "grad")

@@ -40,7 +40,7 @@ def test_settings_that_came_after_the_checkpoint_are_not_told():
 )
 def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
     (text,) = told(loaded, optimizer__beta1=0.8)
-    assert text == f"optimizer.beta1 was 0.9 there and is 0.8 now: {used}"
+    assert text == f"optimizer.beta1 was 0.9 when it was saved and is 0.8 now: {used}"
 
 
 def test_learning_rate_comes_with_the_schedule():

@@ -217,7 +217,7 @@ def test_entry_of_another_kind_is_named(folder, other):
 def test_whole_numbers_are_no_weights(folder):
     other = emptied(contents()) | {"count": torch.tensor(0.0)}
     with pytest.raises(
-        dcp.CheckpointException, match="count is saved as torch.int64, and is torch.f"
+        dcp.CheckpointException, match="count is saved as torch.int64, but the model has torch.f"
     ):
         dcp.load(other, checkpoint_id=str(folder))
     half = emptied(contents()) | {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)}
@@ -310,7 +310,7 @@ def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != name}
     hostile.write_metadata(folder, metadata)
-    with pytest.raises(ValueError, match=f"does not say where a chunk of {name} lies"):
+    with pytest.raises(ValueError, match=f"has no file position for a chunk of {name}"):
         saved_shapes_in(str(folder))
 
 
@@ -341,7 +341,7 @@ def saved(value):
         (
             "state.lr",
             lambda: saved("a" * 10**5),
-            "state.lr has 101... bytes, and at most 65536 are",
+            "state.lr has 101... bytes, but the limit is 65536",
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_entry_that_a_stream_unpacks_is_refused(folder):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     next(iter(metadata.storage_data.values())).transform_descriptors = ("zstd",)
     hostile.write_metadata(folder, metadata)
-    with pytest.raises(ValueError, match="is compressed, which is not read here"):
+    with pytest.raises(ValueError, match="is compressed, which is not supported"):
         saved_shapes_in(str(folder))
 
 
@@ -448,6 +448,6 @@ def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
     header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
     hostile.safetensors_file(tmp_path / "model.safetensors", header, bytes(1))
     with pytest.raises(
-        ValueError, match=r"model\.safetensors (has numbers|is not a safetensors file)"
+        ValueError, match=r"model\.safetensors (has dtypes|is not a safetensors file)"
     ):
         check_files(str(tmp_path))

@@ -68,7 +68,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 
 def _entry_of(part: str, name: str) -> property:
-    """The attribute `name` of a part of the manager, to be read and set at run time."""
+    """The attribute `name` of a part of the manager. It can be read and set at run time."""
     return property(
         lambda self: getattr(getattr(self, part), name),
         lambda self, value: setattr(getattr(self, part), name, value),
@@ -76,19 +76,19 @@ def _entry_of(part: str, name: str) -> property:
 
 
 class CheckpointManager:
-    """Saves and loads the states of a run, as the `[checkpoint]` section says.
+    """Saves and loads the states of a run, following the `[checkpoint]` section.
 
-    `states` is updated in place with the model, optimizer, schedulers and dataloader. Entries
-    need not be `Stateful`. `sd_adapter` and the entries below may be set at run time.
-    `model_description` is what error messages call the model; `run_record` is what a resume
-    compares (see `run_record.py`).
+    `states` is updated in place with the model, optimizer, schedulers and dataloader. Its values
+    need not be `Stateful`. `sd_adapter` and the settings below may be set at run time.
+    model_description: the name of the model in error messages.
+    run_record: the settings that a resume compares (see `run_record.py`).
 
-    Without a dataloader the manager is driven by its caller: each `save` is due.
-    With `enable = false` only the folders that calls name by `path` are written and read.
+    Without a dataloader every `save` is due, because the caller drives the run.
+    With `enable = false` only folders that the caller names by `path` are written and read.
 
-    save_future: ends when the save in the background is written; None without one.
-    staging_future, staging: whether pinned copies are still being made of the live tensors.
-    pg: of asynchronous saves, which must not share a group with the training's own collectives.
+    save_future: completes when the background save is written; None if there is none.
+    staging_future, staging: whether the live tensors are still being copied to pinned memory.
+    pg: the group for asynchronous saves, which must not share a group with the training's collectives.
     """
 
     enable = _entry_of("_config", "enable")
@@ -146,16 +146,16 @@ class CheckpointManager:
         self.folder = os.path.join(base_folder, checkpoint_config.folder)
         self.export_dtype = TORCH_DTYPE_MAP[checkpoint_config.export_dtype]
         self.run_record: dict[str, Any] = {}
-        self.tokenizer: Any = None  # whose files go beside exported weights
+        self.tokenizer: Any = None  # its files are written beside exported weights
         self.save_future: Future | None = None
-        self._saving_to: str | None = None  # the folder that `save_future` is about
+        self._saving_to: str | None = None  # the folder that the background save writes
         self.staging_future: Future | None = None
         self.staging = False
         self.stager: Any = None
         self.pg: dist.ProcessGroup | None = None
         self._host_copies = HostCopies()
         self._lock: FolderLock | None = None
-        # None of these refers to the manager, which would keep it alive until a collection.
+        # These objects don't refer to the manager, or it would live until a garbage collection.
         self._retention = Retention(self.folder)
         if self.initial_load_path:
             self._retention.given.add(os.path.realpath(self.initial_load_path))
@@ -167,16 +167,16 @@ class CheckpointManager:
             logger.info(f"Checkpointing is on, in {self.folder}")
 
     def __del__(self) -> None:
-        # Daemon threads are frozen while the interpreter ends; joining one would never return.
+        # Daemon threads are frozen while the interpreter ends, so joining one would never return.
         if not sys.is_finalizing():
             self.close()
 
     def close(self) -> None:
-        """Wait for a running save, and end the helper threads. May be called twice.
+        """Wait for a running save and end the helper threads. May be called twice.
 
-        Raises RuntimeError if that save failed.
+        Raises RuntimeError if the save failed.
         """
-        if not hasattr(self, "_plans"):  # the constructor has refused its arguments
+        if not hasattr(self, "_plans"):  # the constructor has raised
             return
         try:
             if self._wait_for_save():
@@ -187,11 +187,11 @@ class CheckpointManager:
                 self.stager.close()
                 self.stager = None
             self._host_copies.close()
-            self._host_copies = HostCopies()  # gives the memory back
+            self._host_copies = HostCopies()  # frees the memory of the old ones
             self._plans.forget()
             group, self.pg = self.pg, None
             if group is not None and dist.is_initialized():
-                with suppress(ValueError):  # it went with an earlier default group
+                with suppress(ValueError):  # destroyed already, with an earlier default group
                     dist.destroy_process_group(group)
             if self._lock is not None:
                 self._lock.release()
@@ -210,21 +210,21 @@ class CheckpointManager:
     ) -> None:
         """Save if this step is due. Collective.
 
-        Due are the last step, every `interval` steps, and step 1 with
-        `enable_first_step_checkpoint`; without a dataloader, every step.
-        force: the step is due.
-        path: the step folder to write in place of `<folder>/step-<curr_step>`; the step is due
-            then. This run and later ones never remove the folder.
+        The last step, every `interval`-th step, and with `enable_first_step_checkpoint` step 1 are
+        due; without a dataloader, every step is.
+        force: save even if the step is not due.
+        path: save, due or not, to this folder instead of `<folder>/step-<curr_step>`. This run and
+            later ones never remove the folder.
 
-        Raises ValueError if the config forbids what path or force ask for, RunError (a
-        RuntimeError) if this save, or an asynchronous one before it, fails; older checkpoints are
-        then untouched.
+        Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
+        RuntimeError) if this save or an earlier asynchronous one fails; older checkpoints are then
+        untouched.
         """
         if path is not None or force:
             if self.load_only:
                 raise ValueError(
-                    "checkpoint.load_only = true forbids to save; set it to false, or "
-                    "checkpointer.load_only = False for the time of this save"
+                    "checkpoint.load_only = true forbids saving; set it to false, or set "
+                    "checkpointer.load_only = False during this save"
                 )
             if path is None and not self.enable:
                 raise ValueError(
@@ -244,11 +244,11 @@ class CheckpointManager:
         else:
             folder = os.fspath(path)
             self._retention.given.add(os.path.realpath(folder))
-            # Before the first byte: a save that is killed leaves a folder that is still kept.
+            # Before the first byte, so that the folder is kept even if this save is killed.
             with self._explaining_failure(folder, f"The checkpoint {folder} could not be written"):
                 from_rank_zero(lambda: mark_kept(folder))
         has_weights_only = last_step and self.last_save_model_only
-        # The last save is synchronous in every mode: the process is about to end.
+        # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
             self.states[MODEL].refresh()
             states = self._flattened_model_states_sd()
@@ -262,23 +262,23 @@ class CheckpointManager:
         else:
             self._save_in_background(folder)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
-        told = ""
-        if has_weights_only and curr_step > 0:  # a seed has no more to keep
-            told = (
+        hint = ""
+        if has_weights_only and curr_step > 0:  # the seed, step 0, has nothing but weights
+            hint = (
                 ", weights only: training cannot continue from it; "
                 "checkpoint.last_save_model_only = false saves everything"
             )
         logger.info(
-            f"Training waited {seconds:.2f} s for step {curr_step}'s save{told}",
+            f"Training waited {seconds:.2f} s for step {curr_step}'s save{hint}",
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
-        self._purge()  # last, so that a save that fails costs no older checkpoint
+        self._purge()  # last, so that a failed save removes no older checkpoint
 
     @torch.no_grad()
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
 
-        The folder is no step of this run; nothing here removes it. Raises RunError if this fails.
+        Retention never removes the folder, because it is not a step. Raises RunError if writing fails.
         """
         self._wait_for_save()
         self.states[MODEL].refresh()
@@ -289,11 +289,11 @@ class CheckpointManager:
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
     def maybe_wait_for_staging(self) -> None:
-        """Call before the optimizer changes the weights: a pinned save may still be copying.
+        """Wait until pinned copies are complete. Call it before the optimizer changes the weights.
 
-        The host waits, for the stager says no earlier than at the end of its copies that all of
-        them are queued, and only then could the device wait in its place. It costs little: the
-        copies run beside the forward and backward that are queued already.
+        The host waits, and not the device, because the stager reports only after its last copy has
+        finished. This costs little: the copies run beside the forward and backward that are queued
+        already.
         """
         if self.staging:
             self.staging_future.result()
@@ -338,7 +338,7 @@ class CheckpointManager:
             if self.stager is None:
                 self.async_mode = AsyncMode.ASYNC
         self._join_group()
-        # Made here and not in DCP, so that the copies wait for what the device does to make them.
+        # Made here and not in DCP, so that the copies wait for the device work that makes them.
         states = self._states_now()
         is_pinned = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
         if is_pinned:
@@ -355,7 +355,7 @@ class CheckpointManager:
         start = time.monotonic()
 
         def report(future: Future) -> None:
-            """What went wrong is raised where the save is waited for."""
+            # A failure is raised by `_wait_for_save`.
             if not future.cancelled() and future.exception() is None:
                 seconds = time.monotonic() - start
                 logger.info(
@@ -363,7 +363,7 @@ class CheckpointManager:
                     extra=event("background save", seconds=seconds, path=folder),
                 )
 
-        if isinstance(self.save_future, Future):  # what stands in for DCP may return less
+        if isinstance(self.save_future, Future):  # the reference's tests return other objects
             self.save_future.add_done_callback(report)
 
     def _join_group(self) -> None:
@@ -371,7 +371,7 @@ class CheckpointManager:
             self.pg = dist.new_group(backend="gloo")
 
     def _wait_for_save(self) -> bool:
-        """Wait for the save in the background; False if there is none. RunError if it failed."""
+        """Wait for the background save; False if there is none. Raises RunError if it failed."""
         if self.save_future is None:
             return False
         future, path = self.save_future, self._saving_to
@@ -382,23 +382,24 @@ class CheckpointManager:
 
     @contextmanager
     def _explaining_failure(self, folder: str | None, what: str) -> Iterator[None]:
-        """Make one RunError, the same on all ranks, of what fails inside; it says what is left.
+        """Raise a failure of the block as one RunError, the same on all ranks.
 
-        What was written to `folder` is removed then: it may be what fills the disk.
+        It names the newest whole checkpoint. The files in `folder` are removed, because they may be
+        what fills the disk.
         """
 
         def advice() -> str:
             step = newest_finished_step(self.folder)
-            left = f": the last whole checkpoint in {self.folder} is that of step {step}"
+            newest = f": the last whole checkpoint in {self.folder} is that of step {step}"
             if step < 0:
-                left = f"; {self.folder} holds no whole checkpoint yet"
-            return f". Mend that and start again{left}"
+                newest = f"; {self.folder} holds no whole checkpoint yet"
+            return f". Fix this and start again{newest}"
 
         try:
             with dcp.one_error(what, advice):
                 yield
         except BaseException as error:
-            # All ranks get the error, but only some of them may remember a plan.
+            # Every rank gets the error, but perhaps not every rank has cached a plan.
             self._plans.forget()
             if folder and isinstance(error, RunError) and _rank() == 0:
                 with suppress(OSError):
@@ -421,16 +422,16 @@ class CheckpointManager:
 
     @torch.no_grad()
     def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:
-        """Load a checkpoint, and return whether there was one. Collective.
+        """Load a checkpoint; return False if there is none. Collective.
 
-        step: the step to load, from this run's own folder; -1 is the newest one that is whole,
-            or without any the initial checkpoint, if one is configured.
-        path: the step folder to load, DCP or Hugging Face files; nothing else is looked at then,
-            neither this run's folder nor the initial checkpoint.
+        step: the step to load from this run's own folder. -1 loads the newest whole step, or the
+            configured initial checkpoint if there is none.
+        path: the step folder to load, DCP or Hugging Face files. This run's folder and the initial
+            checkpoint are then ignored.
         model_only: leave optimizer, schedule, step and data position as they are.
 
-        Raises FileNotFoundError or ValueError when what was asked for is not there, is damaged,
-        or belongs to another model.
+        Raises FileNotFoundError or ValueError if the named checkpoint is missing, is damaged, or
+        belongs to another model.
         """
         if path is not None and step != -1:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
@@ -468,12 +469,12 @@ class CheckpointManager:
             states = self._flattened_model_states_sd(kept)
         if not source.from_hf:
             states = fit_to_checkpoint(states, self.states, source.path, self.model_description)
-        if OPTIMIZER in states or DATALOADER in states:  # the run goes on, with more than weights
+        if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
             saved_record = from_rank_zero(lambda: read_record(source.path))
             if OPTIMIZER in states:
                 check_same_optimizer(saved_record, self.run_record, source.path)
             for difference in differences(saved_record, self.run_record, states):
-                logger.warning(f"{source.path} is continued, but {difference}")
+                logger.warning(f"Continuing from {source.path}, but {difference}")
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
@@ -490,7 +491,7 @@ class CheckpointManager:
         """Read `checkpoint_id` into `state_dict` and the model."""
         if from_hf:
             if any(map(tied_copies.holds_second, self.states[MODEL].model)):
-                # Files have the parameter once, under the name of the embedding.
+                # Files hold the tied parameter once, under the name of the embedding.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             state_dict = load_from_hf(
                 state_dict,
@@ -507,7 +508,7 @@ class CheckpointManager:
     def newest_step(self) -> int:
         """The newest whole step in this run's folder; -1 if there is none. Collective.
 
-        Raises ValueError if there are steps and all of them are damaged.
+        Raises ValueError if no step is whole and at least one is damaged.
         """
         if not self.enable:
             return -1
@@ -516,18 +517,18 @@ class CheckpointManager:
         return -1 if newest is None else newest.step
 
     def holds_weights_only(self, step: int) -> bool:
-        """Whether that step of this run's folder has nothing to continue training with. Collective."""
+        """True if training cannot continue from this step of the run's folder. Collective."""
         path = self._create_checkpoint_id(step)
 
-        def look() -> bool:
+        def read() -> bool:
             if (saved := saved_shapes_in(path)) is None:
                 return contents_of(path) == Contents.HF
             return not keys_outside_model(saved, self.states)
 
-        return from_rank_zero(look)
+        return from_rank_zero(read)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is finished, -1 if there is none."""
+        """The newest finished step; -1 if there is none."""
         return newest_finished_step(folder or self.folder)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
@@ -536,11 +537,11 @@ class CheckpointManager:
     # States
 
     def release_model(self) -> None:
-        """Hold no parameter's memory; each save and load takes hold of it again."""
+        """Drop the references to the parameters' memory; the next save or load gets them again."""
         self.states[MODEL].release()
 
     def require_adapter(self) -> BaseStateDictAdapter:
-        """The model's adapter; ValueError if it has none."""
+        """The model's adapter. Raises ValueError if it has none."""
         if self.sd_adapter is None:
             raise ValueError(
                 f"Checkpoints of {self.model_description} cannot be read or written in Hugging "
@@ -551,13 +552,13 @@ class CheckpointManager:
     def _flattened_model_states_sd(
         self, state_dict: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The states with the model's entries at the top level, under their own names."""
+        """The states, with the model's entries at the top level under their own names."""
         states = dict(self.states if state_dict is None else state_dict)
         model = states.pop(MODEL, None)
         return states if model is None else states | model.state_dict()
 
     def _states_now(self) -> dict[str, Any]:
-        """What a full checkpoint holds, with the live tensors."""
+        """The contents of a full checkpoint, with the live tensors."""
         self.states[MODEL].refresh()
         return {
             name: state.state_dict() if isinstance(state, Stateful) else state
@@ -567,8 +568,7 @@ class CheckpointManager:
     # The folder
 
     def claim_folder(self) -> None:
-        """Lock this run's folder against other jobs until `close`, and look at the free space.
-        Collective.
+        """Lock this run's folder until `close`, and warn if there is little free space. Collective.
 
         Raises RunError if another job writes there.
         """
@@ -585,7 +585,7 @@ class CheckpointManager:
             warn_of_little_space(self.folder, n_bytes, self.keep_latest_k)
 
     def saves_where(self, other: "CheckpointManager") -> bool:
-        """Whether both write step folders, and side by side."""
+        """True if both managers write step folders, and to the same place."""
         return (
             self is not other
             and all(manager.enable and not manager.load_only for manager in (self, other))

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded. Each choice is a collective: rank 0 looks, all ranks hash."""
+"""Chooses the checkpoint to load. Collective: rank 0 lists folders, all ranks share the hashing."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 
 class Source(NamedTuple):
-    """The checkpoint to load, and what of it."""
+    """The checkpoint to load, and which part of it."""
 
     path: str
     model_only: bool
@@ -29,9 +29,9 @@ class Source(NamedTuple):
 
 
 class Selection:
-    """Chooses among the steps of a run, the initial checkpoint, and folders given by path.
+    """Chooses among the steps of a run, the initial checkpoint, and a folder given by path.
 
-    damaged: gets the resolved paths of the steps that were found to be so.
+    damaged: the resolved paths of damaged steps are added to this set.
     """
 
     def __init__(self, config: Checkpoint, damaged: set[str]) -> None:
@@ -40,7 +40,11 @@ class Selection:
         self._newest: tuple[list[StepFolder], StepFolder | None] | None = None
 
     def own(self, folder: str, step: int) -> Source | None:
-        """The step to load of the run in `folder`; None if -1, the newest whole one, is none."""
+        """The step to load from the run's own folder; None if step is -1 and no step is whole.
+
+        step: -1 loads the newest whole step. Raises FileNotFoundError for a step that doesn't exist,
+        ValueError for a step that is interrupted or damaged.
+        """
         folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
             chosen = self.newest_whole_step(folder, folders)
@@ -58,20 +62,21 @@ class Selection:
         if newer := [str(f.step) for f in folders if f.step > chosen.step]:
             logger.warning(
                 f"{folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "
-                "run replaces as it comes to them"
+                "run replaces when it reaches them"
             )
         if self._config.initial_load_path or self._config.initial_load_in_hf:
             logger.warning(
-                f"{chosen.path} continues this run; checkpoint.initial_load_path and "
-                "initial_load_in_hf are ignored. Use another checkpoint.folder to start anew"
+                f"This run continues from {chosen.path}; checkpoint.initial_load_path and "
+                "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
             )
         from_hf = _warns_of_hf(chosen.path, chosen.contents)
         return Source(chosen.path, model_only=from_hf or chosen.step == 0, from_hf=from_hf)
 
     def newest_whole_step(self, folder: str, folders: list[StepFolder]) -> StepFolder | None:
-        """The answer is kept while the folders are the same: hashing takes long.
+        """The newest whole step; None if there is none.
 
-        Raises ValueError if there are steps and all of them are damaged.
+        The result is cached while the folders stay the same, because hashing takes long.
+        Raises ValueError if no step is whole and at least one is damaged.
         """
         if self._newest is not None and self._newest[0] == folders:
             return self._newest[1]
@@ -81,7 +86,7 @@ class Selection:
             if step.contents == Contents.UNFINISHED:
                 reason = "its save was interrupted"
             elif step.contents == Contents.UNKNOWN:
-                reason = "it holds no checkpoint, which has a file .metadata"
+                reason = "it holds no checkpoint (there is no file .metadata)"
             elif damage := self._damage_of(step.path, step.contents) or _unreadable(step):
                 reason = f"it is damaged, {damage}"
                 damaged[step.path] = damage
@@ -91,22 +96,25 @@ class Selection:
             logger.warning(f"Passing over {step.path}: {reason}")
         if damaged and chosen is None:
             raise ValueError(
-                f"Every checkpoint in {folder} is damaged ({', '.join(damaged)}). Move "
-                "the folder away to start anew, or set checkpoint.verify_on_load = false to read what "
-                f"has other hashes. In the newest, {next(iter(damaged.values()))}"
+                f"Every checkpoint in {folder} is damaged ({', '.join(damaged)}). Move the folder away "
+                "to start again, or set checkpoint.verify_on_load = false to read files whose hashes "
+                f"differ. In the newest, {next(iter(damaged.values()))}"
             )
         self._damaged.update(map(os.path.realpath, damaged))
         self._newest = folders, chosen
         return chosen
 
     def at(self, path: str, model_only: bool = False) -> Source:
-        """The checkpoint in the folder `path`, in either format. model_only: no more is asked for."""
+        """The checkpoint in the folder `path`, in either format.
+
+        model_only: the caller loads the weights only, so weights-only files need no warning.
+        """
 
         def check() -> Contents:
             if not os.path.isdir(path):
                 raise FileNotFoundError(
                     f"load(path=...) must be the folder of one checkpoint, got {path!r}, which is "
-                    "no folder; correct the path"
+                    "not a folder; correct the path"
                 )
             return _check_known(path, "load(path=...)")
 
@@ -116,7 +124,7 @@ class Selection:
         return Source(path, from_hf, from_hf, from_hf and self._config.initial_load_in_hf_quantized)
 
     def initial(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> Source | None:
-        """Where a run without checkpoints of its own starts from, if that is configured."""
+        """The checkpoint that a run without its own checkpoints starts from; None if not configured."""
         config = self._config
         path, key = config.initial_load_path, "checkpoint.initial_load_path"
         if not path and config.initial_load_in_hf:
@@ -150,13 +158,13 @@ class Selection:
         )
 
     def _check_whole(self, path: str, contents: Contents) -> None:
-        """For a checkpoint that was asked for by name: no other can take its place."""
+        """Raise ValueError if a checkpoint that the user named is interrupted or damaged."""
         if contents == Contents.UNFINISHED:
             raise ValueError(f"The checkpoint {path} is incomplete: its save was interrupted")
         if damage := self._damage_of(path, contents):
             raise ValueError(
-                f"The checkpoint {path} is damaged: {damage}. Load another one, or set "
-                "checkpoint.verify_on_load = false to read it nevertheless"
+                f"The checkpoint {path} is damaged: {damage}. Load another checkpoint, or set "
+                "checkpoint.verify_on_load = false to read this one anyway"
             )
 
     def _damage_of(self, path: str, contents: Contents) -> str | None:
@@ -165,7 +173,7 @@ class Selection:
 
 
 def _unreadable(step: StepFolder) -> str | None:
-    """What is wrong with a file that says what stands where; None if nothing is. Collective."""
+    """The error of reading the checkpoint's index of tensors; None if it can be read. Collective."""
     check = check_files if step.contents == Contents.HF else saved_shapes_in
     try:
         from_rank_zero(lambda: check(step.path))
@@ -175,19 +183,22 @@ def _unreadable(step: StepFolder) -> str | None:
 
 
 def _check_known(path: str, key: str) -> Contents:
-    """What `path`, which `key` is set to, holds. ValueError if it is no checkpoint."""
+    """The contents of the folder `path`, the value of the setting `key`.
+
+    Raises ValueError if the folder is not a checkpoint.
+    """
     contents = contents_of(path)
     if contents == Contents.UNKNOWN:
         steps = ", ".join(os.path.basename(folder.path) for folder in list_steps(path))
         raise ValueError(
-            f"{key} must be a checkpoint, which has a file .metadata, got "
+            f"{key} must be the folder of a checkpoint (with a file .metadata), got "
             f"{path!r}; {f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
         )
     return contents
 
 
 def _warns_of_hf(path: str, contents: Contents) -> bool:
-    """Whether the checkpoint is in Hugging Face format, which the log says then."""
+    """Return True, and warn, if the checkpoint is in Hugging Face format."""
     if contents == Contents.HF:
         logger.warning(f"{path} holds weights only, in Hugging Face format: {WEIGHTS_ONLY}")
     return contents == Contents.HF

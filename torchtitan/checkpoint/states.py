@@ -1,7 +1,7 @@
-"""What a run's states are called in a checkpoint, and how they are fitted to what one holds.
+"""The states of a run, their names in a checkpoint, and how they are matched with a saved one.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
-components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, those of RL, and
+components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, RL's names, and
 `user_state`.
 """
 
@@ -37,7 +37,7 @@ LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
 USER_STATE = "user_state"
-# Of `torchtitan.rl` and of embedding programs, and not of every run that reads the weights.
+# States of `torchtitan.rl` and of embedding programs. A run that only reads the weights lacks them.
 EXTRA_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator", USER_STATE)
 
 WEIGHTS_ONLY = (
@@ -46,10 +46,10 @@ WEIGHTS_ONLY = (
 )
 
 _KEYS_SHOWN = 5
-# Entries of the train state that older checkpoints, and the reference's, do not have.
+# Entries of the train state that older checkpoints and the reference's checkpoints lack.
 _KEYS_SINCE_FIRST_VERSION = {"weights_version"}
 
-# Name of an entry -> its shape, or None when it is not a tensor.
+# Name of an entry -> its shape; None if the entry is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
 
 
@@ -57,8 +57,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when the cached ones may be the wrong tensors: a client has moved parameters,
-    or FSDP holds gathered ones after an evaluation.
+    Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or FSDP
+    holds gathered parameters after an evaluation.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -73,7 +73,7 @@ class ModelWrapper(Stateful):
         }
 
     def release(self) -> None:
-        """Hold no tensor until the next call that needs one, so that their memory can be freed."""
+        """Drop the cached tensors until the next call that needs them, so memory can be freed."""
         self.cache_state_dict = None
 
     def refresh(self) -> None:
@@ -87,16 +87,17 @@ class ModelWrapper(Stateful):
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Each part skips entries that it does not have: they belong to another part."""
+        """Load each part's entries. A part skips the entries of other parts."""
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
         self.refresh()
 
 
 class UserState(Stateful):
-    """What an embedding program adds to checkpoints: objects with a state of plain data, by name.
+    """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
 
-    A state is one entry of the checkpoint however it grows, and all ranks' is that of one of them.
+    Each state is pickled to one entry of the checkpoint, whatever its size; one rank's entry is saved
+    and every rank loads it.
     """
 
     def __init__(self) -> None:
@@ -106,8 +107,8 @@ class UserState(Stateful):
         """See `TrainingEngine.add_state`."""
         if "." in name or name in self._objects:
             raise ValueError(
-                f"a state's name must be new and without a dot, got {name!r} beside "
-                f"{sorted(self._objects)}; take another one"
+                f"a state's name must be new and contain no dot, got {name!r} beside "
+                f"{sorted(self._objects)}; choose another name"
             )
         if not isinstance(state, Stateful):
             raise ValueError(
@@ -126,7 +127,7 @@ class UserState(Stateful):
 
 
 def _pickled(name: str, state: Any) -> bytes:
-    """Raises ValueError for what could not be read again."""
+    """Pickle a state. Raises ValueError if a load would refuse to read it."""
     content = tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state.state_dict())
     data = pickle.dumps(content)
     read_plain(data, f"the state {name!r}, which checkpoints are to hold,")
@@ -136,11 +137,12 @@ def _pickled(name: str, state: Any) -> bytes:
 def fit_to_checkpoint(
     states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
 ) -> dict[str, Any]:
-    """The `states` to hand to DCP for the checkpoint `path`, after comparing the two. Collective.
+    """Compare `states` with the checkpoint `path`; return the states that DCP is to load. Collective.
 
-    states: those to load, the model's at the top level. all_states: those of the run, by name.
-    Raises ValueError, the same on every rank, when the checkpoint lacks something or is one of
-    another model.
+    states: the states to load, with the model's entries at the top level.
+    all_states: all states of the run, by component.
+    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to another
+    model.
     """
     saved = from_rank_zero(lambda: saved_shapes_in(path))
     if saved is None:
@@ -165,7 +167,7 @@ def fit_to_checkpoint(
         return {name: states[name] for name in model_names if name in states}
 
     def show(name: str, entries: dict[str, Any]) -> None:
-        """Let DCP, which reads what it is shown, see these entries in place of the component's."""
+        """Make DCP read these entries for the component, in place of the keys it has now."""
         load = others[name].load_state_dict
         states[name] = SimpleNamespace(state_dict=lambda: entries, load_state_dict=load)
 
@@ -174,7 +176,7 @@ def fit_to_checkpoint(
         positions = _keys_of(DATALOADER, saved)
         own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
         if positions and positions != set().union(*all_ranks(own_positions)):
-            # The loader divides the positions of all ranks that saved one.
+            # The dataloader gets the positions of all saving ranks and divides them again.
             show(DATALOADER, dict.fromkeys(positions))
             own_keys[DATALOADER] = set()
     if TRAIN_STATE in others:
@@ -194,7 +196,10 @@ def fit_to_checkpoint(
 
 
 def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:
-    """Compare the weights that all ranks together want with those that are saved. Collective."""
+    """Compare the model's weights, of all ranks together, with the saved ones. Collective.
+
+    Raises ValueError with the first names that are missing, superfluous or of another shape.
+    """
     wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
     other_shape = [
         f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
@@ -209,8 +214,8 @@ def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description
     found = [f"{what}: {shorten(keys)}" for what, keys in differences.items() if keys]
     if found:
         raise ValueError(
-            f"The checkpoint {path} is not one of {model_description}, the model that the config "
-            f"asks for ({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
+            f"The checkpoint {path} does not fit {model_description}, the model of the config "
+            f"({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
             "or load another checkpoint"
         )
 
@@ -231,7 +236,10 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """None if the folder has no DCP metadata, or an empty file as the reference's tests do."""
+    """The shapes in a DCP checkpoint; None if its metadata is missing or empty.
+
+    The reference's tests use an empty file.
+    """
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None
@@ -246,7 +254,7 @@ def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
 
 
 def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
-    """The keys inside one component, without its name."""
+    """The keys of one component, without the prefix."""
     return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
 
 

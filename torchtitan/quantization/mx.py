@@ -1,6 +1,6 @@
-"""MXFP8 matrix products in training (blocks of 32 with a shared power-of-two scale).
+"""MXFP8 matrix products in training: blocks of 32 numbers share a power-of-two scale.
 
-Through torchao, whose interface for this is still a prototype.
+Through torchao, whose MXFP8 interface is still a prototype.
 """
 
 from types import ModuleType
@@ -27,14 +27,14 @@ _LINEAR_RECIPES = {
     "mxfp8_cublas_rceil": "MXFP8_RCEIL",
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
-_BLOCK_SIZE = 32  # numbers of a row, or of a column, that share a scale
+_BLOCK_SIZE = 32  # consecutive numbers of a row, or of a column, that share a scale
 
 
 class MXLinearConverter(QuantizationConverter):
-    """Has linear layers compute in MXFP8.
+    """Makes linear layers compute in MXFP8.
 
-    Raises ImportError without torchao, ValueError for an unknown recipe, and on hardware without
-    MXFP8 unless it is emulated.
+    Raises ImportError without torchao, ValueError for an unknown recipe, and ValueError on hardware
+    without MXFP8 unless the recipe is emulated.
     """
 
     message = "Linear layers compute in MXFP8"
@@ -54,11 +54,11 @@ class MXLinearConverter(QuantizationConverter):
             warn_once(
                 logger,
                 "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice is ignored: torchao now chooses "
-                "the fastest kernel itself.",
+                "the fastest kernel.",
             )
         self.config = _from_recipe(torchao_config, _LINEAR_RECIPES[options.recipe_name])
         self.filter_fqns = list(options.filter_fqns)
-        # No block may lie on two ranks.
+        # A block must not be split between two ranks.
         self._multiple = _BLOCK_SIZE * parallel_dims.tp
         self.enabled = True
 
@@ -67,7 +67,7 @@ class MXLinearConverter(QuantizationConverter):
 
 
 class MXGroupedMMConverter(GroupedMMConverter):
-    """Has the experts' grouped matrix products compute in MXFP8.
+    """Makes the experts' grouped matrix products compute in MXFP8.
 
     Converts the modules whose name contains one of `quantize.grouped_mm.mx.fqns`. Raises
     ImportError without torchao, ValueError on hardware without MXFP8.
@@ -88,7 +88,10 @@ def _import_config(converter_name: str) -> ModuleType:
 
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
-    """Raise ValueError on torch 2.11, where torchao's own assertion asks for a nightly build."""
+    """torchao's config of a recipe.
+
+    Raises ValueError on torch 2.11, where torchao's own assertion asks for a nightly build.
+    """
     if not hasattr(_dispatch, "is_pinned_handler"):
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "

@@ -1,4 +1,4 @@
-"""The reference's path of `torchtitan.quantization`."""
+"""The reference's import path of `torchtitan.quantization`."""
 
 from torchtitan.quantization import (
     FP8_GROUP_ALIGNMENT_SIZE,
