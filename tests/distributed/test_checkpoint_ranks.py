@@ -145,7 +145,7 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
         run.train()
         run.manager.save(step)
         saved.append(run.everything())
-        assert run.manager._host_copies._kept is not None
+        assert run.manager._saver.host_copies._kept is not None
     run.train()  # must not reach what is being written
     run.manager.close()
     return saved
@@ -271,7 +271,7 @@ def save_many_times(folder: str, async_mode: str) -> list[bool]:
                     stack.enter_context(fail_to_write_on(1))
                     stack.enter_context(contextlib.suppress(RuntimeError))
                 run.manager.save(step)
-                run.manager._wait_for_save()
+                run.manager._saver.wait(run.manager.folder)
     run.manager.close()
     assert not SavePlanner._cached_save_plan and not SavePlanner._cached_all_plans
     del saved[4]

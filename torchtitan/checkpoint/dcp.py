@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import io
 import itertools
-import math
 import os
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -316,13 +316,16 @@ def check_chunks(metadata: Metadata, path: str) -> None:
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+_MAX_CUT_AXES = 8  # a mesh shards a tensor along fewer axes; each doubles the work below
 
 
 @functools.lru_cache(256)  # all layers, and an optimizer's moments, have the same boxes
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
-    """True if the boxes lie inside a tensor of this size, cover it, and don't overlap.
+    """True if the boxes lie inside a tensor of this size and cover each number of it once.
 
-    The tensor and its boxes are cut in two repeatedly, until each part is one box.
+    That holds exactly if the corners of all boxes cancel out to those of the tensor, where a corner
+    is positive if it is the end of its box along an even number of axes, else negative: the number
+    of boxes over a place is the sum of the corners before it.
     """
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
@@ -330,34 +333,18 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
         axes = zip(offsets, sizes, size, strict=True)
         if any(not 0 <= offset <= offset + n <= most for offset, n, most in axes):
             return False
-    parts = [(((0,) * len(size), size), [box for box in boxes if math.prod(box[1])])]
-    while parts:
-        (start, lengths), inside = parts.pop()
-        if sum(math.prod(sizes) for _, sizes in inside) != math.prod(lengths):
-            return False
-        if len(inside) < 2:
-            continue
-        # Cut where a box begins (not the first one), along the axis with most such places.
-        cuts = [sorted({box[0][axis] for box in inside})[1:] for axis in range(len(size))]
-        axis = max(range(len(size)), key=lambda a: len(cuts[a]))
-        if not cuts[axis]:  # all boxes begin at the same place, so they overlap
-            return False
-        cut = cuts[axis][len(cuts[axis]) // 2]
-        for low, high in ((start[axis], cut), (cut, start[axis] + lengths[axis])):
-            parts.append((_clipped((start, lengths), axis, low, high), []))
-            for box in inside:
-                clipped = _clipped(box, axis, low, high)
-                if clipped[1][axis] > 0:
-                    parts[-1][1].append(clipped)
-    return True
-
-
-def _clipped(box: _Box, axis: int, low: int, high: int) -> _Box:
-    """The part of the box between `low` and `high` on an axis; its size is <= 0 if there is none."""
-    offsets, sizes = map(list, box)
-    begin, end = max(offsets[axis], low), min(offsets[axis] + sizes[axis], high)
-    offsets[axis], sizes[axis] = begin, end - begin
-    return tuple(offsets), tuple(sizes)
+    if 0 in size:
+        return True
+    cut = [a for a, n in enumerate(size) if any((box[0][a], box[1][a]) != (0, n) for box in boxes)]
+    if len(cut) > _MAX_CUT_AXES:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = (0,) * len(size), size
+    for weight, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[a] + end * sizes[a] for a, end in zip(cut, ends, strict=True))
+            corners[corner] += weight * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 # Saving

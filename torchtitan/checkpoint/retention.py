@@ -7,6 +7,7 @@ import threading
 
 import torch.nn as nn
 
+from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.folder import (
     GIB,
     HASHES_FILE,
@@ -19,7 +20,8 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 
 
@@ -60,8 +62,30 @@ class Retention:
         self.written: set[str] = set()
         self.given: set[str] = set()
         self.damaged: set[str] = set()
+        self._lock: FolderLock | None = None
         self.thread: threading.Thread | None = None
         self.queue: queue.Queue = queue.Queue()
+
+    def claim(self, folder: str, n_kept: int, model_parts: list[nn.Module]) -> None:
+        """Lock `folder` until `close`, and warn if there is little free space. Collective.
+
+        Raises RunError if another job writes there.
+        """
+        if self._lock is not None:
+            return
+
+        def lock() -> None:
+            self._lock = FolderLock(folder)
+
+        with one_error(f"The checkpoint folder {folder} cannot be used"):
+            from_rank_zero(lock)
+        n_bytes = estimated_bytes(model_parts)
+        if self._lock is not None:  # on rank 0
+            warn_of_little_space(folder, n_bytes, n_kept)
+
+    def leave_alone(self, path: str) -> None:
+        """Never remove the folder `path`, which a caller named, in this process."""
+        self.given.add(os.path.realpath(path))
 
     def will_write(self, folder: str, warns: bool) -> None:
         """Record that this manager writes `folder`.
@@ -129,10 +153,13 @@ class Retention:
             self.thread.start()
 
     def close(self) -> None:
-        """Wait until the queued steps are removed."""
+        """Wait until the queued steps are removed, and release the lock."""
         if self.thread is not None and self.thread.is_alive():
             self.queue.put(Terminate())
             self.thread.join()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def estimated_bytes(model_parts: list[nn.Module]) -> int:

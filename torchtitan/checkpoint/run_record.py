@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
@@ -77,6 +78,19 @@ def record_of(
     if num_documents is not None:
         record["number of documents"] = num_documents  # not compared here
     return record
+
+
+def compare_with_saved(path: str, own: dict[str, Any], loaded: Collection[str]) -> None:
+    """Warn of each setting that differs from those of the run that wrote `path`. Collective.
+
+    own: this run's record. loaded: the components whose state comes from the checkpoint.
+    Raises ValueError if the saved optimizer is of another kind.
+    """
+    saved = from_rank_zero(lambda: read_record(path))
+    if "optimizer" in loaded:
+        check_same_optimizer(saved, own, path)
+    for difference in differences(saved, own, loaded):
+        logger.warning(f"Continuing from {path}, but {difference}")
 
 
 def read_record(folder: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Copies of a run's states in host memory. A save is written from them while training goes on."""
 
-import importlib
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -8,11 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch.utils import _pytree as pytree
 
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.tools.logging import logger
 
 
 class AsyncMode(StrEnum):
@@ -81,32 +78,3 @@ def _layout_of(state_dict: dict[str, Any]) -> Any:
         else None
         for leaf in leaves
     ]
-
-
-def pinned_stager() -> Any:
-    """torch's stager for `AsyncMode.ASYNC_WITH_PINNED_MEM`.
-
-    Returns None, with a warning, if this machine cannot pin memory.
-    """
-    # Imported from the reference's path, because the reference's tests replace the class there.
-    reference = importlib.import_module("torchtitan.components.checkpoint")
-    try:
-        return reference.DefaultStager(StagingOptions(True, True, True, True))
-    except AssertionError as error:  # torch raises it if there is no accelerator
-        logger.warning(
-            "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
-            f'here ({error}); saving as with "async"'
-        )
-        return None
-
-
-def order_staging_after_compute(stager: Any) -> None:
-    """Make the stager's own stream wait for the work that is queued on the current stream."""
-    if not torch.accelerator.is_available():
-        return
-    compute = torch.accelerator.current_stream()
-    stream = getattr(stager, "_staging_stream", None)
-    if stream is None:  # another version of torch, whose stager has no such attribute
-        compute.synchronize()
-    else:
-        stream.wait_stream(compute)

@@ -28,6 +28,7 @@ from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
 
@@ -91,6 +92,45 @@ class ModelWrapper(Stateful):
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
         self.refresh()
+
+
+def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
+    """The states, with the model's entries at the top level under their own names."""
+    others = {name: state for name, state in states.items() if name != MODEL}
+    return others | (states[MODEL].state_dict() if MODEL in states else {})
+
+
+def live_states(states: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a full checkpoint, with the live tensors."""
+    states[MODEL].refresh()
+    return {
+        name: state.state_dict() if isinstance(state, Stateful) else state
+        for name, state in with_model_on_top(states).items()
+    }
+
+
+def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights with floating-point tensors in `dtype`."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
+    """The states to load: neither excluded nor None, which stands for an absent dataloader.
+
+    Raises ConfigError if a name in `excluded` (checkpoint.exclude_from_loading) is unknown.
+    """
+    for name in excluded:
+        if name not in states:
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {name!r}; "
+                "correct or remove it"
+            )
+    return {
+        name: state for name, state in states.items() if name not in excluded and state is not None
+    }
 
 
 class UserState(Stateful):

@@ -242,7 +242,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
     if rows.device.type == "cpu":
         return [torch.mv(rows, weights)]
-    # Accelerators have no integer matrix-vector product. In pieces, because the product takes memory.
+    # Accelerators have no integer matrix-vector product; in pieces, because this takes memory.
     return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
 
 
