@@ -88,9 +88,7 @@ def load_from_hf(
             wanted |= shapes_of(hf_part)
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         if ignored:
-            logger.info(
-                f"Not read, because the model has no use for them: {shorten(sorted(ignored))}"
-            )
+            logger.info(f"Without a use in the model, so not read: {shorten(sorted(ignored))}")
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
         try:
             check_same_model(wanted, relevant, path, model_description)
