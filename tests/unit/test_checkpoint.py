@@ -56,7 +56,7 @@ class Counter(Stateful):
 
 
 class Positions(Stateful):
-    """Stands for a dataloader on one of several ranks."""
+    """Stands in for the dataloader of one of several ranks."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.loaded = rank, world_size, None
@@ -333,7 +333,7 @@ def test_step_that_is_being_written_neither_counts_nor_goes(tmp_path):
     writing = tmp_path / "checkpoint" / "step-3"
     for is_written in (False, True):
         mark_unfinished(str(writing))
-        if is_written:  # and nobody has waited for it
+        if is_written:  # but the manager has not waited for it
             (writing / ".metadata").touch()
             (writing / UNFINISHED_MARKER).unlink()
         retention.will_write(str(writing), warns=False)
@@ -474,7 +474,7 @@ def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):
         if Run(tmp_path, seed=1).manager.newest_step() == 1:
             break
         time.sleep(0.05)
-    assert run.manager.save_future is not None  # nobody has waited for it
+    assert run.manager.save_future is not None  # the run has not waited for it
     assert Run(tmp_path, seed=1).manager.load()
 
 
@@ -571,7 +571,7 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
     run.train(2)
     run.manager.save(2)
     saved = run.everything()
-    run.train(3)  # must not reach what an asynchronous save is writing
+    run.train(3)  # must not change what an asynchronous save is writing
     run.manager.close()
 
     other = Run(tmp_path, seed=1)
@@ -584,7 +584,7 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 @pytest.mark.parametrize("enable", [True, False])
 def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, enable):
-    """Without a look at the run's own folder, which holds other weights."""
+    """The run's own folder, which holds other weights, is ignored."""
     run = Run(tmp_path, seed=5)
     run.train_and_save(9)
     run = Run(tmp_path, async_mode=async_mode, enable=enable, interval=500)
@@ -737,7 +737,7 @@ def test_junk_in_the_place_of_a_newer_step_is_passed_over(tmp_path, name, caplog
     assert run.manager.newest_step() == 2
     assert f"Passing over {junk}: it is damaged" in caplog.text
     run.manager.load()
-    run.train_and_save(3)  # it counts for none of those to keep
+    run.train_and_save(3)  # the junk is not counted among the steps to keep
     assert {step.step for step in list_steps(tmp_path / "checkpoint")} == {2, 3, 999999}
     for step in (2, 3):
         shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
@@ -853,7 +853,7 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
             run.manager.save(number, path=path)
             run.manager.close()
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-3"]
-    # Marked, as everything that no checkpoint was finished in, so that a resume passes over it.
+    # The marker makes a resume pass over the folder.
     assert sorted(os.listdir(foreign)) == [UNFINISHED_MARKER, "notes.txt"]
     assert not given.exists()
     run.counter.step = 7
@@ -1158,7 +1158,7 @@ def test_hf_tensor_in_two_files_or_with_a_part_missing_is_named(tmp_path):
         initial_load_path=str(tmp_path),
     )  # fmt: skip
     before = run.everything()
-    # As torch's distributed writer says where a part belongs: rows 2 and 3 of 4.
+    # The metadata of torch's distributed writer: this part is rows 2 and 3 of 4.
     where = json.dumps({name: {"saved_offsets": [2, 0]}})
     second = tmp_path / "model-00002-of-00002.safetensors"
     save_file(half, second, {"DCP_SHARDING_INFO": where})

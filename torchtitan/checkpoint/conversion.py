@@ -36,7 +36,7 @@ from torchtitan.tools.host import total_ram_bytes
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
 
-    Raises ValueError if the sizes are impossible or the weights don't fit into this machine's memory.
+    Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
     """
     try:
         with torch.device("meta"):
@@ -65,7 +65,7 @@ def prepare_conversion(
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
     """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
 
-    hf_config: path of a config.json or its folder. It replaces name and flavor, and an export copies
+    hf_config: path of a config.json or its folder. It replaces name and flavor. An export copies
         config.json and the tokenizer from its folder.
     spec: used in place of the registered spec of `model_name`.
     Raises ValueError if the model or flavor is unknown, or if the model has no adapter.

@@ -83,8 +83,8 @@ def load(
     """Read a checkpoint into `state_dict`, as torch's `load` does. Collective.
 
     checkpoint_id: the folder of a DCP checkpoint. storage_reader: reads other files instead.
-    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with one
-    ValueError, which names the file, for each rank that failed to read its part.
+    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with
+    one ValueError, which names the file, for each rank that failed to read its part.
     """
     planner = None
     if storage_reader is None:

@@ -223,8 +223,8 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 def find_damage(folder: str) -> str | None:
     """The first damage in the files of `folder`; None if they are whole.
 
-    Collective: each rank hashes its share. A folder without recorded hashes passes, unless parts of a
-    checkpoint lack their `.metadata`.
+    Collective: each rank hashes its share. A folder without recorded hashes passes, unless parts of
+    a checkpoint lack their `.metadata`.
     """
     try:
         expected, contents = from_rank_zero(lambda: (_read_hashes(folder), contents_of(folder)))
@@ -255,7 +255,7 @@ def _own_share(names: list[str]) -> list[str]:
 
 
 def _read_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file. Raises ValueError if that file is cut off."""
+    """File name -> SHA-256; empty without a hash file. Raises ValueError if it is damaged."""
     path = os.path.join(folder, HASHES_FILE)
     if not os.path.isfile(path):
         return {}
@@ -301,7 +301,7 @@ class _HashingFileSystem(FileSystem):
             try:
                 yield hashed
             except RuntimeError as error:
-                # torch's zip writer raises its own error; the system's error, its context, says why.
+                # torch's zip writer raises an error of its own; the cause is the system's error.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -346,7 +346,7 @@ class HashingWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's files; sends (DCP's results, file name -> SHA-256) to the coordinator."""
+        """Write this rank's files. The coordinator gets (DCP's results, file name -> SHA-256)."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         written: Future[Any] = Future()

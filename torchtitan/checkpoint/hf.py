@@ -119,8 +119,8 @@ def check_files(folder: str) -> list[str]:
     """The names of missing files that the index lists.
 
     Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
-    are read: safetensors limits their size, and checks that tensors don't overlap and end inside the
-    file.
+    are read: safetensors limits their size, and checks that tensors don't overlap and end inside
+    the file.
     """
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
@@ -160,8 +160,8 @@ def check_files(folder: str) -> list[str]:
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The entries in parts of bounded size.
 
-    Entries of one module stay together, because adapters join some of them. Ranks that share tensors
-    cut at the same places, because adapters gather some of them.
+    Entries of one module stay together, because adapters join some of them. Ranks that share
+    tensors cut at the same places, because adapters gather some of them.
     """
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
@@ -193,10 +193,10 @@ def save_to_hf(
     """Write the model to safetensors files with an index. Collective.
 
     dtype: the dtype to cast floating-point tensors to; None keeps their own dtypes.
-    Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise into
-    files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is removed.
-    config.json, generation_config.json and the tokenizer are written too, so that `transformers`
-    opens the folder; see `hf_assets.write_model_files`, also for `tokenizer`.
+    Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise
+    into files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is
+    removed. config.json, generation_config.json and the tokenizer are written too, so that
+    `transformers` opens the folder; see `hf_assets.write_model_files`, also for `tokenizer`.
     """
     if left_out := _left_out(state_dict, adapter):
         logger.warning(
@@ -311,8 +311,8 @@ def _write_alone(
 ) -> dict[str, str]:
     """Write every tensor straight to its file; return file name -> SHA-256.
 
-    All tensors are translated twice, because a file's header lists the sizes of its tensors: once for
-    the sizes, and once to be written.
+    All tensors are translated twice, because a file's header lists the sizes of its tensors: once
+    for the sizes, and once to be written.
     """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
@@ -347,8 +347,8 @@ def _write_alone(
 def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
     """The beginning of a safetensors file; the tensors follow in the order of `entries`.
 
-    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON header, the
-    header, then the tensors one after another.
+    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON header,
+    the header, then the tensors one after another.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -40,8 +40,8 @@ def write_model_files(
 
     An existing tokenizer is kept, and so is an existing config.json that describes `model_args`.
     hf_assets_path: folder of the tokenizer and, for a model that came from Hugging Face, its
-        config.json, which is copied if it describes `model_args`. Otherwise config.json is made from
-        `model_args`.
+        config.json, which is copied if it describes `model_args`. Otherwise config.json is made
+        from `model_args`.
     tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path.
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
     If a file cannot be written, a warning is logged, because the weights matter more.
@@ -82,7 +82,7 @@ def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
 
 
 def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int]:
-    """Write the tokenizer; return the ids of its begin- and end-of-text tokens by config.json's keys."""
+    """Write the tokenizer; return its begin- and end-of-text ids, by config.json's keys."""
     if any(Path(folder, name).exists() for name in _TOKENIZER_FILES):
         return _token_ids(HuggingFaceTokenizer(folder))
     if not isinstance(tokenizer, HuggingFaceTokenizer):

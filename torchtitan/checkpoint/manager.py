@@ -58,8 +58,8 @@ class CheckpointManager:
     """Saves and loads the states of a run, following the `[checkpoint]` section.
 
     `states` is updated in place with the model, optimizer, schedulers and dataloader. Its values
-    need not be `Stateful`. Attributes named like fields of the section, `folder` and `sd_adapter` may
-    be set at run time.
+    need not be `Stateful`. Attributes with the name of a setting, `folder` and `sd_adapter` may be
+    set at run time.
     model_description: the name of the model in error messages.
     run_record: the settings that a resume compares (see `run_record.py`).
     tokenizer: its files are written beside exported weights.
@@ -219,7 +219,7 @@ class CheckpointManager:
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
 
-        Retention never removes the folder, because it is not a step. Raises RunError if writing fails.
+        Retention never removes the folder, because it is not a step. Raises RunError on failure.
         """
         self._saver.wait(self.folder)
         self.states[MODEL].refresh()

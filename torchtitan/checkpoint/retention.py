@@ -50,8 +50,8 @@ def _warn_of_failed_removal(path: str, error: OSError) -> None:  # a later save 
 class Retention:
     """Removes old steps in a thread.
 
-    configured_folder: steps of earlier processes of the run may be removed here. In a folder that was
-        set at run time, only steps that this manager wrote may be removed.
+    configured_folder: here steps of earlier processes of the run may be removed. In a folder that
+        was set at run time, only steps that this manager wrote may be removed.
 
     written, given, damaged: resolved paths of the steps that this manager wrote under a name of its
     own, that a caller named for a save or load, and that a load found damaged.
@@ -105,9 +105,9 @@ class Retention:
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
-        saving_to: the step that is being written. It is neither counted nor removed, and neither are
-        steps that this run doesn't own. Interrupted and damaged steps are not counted either, and are
-        removed once a newer step is finished.
+        saving_to: the step that is being written. It is neither counted nor removed, and neither
+        are steps that this run doesn't own. Interrupted and damaged steps are not counted either,
+        and are removed once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         broken = [

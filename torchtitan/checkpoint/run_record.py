@@ -26,8 +26,8 @@ _OWN_DATA = (
     "starts from its beginning"
 )
 
-# Setting -> (component, message if the component's state is loaded from the checkpoint). If it is not
-# loaded, this run's setting is used.
+# Setting -> (component, message if the component's state is loaded from the checkpoint). If it is
+# not loaded, this run's setting is used.
 _WHICH_IS_USED = {
     "optimizer.lr": ("lr_scheduler", _SAVED),
     "optimizer.beta1": ("optimizer", _SAVED),
@@ -63,7 +63,7 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that matter to a run that continues from this run's checkpoints.
 
-    Ranks compare their records before they train. seed: recorded, but a continued run doesn't use it.
+    Ranks compare their records before they train. A continued run doesn't use the recorded `seed`.
     """
     record: dict[str, Any] = {"seed": seed}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
@@ -112,7 +112,7 @@ def read_record(folder: str) -> dict[str, Any]:
 
 
 def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Raise ValueError if another kind of optimizer was saved, because its state means other things."""
+    """Raise ValueError for another kind of optimizer, because its state has another meaning."""
     names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
     if None not in names and names[0] != names[1]:
         raise ValueError(

@@ -69,7 +69,7 @@ class Saver:
             from_rank_zero(lambda: mark_kept(folder))
 
     def prepare(self, mode: AsyncMode) -> AsyncMode:
-        """Make what a background save needs; return ASYNC if memory cannot be pinned. Collective."""
+        """Set up background saves; return ASYNC if memory cannot be pinned. Collective."""
         if mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             # At the reference's path, where the reference's tests replace the class.
             reference = importlib.import_module("torchtitan.components.checkpoint")

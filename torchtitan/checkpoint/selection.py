@@ -51,7 +51,7 @@ class Selection:
         step: -1 loads the newest whole step, or the initial checkpoint if the run has none.
         initial: the `initial_load_*` settings. If it has no path, Hugging Face files come from the
         adapter's folder.
-        Raises FileNotFoundError if there is no such step, ValueError if it is interrupted or damaged.
+        Raises FileNotFoundError if there is no such step, ValueError if it is not whole.
         """
         folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
@@ -190,7 +190,7 @@ def _damage_of(path: str, contents: Contents, verify: bool) -> str | None:
 
 
 def _unreadable(step: StepFolder) -> str | None:
-    """The error of reading the checkpoint's index of tensors; None if it can be read. Collective."""
+    """The error of reading the index of the step's tensors; None if it is readable. Collective."""
     check = check_files if step.contents == Contents.HF else saved_shapes_in
     try:
         from_rank_zero(lambda: check(step.path))

@@ -58,8 +58,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or FSDP
-    holds gathered parameters after an evaluation.
+    Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or
+    FSDP holds gathered parameters after an evaluation.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -136,8 +136,8 @@ def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, A
 class UserState(Stateful):
     """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
 
-    Each state is pickled to one entry of the checkpoint, whatever its size; one rank's entry is saved
-    and every rank loads it.
+    Each state is pickled to one entry of the checkpoint, whatever its size; one rank's entry is
+    saved and every rank loads it.
     """
 
     def __init__(self) -> None:
@@ -177,12 +177,12 @@ def _pickled(name: str, state: Any) -> bytes:
 def fit_to_checkpoint(
     states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
 ) -> dict[str, Any]:
-    """Compare `states` with the checkpoint `path`; return the states that DCP is to load. Collective.
+    """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
 
     states: the states to load, with the model's entries at the top level.
     all_states: all states of the run, by component.
-    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to another
-    model.
+    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
+    another model.
     """
     saved = from_rank_zero(lambda: saved_shapes_in(path))
     if saved is None:

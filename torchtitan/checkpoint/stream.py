@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,30 @@ _WORDS_PER_ROW = 2**15
 _ROWS_AT_ONCE = 2**9
 
 
+class WeightSource(Protocol):
+    """The attributes of a `TrainingEngine` that a stream reads."""
+
+    model_parts: list[nn.Module]
+    device: torch.device
+    pp_schedule: Any
+
+    @property
+    def weights_version(self) -> int: ...
+
+
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
     By default every rank gets all whole tensors. This is a collective, over pipeline stages too, so
     every rank has to iterate to the end. All experts are included, in the format of the family's
     files. A tied output weight is yielded as the tensor of the embedding.
-    Tensors may share the live parameters' memory: copy a tensor that must outlast the next optimizer
-    step.
+    Tensors may share the live parameters' memory: copy a tensor that must outlast the next
+    optimizer step.
 
     sharded: yield `LocalShard`s instead, views of this rank's part of its own stage, without any
         communication. Every rank yields its replicas; a weight may come in pieces.
-    dtype: floating-point parameters are cast to it; buffers and routers keep their dtype. None casts
-        nothing.
+    dtype: floating-point parameters are cast to it; buffers and routers keep their dtype. None
+        casts nothing.
 
     version: the number of optimizer steps that have changed the weights. digest: `digest_of` the
     yielded pairs, None until the end. For whole tensors it is the same for every layout of ranks.
@@ -70,7 +81,7 @@ class WeightStream:
         self.version, self.digest = current_version(), None
 
     @classmethod
-    def of_engine(cls, engine: Any, adapter: BaseStateDictAdapter, **options: Any) -> Self:
+    def of_engine(cls, engine: WeightSource, adapter: BaseStateDictAdapter, **options: Any) -> Self:
         """The stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
         schedule = engine.pp_schedule
         return cls(
@@ -219,8 +230,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """One int64, on the tensor's device, that changes if any bit of the tensor changes.
 
     The bytes, read as 64-bit words, are summed row by row with odd weights, modulo 2^64; then the
-    sums are summed in the same way, until one is left. Integer sums don't depend on the order, so CPU
-    and accelerator agree. hashlib would be ten times as slow and need the weights on the host.
+    sums are summed in the same way, until one is left. Integer sums don't depend on the order, so
+    CPU and accelerator agree. hashlib would be ten times as slow and need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8
@@ -248,7 +259,7 @@ def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Odd weights, so that a change of one word cannot vanish. They are the same in every process."""
+    """Odd weights, so that a change of one word cannot vanish; the same in every process."""
     draw = random.Random(0)
     words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
     signed = [word - 2**64 if word >= 2**63 else word for word in words]

@@ -97,10 +97,10 @@ def build_lr_schedulers(
         1                                until e = T - D
         p = (e + D - T) / D              min_lr_factor + (1 - min_lr_factor) * curve(p)
 
-    With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first step has 1/W of the peak
-    and step W all of it. With -1 the first step has 0/W; then "linear", "cosine" and the constant
-    schedule (decay_ratio = 0) are those of `transformers.get_*_schedule_with_warmup` and of verl. The
-    offset does not move the decay.
+    With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first step has 1/W of the
+    peak and step W all of it. With -1 the first step has 0/W; then "linear", "cosine" and the
+    constant schedule (decay_ratio = 0) are those of `transformers.get_*_schedule_with_warmup` and
+    of verl. The offset does not move the decay.
     """
     config = lr_scheduler_config
     total_steps = training_steps if config.total_steps is None else config.total_steps

@@ -174,7 +174,7 @@ def release_pinned_memory() -> None:
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
     for group in optimizer.param_groups:
-        # torch counts steps on the host, whatever the parameter's device, except in these two cases.
+        # Except in these two cases torch counts steps on the host, whatever the parameter's device.
         counts_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

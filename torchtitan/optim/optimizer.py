@@ -126,8 +126,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
         """Yield each model part with its optimizers; its gradients are set aside meanwhile.
 
-        Parts are resharded, because a forward without gradient leaves FSDP2 modules gathered, and the
-        optimizers don't know the gathered parameters.
+        Parts are resharded, because a forward without gradient leaves FSDP2 modules gathered, and
+        the optimizers don't know the gathered parameters.
         """
         for part in self.model_parts:
             distributed.reshard_model(part)
@@ -146,8 +146,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
 class OptimizersInBackwardContainer(OptimizersContainer):
     """One optimizer per trainable parameter, stepped as soon as the gradient is complete.
 
-    Each gradient is freed at once to save memory, so gradients can be neither clipped nor accumulated
-    over microbatches. `step()` and `zero_grad()` do nothing.
+    Each gradient is freed at once to save memory, so gradients can be neither clipped nor
+    accumulated over microbatches. `step()` and `zero_grad()` do nothing.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ def build_optimizers_with_moe_load_balancing(
 
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
-    """True if `skipped_where` works for all optimizers. torch's "fused" implementations support it."""
+    """True if `skipped_where` works for all optimizers, as for torch's "fused" implementations."""
     return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
 
 
@@ -313,8 +313,8 @@ def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
 def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
     """Move each expert's routing bias towards an even load, and reset the token counts.
 
-    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664). The changes of a block sum to
-    zero, so that the biases don't drift. `counts` below is [n_blocks, n_experts].
+    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664). The changes of a block sum
+    to zero, so that the biases don't drift. `counts` below is [n_blocks, n_experts].
     """
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return

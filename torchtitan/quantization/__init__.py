@@ -17,7 +17,7 @@ MXFP8_GROUP_ALIGNMENT_SIZE = 32
 
 
 class QuantizationConverter(ModelConverter):
-    """Base class of the converters named quantize.*: torchao's `quantize_` with a config and a filter.
+    """Base class of the converters quantize.*: torchao's `quantize_` with a config and a filter.
 
     enabled: set to True by a subclass once its checks have passed.
     Raises ValueError if the job mixes number formats.
