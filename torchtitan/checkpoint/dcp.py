@@ -21,26 +21,11 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    async_save,
-    save,
-)
+from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
@@ -78,7 +63,7 @@ def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: str | None = None,
-    storage_reader: StorageReader | None = None,
+    storage_reader: torch_dcp.StorageReader | None = None,
 ) -> None:
     """Read a checkpoint into `state_dict`, as torch's `load` does. Collective.
 
@@ -150,7 +135,7 @@ class _EntryView(_ReaderView):
         return super().seek(offset, whence)
 
 
-class SafeReader(FileSystemReader):
+class SafeReader(torch_dcp.FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
 
     _metadata: Metadata | None = None
@@ -173,7 +158,7 @@ class SafeReader(FileSystemReader):
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
         check_chunks(metadata, path)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
 
@@ -195,8 +180,8 @@ class SafeReader(FileSystemReader):
         entry.seek(0)
         return entry
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items_of_file: dict[str, list[ReadItem]] = {}
+    def read_data(self, plan: torch_dcp.LoadPlan, planner: torch_dcp.LoadPlanner) -> Future[None]:
+        items_of_file: dict[str, list[torch_dcp.ReadItem]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             items_of_file.setdefault(info.relative_path, []).append(item)
@@ -220,12 +205,12 @@ class SafeReader(FileSystemReader):
         return done
 
 
-class _SafePlanner(DefaultLoadPlanner):
-    def create_local_plan(self) -> LoadPlan:
+class _SafePlanner(torch_dcp.DefaultLoadPlanner):
+    def create_local_plan(self) -> torch_dcp.LoadPlan:
         check_same_kinds(self.state_dict, self.metadata)
         return super().create_local_plan()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: torch_dcp.ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         before = self.state_dict[name]
         limit = _MAX_BYTES_OF_NUMBER if isinstance(before, int | float) else _MAX_BYTES
@@ -380,19 +365,19 @@ class SavePlans:
 
     def forget(self) -> None:
         for name in _CACHES:
-            getattr(SavePlanner, name, {}).pop(self._key, None)
+            getattr(torch_dcp.SavePlanner, name, {}).pop(self._key, None)
         # DCP's default key is the same for all managers of this process.
         self._key = f"torchtitan {next(_numbers)}"
 
 
-class _RememberingPlanner(DefaultSavePlanner):
+class _RememberingPlanner(torch_dcp.DefaultSavePlanner):
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = key
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> torch_dcp.SavePlan:
         plan = super().create_local_plan()
         # DCP compares names and shapes, but not dtypes, which .metadata also records.
-        if not plan.usable and self.plan != SavePlanner._cached_save_plan[self._cached_plans_key]:
+        if not plan.usable and self.plan != self._cached_save_plan[self._cached_plans_key]:
             plan = self._pending_local_plan = self.plan
         return plan

@@ -198,7 +198,13 @@ def save_to_hf(
     removed. config.json, generation_config.json and the tokenizer are written too, so that
     `transformers` opens the folder; see `hf_assets.write_model_files`, also for `tokenizer`.
     """
-    if left_out := _left_out(state_dict, adapter):
+    has_name = {name for names in adapter.groups_of(state_dict) for name in names}
+    unnamed = {  # zeros change nothing
+        name
+        for name, tensor in state_dict.items()
+        if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
+    }
+    if left_out := sorted(set().union(*all_ranks(unnamed))):
         logger.warning(
             f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} "
             "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
@@ -223,17 +229,6 @@ def save_to_hf(
 
     from_rank_zero(write_the_rest)
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
-
-
-def _left_out(state_dict: dict[str, Any], adapter: BaseStateDictAdapter) -> list[str]:
-    """The expert_bias buffers of any rank that have no HF name and are not all zero."""
-    has_name = {name for names in adapter.groups_of(state_dict) for name in names}
-    left_out = [
-        name
-        for name, tensor in state_dict.items()
-        if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
-    ]
-    return sorted({name for part in all_ranks(left_out) for name in part})
 
 
 def _to_hf(

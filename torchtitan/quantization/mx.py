@@ -3,7 +3,6 @@
 Through torchao, whose MXFP8 interface is still a prototype.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ _LINEAR_RECIPES = {
     "mxfp8_cublas_rceil": "MXFP8_RCEIL",
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
+_TORCHAO_CONFIG = "torchao.prototype.moe_training.config"
 _BLOCK_SIZE = 32  # consecutive numbers of a row, or of a column, that share a scale
 
 
@@ -42,7 +42,7 @@ class MXLinearConverter(QuantizationConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.mx
-        torchao_config = _import_config("quantize.linear.mx")
+        torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.linear.mx")
         if options.recipe_name not in _LINEAR_RECIPES:
             raise ValueError(
                 f"quantize.linear.mx.recipe_name must be one of {list(_LINEAR_RECIPES)}, "
@@ -76,15 +76,11 @@ class MXGroupedMMConverter(GroupedMMConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.grouped_mm.mx
-        torchao_config = _import_config("quantize.grouped_mm.mx")
+        torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.grouped_mm.mx")
         _check_hardware("quantize.grouped_mm.mx")
         config = _from_recipe(torchao_config, "MXFP8_RCEIL")
         self.set_up(job_config, options.fqns, config, "MXFP8", MXFP8_GROUP_ALIGNMENT_SIZE)
         self.moe_fqns, self.recipe_name = self.fqns, options.recipe_name
-
-
-def _import_config(converter_name: str) -> ModuleType:
-    return import_torchao("torchao.prototype.moe_training.config", converter_name)
 
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
