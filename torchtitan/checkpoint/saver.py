@@ -49,13 +49,14 @@ class Saver:
     def save(
         self, states: dict[str, Any], folder: str, mode: AsyncMode, record: dict[str, Any]
     ) -> Future | AsyncSaveResponse | None:
-        """Write `states` to `folder`, in DCP's format; return what DCP does. Collective."""
+        """Write `states` to `folder`; return DCP's future in an asynchronous mode. Collective."""
         copies = self.host_copies if mode == AsyncMode.ASYNC else None
         arguments = self._plans.arguments()
         arguments["checkpoint_id"] = folder
         arguments["storage_writer"] = HashingWriter(folder, record, copies)
         if mode == AsyncMode.DISABLED:
-            return dcp.save(states, **arguments)
+            dcp.save(states, **arguments)
+            return None
         if mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             order_staging_after_compute(self.stager)
             arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
@@ -110,6 +111,7 @@ class Saver:
             result.add_done_callback(report)
 
     def wait_for_staging(self) -> None:
+        """Wait on the host until the pinned copies are complete."""
         # The device cannot wait instead: the stager reports only after its last copy has finished.
         if self.staging:
             self.staging_future.result()
