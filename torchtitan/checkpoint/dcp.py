@@ -308,9 +308,10 @@ _MAX_CUT_AXES = 8  # a mesh shards a tensor along fewer axes; each doubles the w
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
     """True if the boxes lie inside a tensor of this size and cover each number of it once.
 
-    That holds exactly if the corners of all boxes cancel out to those of the tensor, where a corner
-    is positive if it is the end of its box along an even number of axes, else negative: the number
-    of boxes over a place is the sum of the corners before it.
+    The number of boxes over a place is the sum of the signed corners before it: a corner counts +1
+    if it is the end of its box along an even number of axes, otherwise -1. So the boxes tile the
+    tensor exactly if their signed corners sum to the signed corners of the tensor.
+    Example, along one axis: boxes [0, 2) and [2, 5) have +0 -2 +2 -5, which is the tensor's +0 -5.
     """
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):

@@ -80,7 +80,7 @@ class Retention:
         with one_error(f"The checkpoint folder {folder} cannot be used"):
             from_rank_zero(lock)
         n_bytes = estimated_bytes(model_parts)
-        if self._lock is not None:  # on rank 0
+        if self._lock is not None:  # rank 0
             warn_of_little_space(folder, n_bytes, n_kept)
 
     def leave_alone(self, path: str) -> None:

@@ -81,7 +81,7 @@ def record_of(
 
 
 def compare_with_saved(path: str, own: dict[str, Any], loaded: Collection[str]) -> None:
-    """Warn of each setting that differs from those of the run that wrote `path`. Collective.
+    """Warn of each setting that differs from the run that wrote `path`. Collective.
 
     own: this run's record. loaded: the components whose state comes from the checkpoint.
     Raises ValueError if the saved optimizer is of another kind.

@@ -13,7 +13,7 @@ from torchtitan.distributed.dtensor import local_tensor
 
 
 class AsyncMode(StrEnum):
-    """How long training waits for a save (see `checkpoint.async_mode`)."""
+    """The setting `checkpoint.async_mode`: how long training waits for a save."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -56,6 +56,7 @@ class HostCopies:
         self.close()
         if self._layout != _layout_of(state_dict):
             self._take_memory(state_dict)
+        # A private function of torch 2.13, which its own stagers use in this way.
         return _copy_state_dict(state_dict, self._kept, type_check=False)
 
     def close(self) -> None:

@@ -189,10 +189,6 @@ def fit_to_checkpoint(
         return states
     model_names = all_states[MODEL].state_dict().keys()
     others = {name: state for name, state in states.items() if name not in model_names}
-    own_keys = {}  # under which DCP stores each component
-    for name, state in others.items():
-        content = state.state_dict() if isinstance(state, Stateful) else state
-        own_keys[name] = set(flatten_state_dict({name: content})[0])
     saved_others = keys_outside_model(saved, all_states)
     left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
     if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
@@ -206,27 +202,23 @@ def fit_to_checkpoint(
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
         return {name: states[name] for name in model_names if name in states}
 
-    def show(name: str, entries: dict[str, Any]) -> None:
-        """Make DCP read these entries for the component, in place of the keys it has now."""
-        load = others[name].load_state_dict
-        states[name] = SimpleNamespace(state_dict=lambda: entries, load_state_dict=load)
-
     states = dict(states)
-    if DATALOADER in others:
-        positions = _keys_of(DATALOADER, saved)
-        own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
-        if positions and positions != set().union(*all_ranks(own_positions)):
-            # The dataloader gets the positions of all saving ranks and divides them again.
-            show(DATALOADER, dict.fromkeys(positions))
-            own_keys[DATALOADER] = set()
-    if TRAIN_STATE in others:
-        known = _keys_of(TRAIN_STATE, saved)
-        newer = {f"{TRAIN_STATE}.{key}" for key in _KEYS_SINCE_FIRST_VERSION - known}
-        if own_keys[TRAIN_STATE] & newer:
-            content = others[TRAIN_STATE].state_dict()
-            show(TRAIN_STATE, {key: value for key, value in content.items() if key in known})
-            own_keys[TRAIN_STATE] -= newer
-    for name, keys in own_keys.items():
+    for name, state in others.items():
+        content = state.state_dict() if isinstance(state, Stateful) else state
+        keys = set(flatten_state_dict({name: content})[0])  # under which DCP stores the component
+        fitted = content
+        if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
+            if positions != set().union(*all_ranks(_keys_of(DATALOADER, keys))):
+                # The dataloader gets the positions of all saving ranks and divides them again.
+                fitted, keys = dict.fromkeys(positions), set()
+        if name == TRAIN_STATE:
+            newer = _KEYS_SINCE_FIRST_VERSION - _keys_of(TRAIN_STATE, saved)
+            if newer & _keys_of(TRAIN_STATE, keys):
+                fitted = {key: value for key, value in content.items() if key not in newer}
+                keys -= {f"{TRAIN_STATE}.{key}" for key in newer}
+        if fitted is not content:  # DCP reads the keys that it is shown
+            load = state.load_state_dict
+            states[name] = SimpleNamespace(state_dict=lambda f=fitted: f, load_state_dict=load)
         if missing := set().union(*all_ranks(keys - saved.keys())):
             raise ValueError(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(sorted(missing))}. "
