@@ -291,7 +291,7 @@ FAULTS = [
     # Damaged checkpoints without hashes
     resuming(
         name="checkpoint file that is cut off",
-        message="error: …__0_0.distcp is cut off: it has 1000 bytes, and .metadata lists …",
+        message="error: …__0_0.distcp is cut off: it has 1000 bytes, but .metadata lists …",
         cause=DAMAGED,
         remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
         arrange=resume(shorten_file("__0_0.distcp", 1000)),
