@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.states import live_states
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -75,7 +76,7 @@ def train(engine: TrainingEngine, n_steps: int) -> list[float]:
 
 def stall_of_save(engine: TrainingEngine, mode: AsyncMode) -> float:
     manager = engine.checkpointer
-    manager._wait_for_save()  # a save before this one is another's time
+    manager._saver.wait(manager.folder)  # a save before this one is another's time
     manager.async_mode = mode
     started = time.perf_counter()
     engine.save()
@@ -104,8 +105,8 @@ def main() -> None:
         engine.checkpointer.claim_folder()
         train(engine, 1)
         checkpointer = engine.checkpointer
-        checkpointer._join_group()  # as `save` in a step that is not due
-        checkpointer._host_copies.prepare(checkpointer._states_now)
+        # As `save` does in a step that is not due.
+        checkpointer._saver.prepare_copies(lambda: live_states(checkpointer.states))
         for _ in range(options.saves):
             for mode in stalls:
                 steps += train(engine, STEPS_BETWEEN)

@@ -222,7 +222,7 @@ def bias_of_experts_stays_on_the_host(function):
 # ---- streams ----
 
 
-@fault("checkpoint pinned", "torchtitan.checkpoint.manager:order_staging_after_compute")
+@fault("checkpoint pinned", "torchtitan.checkpoint.saver:order_staging_after_compute")
 def staging_does_not_wait_for_the_update(function):
     return lambda stager: None
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on in any other as if the run had never stopped."""
+"""A run continues from a checkpoint of any layout in any other, as if it had never stopped."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def take_steps(engine, layout, count):
 
 
 def train_and_save(layouts, folder):
-    """By layout: the state that is saved, and what the steps after it tell."""
+    """Layout -> (the saved state, the records of the steps after it)."""
     records = {}
     for layout in layouts:
         engine = engine_of(layout, folder)
@@ -80,7 +80,7 @@ def train_and_save(layouts, folder):
 
 
 def load_and_go_on(sources_of, folder):
-    """By (source, layout): the state that was loaded, and what the steps after it tell.
+    """(source, layout) -> (the loaded state, the records of the steps after it).
 
     The first load is into a new engine, those after it over the state of other steps.
     """

@@ -32,7 +32,7 @@ from torchtitan.tools.errors import RunError
 
 
 class Position(Stateful):
-    """Stands for a dataloader: each rank saves its own position, and gets all when it needs them."""
+    """Stands in for a dataloader. Each rank saves its position, and gets all on another rank count."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] = {}
@@ -145,8 +145,8 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
         run.train()
         run.manager.save(step)
         saved.append(run.everything())
-        assert run.manager._host_copies._kept is not None
-    run.train()  # must not reach what is being written
+        assert run.manager._saver.host_copies._kept is not None
+    run.train()  # must not change the copies that are being written
     run.manager.close()
     return saved
 
@@ -220,7 +220,7 @@ def test_all_ranks_report_another_model_alike(tmp_path):
 
 
 def fail_to_write_on(rank: int) -> Any:
-    """For the time of the block, this rank's disk is full."""
+    """Make the disk of this rank full during the block."""
     if dist.get_rank() != rank:
         return contextlib.nullcontext()
     return mock.patch("torchtitan.checkpoint.folder.open_file", side_effect=OSError("disk full"))
@@ -243,7 +243,7 @@ def test_all_ranks_hear_of_one_ranks_failed_write(tmp_path):
 
 
 def save_many_times(folder: str, async_mode: str) -> list[bool]:
-    """Whether this rank sent its plan for each save, rather than "as before"; loads all of them."""
+    """True for each save for which this rank sent its plan; all saves are loaded again."""
     sent: list[bool] = []
     prepare = HashingWriter.prepare_local_plan
 
@@ -271,7 +271,7 @@ def save_many_times(folder: str, async_mode: str) -> list[bool]:
                     stack.enter_context(fail_to_write_on(1))
                     stack.enter_context(contextlib.suppress(RuntimeError))
                 run.manager.save(step)
-                run.manager._wait_for_save()
+                run.manager._saver.wait(run.manager.folder)
     run.manager.close()
     assert not SavePlanner._cached_save_plan and not SavePlanner._cached_all_plans
     del saved[4]

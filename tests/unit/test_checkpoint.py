@@ -1,4 +1,4 @@
-"""Checkpoints in one process: with fakes in place of DCP, and for real."""
+"""Checkpoints of a small model in one process."""
 
 import gc
 import json
@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader
 
 from tests import hostile
+from torchtitan.checkpoint import dcp, folder, selection
 from torchtitan.checkpoint.folder import (
     HASHES_FILE,
     UNFINISHED_MARKER,
@@ -32,583 +32,16 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.checkpoint.retention import Retention, estimated_bytes
-from torchtitan.components.checkpoint import (
-    CheckpointManager,
-    ModelWrapper,
-    Terminate,
-    purge_thread,
-)
+from torchtitan.checkpoint.retention import Retention, Terminate, estimated_bytes, purge_thread
+from torchtitan.checkpoint.saver import Saver
+from torchtitan.components import checkpoint as reference
+from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
 from torchtitan.config.job_config import Checkpoint, FaultTolerance
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-
-MODULE = "torchtitan.components.checkpoint"
-
-
-# Fakes, of the shapes that the reference's own tests use
-
-
-class FakeOptimizers:
-    def __init__(self) -> None:
-        self.weights = torch.ones(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.weights = state_dict["weights"]
-
-    def init_cache_state_dict(self) -> None: ...
-
-
-class FakeSchedulers:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class FakeDataLoader(DataLoader):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def fake_save(state_dict, checkpoint_id, storage_writer=None):
-    contents = {}
-    for name, value in state_dict.items():
-        contents[name] = value.state_dict() if hasattr(value, "state_dict") else value
-    os.makedirs(checkpoint_id, exist_ok=True)
-    torch.save(contents, os.path.join(checkpoint_id, "contents.pt"))
-
-
-def fake_load(states, checkpoint_id=None):
-    contents = torch.load(os.path.join(checkpoint_id, "contents.pt"))
-    for name, value in contents.items():
-        if hasattr(states.get(name), "load_state_dict"):
-            states[name].load_state_dict(value)
-        elif name in states:
-            states[name].copy_(value)
-
-
-def fake_async_save(state_dict, storage_writer=None, checkpoint_id=None, **kwargs):
-    if "async_stager" in kwargs:
-        return AsyncSaveResponse(mock.Mock(), mock.Mock())
-    return mock.Mock(spec=["result"])
-
-
-def checkpoint_config(**changes: Any) -> Checkpoint:
-    settings = dict(enable=True, folder="", async_mode="DISABLED", interval=1, keep_latest_k=2)
-    return Checkpoint(**(settings | changes))
-
-
-@pytest.fixture
-def build_fake(tmp_path):
-    """Builds managers over one model and one set of fakes."""
-    parts = dict(
-        dataloader=FakeDataLoader([0, 1]),
-        model_parts=[nn.Linear(2, 2)],
-        optimizers=FakeOptimizers(),
-        lr_schedulers=FakeSchedulers(),
-        states={"trainer": torch.tensor([1.0])},
-        ft_manager=SimpleNamespace(enabled=False, manager=None),
-    )
-
-    def build(model: nn.Module | None = None, **config: Any) -> CheckpointManager:
-        chosen = parts | ({} if model is None else {"model_parts": [model]})
-        return CheckpointManager(
-            checkpoint_config=checkpoint_config(**config),
-            sd_adapter=None,
-            base_folder=str(tmp_path),
-            **chosen,
-        )
-
-    return build
-
-
-@pytest.fixture
-def fakes():
-    with (
-        mock.patch("torch.distributed.get_rank", return_value=0) as get_rank,
-        mock.patch("torch.distributed.new_group", return_value="group"),
-        mock.patch(f"{MODULE}.dcp.save", side_effect=fake_save) as save,
-        mock.patch(f"{MODULE}.dcp.load", side_effect=fake_load) as load,
-        mock.patch(f"{MODULE}.dcp.async_save", side_effect=fake_async_save) as async_save,
-    ):
-        yield SimpleNamespace(get_rank=get_rank, save=save, load=load, async_save=async_save)
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-
-
-def wait_for_steps(folder: Path, steps: list[int]) -> None:
-    for _ in range(100):
-        if steps_in(folder) == steps:
-            return
-        time.sleep(0.05)
-    assert steps_in(folder) == steps
-
-
-def saved_ids(save: mock.Mock) -> list[str]:
-    return [call.kwargs["checkpoint_id"] for call in save.call_args_list]
-
-
-def test_save_then_load_restores_model_and_optimizer(build_fake, fakes):
-    manager = build_fake()
-    model, optimizer = manager.states["model"].model[0], manager.states["optimizer"]
-    before = model.weight.detach().clone()
-    manager.save(curr_step=1)
-    with torch.no_grad():
-        model.weight.zero_()
-    optimizer.weights = torch.zeros(2)
-
-    assert manager.load(step=1)
-
-    assert torch.equal(model.weight, before)
-    assert torch.equal(optimizer.weights, torch.ones(2))
-
-
-def test_only_the_newest_k_are_kept(build_fake, fakes, tmp_path):
-    manager = build_fake(keep_latest_k=2)
-    for step in (1, 2, 3):
-        manager.save(curr_step=step)
-    wait_for_steps(tmp_path, [2, 3])
-    assert saved_ids(fakes.save) == [str(tmp_path / f"step-{i}") for i in (1, 2, 3)]
-    assert "optimizer" in fakes.save.call_args.args[0]
-
-
-def test_only_rank_zero_purges_but_every_rank_saves(build_fake, fakes, tmp_path):
-    fakes.get_rank.return_value = 1
-    manager = build_fake(keep_latest_k=2)
-    for step in (1, 2, 3):
-        manager.save(curr_step=step)
-    manager.close()
-    assert steps_in(tmp_path) == [1, 2, 3]
-    assert fakes.save.call_count == 3
-
-
-def test_keep_latest_k_can_be_set_at_run_time(build_fake, fakes, tmp_path):
-    manager = build_fake(keep_latest_k=0)
-    assert manager.purge_thread is None
-    for step in (1, 2, 3):
-        manager.save(curr_step=step)
-    manager.keep_latest_k = 1
-    manager.save(curr_step=4)
-    wait_for_steps(tmp_path, [4])
-
-
-def test_last_save_purges_too(build_fake, fakes, tmp_path):
-    manager = build_fake(keep_latest_k=2)
-    for step in (1, 2):
-        manager.save(curr_step=step)
-    manager.save(curr_step=3, last_step=True)
-    manager.close()
-    assert steps_in(tmp_path) == [2, 3]
-
-
-def test_interrupted_saves_do_not_count_and_go_when_superseded(build_fake, fakes, tmp_path):
-    mark_unfinished(str(tmp_path / "step-2"))
-    mark_unfinished(str(tmp_path / "step-9"))
-    (tmp_path / "backup-of-step-1").mkdir()
-    manager = build_fake(keep_latest_k=2)
-    manager.save(curr_step=1)
-    manager.save(curr_step=3)
-    manager.close()
-    assert (tmp_path / "backup-of-step-1").is_dir()
-    shutil.rmtree(tmp_path / "backup-of-step-1")
-    assert steps_in(tmp_path) == [1, 3, 9]
-
-
-def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(
-    build_fake, fakes, tmp_path
-):
-    earlier = build_fake(keep_latest_k=0)
-    for step in (2, 4, 6, 8):
-        earlier.save(curr_step=step)
-        for name in (".metadata", HASHES_FILE):
-            (tmp_path / f"step-{step}" / name).touch()
-    manager = build_fake(keep_latest_k=2)
-    for step, kept in ((3, [3, 8]), (4, [3, 4]), (5, [4, 5])):
-        manager.save(curr_step=step)
-        wait_for_steps(tmp_path, kept)
-
-
-def finished_steps(folder: Path, *steps: int) -> None:
-    for step in steps:
-        (folder / f"step-{step}").mkdir()
-        for name in (".metadata", HASHES_FILE):
-            (folder / f"step-{step}" / name).touch()
-
-
-def test_step_that_is_being_written_neither_counts_nor_goes(tmp_path):
-    retention = Retention(str(tmp_path))
-    finished_steps(tmp_path, 1, 2, 9)
-    writing = str(tmp_path / "step-3")
-    for is_written in (False, True):
-        mark_unfinished(writing)
-        if is_written:  # and nobody has waited for it
-            (tmp_path / "step-3" / ".metadata").touch()
-            (tmp_path / "step-3" / UNFINISHED_MARKER).unlink()
-        retention.will_write(writing, warns=False)
-        retention.purge(str(tmp_path), 3, saving_to=writing)
-        retention.close()
-        assert steps_in(tmp_path) == [1, 2, 3, 9]
-
-
-def test_interrupted_step_is_kept_until_a_newer_one_is_finished(tmp_path):
-    retention = Retention(str(tmp_path))
-    finished_steps(tmp_path, 1, 2)
-    mark_unfinished(str(tmp_path / "step-3"))
-    for n_finished, kept in ((2, [1, 2, 3]), (4, [1, 2, 4])):
-        if n_finished == 4:
-            finished_steps(tmp_path, 4)
-        retention.purge(str(tmp_path), 3, saving_to=None)
-        retention.close()
-        assert steps_in(tmp_path) == kept
-
-
-def test_damaged_step_that_is_written_again_counts_among_those_to_keep(tmp_path):
-    retention = Retention(str(tmp_path))
-    finished_steps(tmp_path, 1, 2, 3)
-    retention.damaged.add(str(tmp_path.resolve() / "step-3"))
-    retention.will_write(str(tmp_path / "step-3"), warns=False)
-    retention.purge(str(tmp_path), 1, saving_to=None)
-    retention.close()
-    assert steps_in(tmp_path) == [3]
-
-
-def test_step_that_waits_to_be_removed_is_unfinished_at_once(tmp_path):
-    retention = Retention(str(tmp_path))
-    finished_steps(tmp_path, 1, 2)
-    with mock.patch.object(retention, "start"):  # the thread is slow
-        retention.purge(str(tmp_path), 1, saving_to=None)
-    assert [f.contents for f in list_steps(str(tmp_path))] == [Contents.UNFINISHED, Contents.DCP]
-
-
-def test_steps_are_listed_by_their_numbers(tmp_path):
-    for step in (100, 9, 10):
-        mark_unfinished(str(tmp_path / f"step-{step}"))
-    assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
-
-
-def test_linked_step_is_not_purged(build_fake, fakes, tmp_path):
-    (tmp_path / "safe").mkdir()
-    (tmp_path / "safe" / HASHES_FILE).touch()
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "step-1").symlink_to(tmp_path / "safe")
-    manager = build_fake(folder="own", keep_latest_k=2)
-    for step in (2, 3, 4):
-        manager.save(curr_step=step)
-    manager.close()
-    assert os.listdir(tmp_path / "safe") == [HASHES_FILE]
-    (tmp_path / "safe").rename(tmp_path / "own" / "best")  # beside the steps
-    (tmp_path / "own" / "step-1").unlink()
-    (tmp_path / "own" / "step-1").symlink_to("best")
-    manager = build_fake(folder="own", keep_latest_k=2)
-    manager.save(curr_step=5)
-    manager.close()
-    assert os.listdir(tmp_path / "own" / "best") == [HASHES_FILE]
-
-
-def test_failing_save_deletes_nothing(build_fake, fakes, tmp_path):
-    manager = build_fake(keep_latest_k=2)
-    manager.save(curr_step=1)
-    manager.save(curr_step=2)
-    fakes.save.side_effect = dcp.CheckpointException("write", {0: (OSError("disk full"), None)})
-    with pytest.raises(RuntimeError, match="step-3 could not be written.*rank 0.*disk full"):
-        manager.save(curr_step=3)
-    manager.close()
-    assert steps_in(tmp_path) == [1, 2]
-
-
-def test_without_folder_nothing_is_loaded(build_fake):
-    manager = build_fake(folder="not_there")
-    assert not manager.load(step=-1)
-    manager.close()
-
-
-def test_newest_step_is_loaded(build_fake, fakes, tmp_path):
-    for step in (2, 5):
-        (tmp_path / f"step-{step}").mkdir()
-        (tmp_path / f"step-{step}" / ".metadata").touch()
-    fakes.load.side_effect = None
-    assert build_fake().load(step=-1)
-    fakes.load.assert_called_once_with(mock.ANY, checkpoint_id=str(tmp_path / "step-5"))
-
-
-def test_interval_and_last_step_decide_what_is_saved(build_fake, fakes, tmp_path):
-    manager = build_fake(interval=3, keep_latest_k=0)
-    manager.save(curr_step=1)
-    manager.save(curr_step=2)
-    assert steps_in(tmp_path) == []
-    manager.save(curr_step=2, last_step=True)
-    manager.save(curr_step=3)
-    manager.save(curr_step=4)
-    assert steps_in(tmp_path) == [2, 3]
-    manager.save(curr_step=4, last_step=True)
-    assert steps_in(tmp_path) == [2, 3, 4]
-
-
-@pytest.mark.parametrize(("first_step", "saved"), [(False, [10]), (True, [1, 10])])
-def test_first_step_is_saved_when_asked_for(build_fake, fakes, tmp_path, first_step, saved):
-    manager = build_fake(interval=10, enable_first_step_checkpoint=first_step, keep_latest_k=0)
-    for step in (1, 2, 10):
-        manager.save(curr_step=step)
-    assert steps_in(tmp_path) == saved
-
-
-def test_own_folder_goes_before_the_initial_path(build_fake, fakes, tmp_path):
-    manager = build_fake(last_save_model_only=True)
-    manager.save(curr_step=1, last_step=True)
-    path = str(tmp_path / "step-1")
-    second = build_fake(initial_load_path=path, initial_load_model_only=True, keep_latest_k=0)
-    second.load(step=1)
-    assert fakes.load.call_args.kwargs["checkpoint_id"] == path
-    second.save(curr_step=2)
-    second.load(step=2)
-    assert fakes.load.call_args.kwargs["checkpoint_id"] == str(tmp_path / "step-2")
-
-
-def test_pinned_save_stages_until_waited_for(build_fake, fakes):
-    with (
-        mock.patch(f"{MODULE}.DefaultStager") as stager,
-        mock.patch(f"{MODULE}.dist.new_group"),
-        mock.patch("torch.cuda.Stream"),
-    ):
-        manager = build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0)
-        assert not manager.staging and manager.stager is None
-        manager.save(curr_step=1)
-        assert manager.staging and manager.staging_future is not None
-        assert fakes.async_save.call_args.kwargs["async_stager"] is stager.return_value
-        staged, manager.staging_future = manager.staging_future, mock.Mock()
-        manager.staging_future.result.side_effect = OSError("not staged")
-        with pytest.raises(OSError, match="not staged"):
-            manager.maybe_wait_for_staging()
-        manager.staging_future = staged
-        manager.maybe_wait_for_staging()
-        assert not manager.staging
-
-
-@pytest.mark.parametrize("where", ["_staging_stream", "_stream_of_another_torch"])
-def test_pinned_copies_come_after_what_makes_the_states(build_fake, fakes, monkeypatch, where):
-    events = []
-    staging = SimpleNamespace(wait_stream=lambda other: events.append(f"staging waits: {other}"))
-    compute = mock.MagicMock(synchronize=lambda: events.append("host waits: compute"))
-    compute.__str__.return_value = "compute"
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: compute)
-    monkeypatch.setattr(
-        FakeOptimizers, "state_dict", lambda self: events.append("state made") or {"weights": 0}
-    )
-
-    def async_save(*args, **kwargs):
-        kwargs["async_stager"].stage(args[0])
-        return fake_async_save(*args, **kwargs)
-
-    fakes.async_save.side_effect = async_save
-    stager = SimpleNamespace(stage=lambda _: events.append("copies"), close=lambda: None)
-    setattr(stager, where, staging)
-    with mock.patch(f"{MODULE}.DefaultStager", return_value=stager):
-        build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0).save(curr_step=1)
-    waits = "staging waits" if where == "_staging_stream" else "host waits"
-    assert events == ["state made", f"{waits}: compute", "copies"]
-
-
-def test_next_async_save_waits_for_the_one_before(build_fake, fakes):
-    manager = build_fake(async_mode="async", keep_latest_k=0)
-    assert manager.save_future is None
-    manager.save(curr_step=5)
-    first = manager.save_future
-    first.result.assert_not_called()
-    manager.save(curr_step=6)
-    first.result.assert_called_once()
-    assert manager.save_future is not first
-    assert "async_stager" not in fakes.async_save.call_args.kwargs
-
-
-def test_failed_async_save_is_reported_by_close_with_its_folder(build_fake, fakes):
-    failed: Future = Future()
-    failed.set_exception(dcp.CheckpointException("write", {1: (OSError("disk full"), None)}))
-    fakes.async_save.side_effect = lambda *args, **kwargs: failed
-    manager = build_fake(async_mode="async", keep_latest_k=0)
-    manager.save(curr_step=5)
-    with pytest.raises(RuntimeError, match="step-5 failed .on rank 1.: OSError: disk full"):
-        manager.close()
-    manager.close()
-
-
-def test_pinned_mode_without_accelerator_saves_as_async(build_fake, fakes, caplog):
-    if torch.accelerator.is_available():
-        pytest.skip("needs a machine without accelerator")
-    manager = build_fake(async_mode="async_with_pinned_mem", keep_latest_k=0)
-    manager.save(curr_step=1)
-    manager.maybe_wait_for_staging()
-    assert "async_stager" not in fakes.async_save.call_args.kwargs
-    assert 'saving as with "async"' in caplog.text
-
-
-def test_non_persistent_buffers_are_not_saved(build_fake, fakes):
-    model = nn.Linear(2, 2)
-    model.register_buffer("cache", torch.ones(3), persistent=False)
-    model.register_buffer("kept", torch.ones(3))
-    build_fake(model=model).save(curr_step=1)
-    saved = fakes.save.call_args.args[0]
-    assert {"weight", "bias", "kept", "optimizer", "trainer"} <= saved.keys()
-    assert "cache" not in saved and "model" not in saved
-
-
-def test_load_only_never_saves(build_fake, fakes, tmp_path):
-    build_fake(load_only=True).save(curr_step=1, last_step=True)
-    assert steps_in(tmp_path) == []
-    build_fake(load_only=False).save(curr_step=1)
-    assert steps_in(tmp_path) == [1]
-
-
-def test_full_save_and_load_are_flat_and_last_save_has_the_model_only(build_fake, fakes):
-    manager = build_fake(last_save_model_only=True, keep_latest_k=0)
-    manager.save(curr_step=1)
-    full = fakes.save.call_args.args[0]
-    assert {"weight", "bias", "optimizer"} <= full.keys() and "model" not in full
-    manager.load(step=1)
-    assert fakes.load.call_args.args[0].keys() == full.keys()
-    manager.save(curr_step=2, last_step=True)
-    assert fakes.save.call_args.args[0].keys() == {"weight", "bias"}
-
-
-@pytest.fixture
-def build_driven(build_fake):
-    """Builds managers without a dataloader, as those of an engine that others drive."""
-
-    def build(**config: Any) -> CheckpointManager:
-        manager = build_fake(**config)
-        manager.states["dataloader"] = None
-        return manager
-
-    return build
-
-
-def test_manager_without_dataloader_saves_whenever_it_is_asked(build_driven, fakes, tmp_path):
-    manager = build_driven(interval=500, keep_latest_k=0)
-    for step in (1, 7):
-        manager.save(curr_step=step)
-    assert steps_in(tmp_path) == [1, 7]
-
-
-def test_force_saves_a_step_that_is_not_due(build_fake, fakes, tmp_path):
-    manager = build_fake(interval=500, keep_latest_k=0)
-    manager.save(3)
-    manager.save(4, force=True)
-    assert steps_in(tmp_path) == [4]
-
-
-def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(build_fake, fakes, tmp_path):
-    source = build_fake(folder="source", keep_latest_k=0)
-    for step in (1, 2):
-        source.save(step)
-        source.save(step, path=tmp_path / "source" / f"global_step_{step}")
-    manager = build_fake(folder="own")
-    manager.keep_latest_k = 1
-    manager.folder = str(tmp_path / "source")
-    assert manager.load(step=2)
-    for step in (3, 4):
-        manager.save(step)
-    manager.close()
-    assert sorted(os.listdir(tmp_path / "source")) == [
-        "global_step_1",
-        "global_step_2",
-        "step-1",
-        "step-2",
-        "step-4",
-    ]
-
-
-def test_folders_of_other_tools_and_loaded_ones_are_never_purged(build_fake, fakes, tmp_path):
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1" / ".metadata").touch()
-    manager = build_fake(keep_latest_k=0)
-    manager.keep_latest_k = 1
-    manager.save(2)
-    (tmp_path / "step-2" / ".metadata").touch()
-    manager.load(path=tmp_path / "step-2")
-    manager.save(3)
-    manager.save(4)
-    manager.close()
-    assert steps_in(tmp_path) == [1, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("config", "path", "message"),
-    [
-        (dict(enable=False), None, "enable = false leaves no folder.*give the step folder as path"),
-        (dict(load_only=True), "somewhere", "load_only = true forbids to save"),
-    ],
-)
-def test_save_that_was_asked_for_and_cannot_be_is_an_error(
-    build_fake, tmp_path, config, path, message
-):
-    with pytest.raises(ValueError, match=message):
-        build_fake(**config).save(1, path=path and str(tmp_path / path), force=True)
-
-
-def test_step_and_path_exclude_each_other(build_fake):
-    with pytest.raises(ValueError, match="step 3 and path 'x'; give one"):
-        build_fake().load(step=3, path="x")
-
-
-def test_disabled_manager_does_nothing(build_fake):
-    manager = build_fake(enable=False)
-    manager.save(curr_step=1, last_step=True)
-    manager.maybe_wait_for_staging()
-    assert not manager.load()
-    manager.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(keep_latest_k=1), "at least 2, .* got 1"),
-        (dict(async_mode="later"), "one of disabled, async, async_with_pinned_mem, got 'later'"),
-        (
-            dict(initial_load_in_hf=True, initial_load_model_only=False),
-            "initial_load_model_only = True",
-        ),
-        (dict(initial_load_in_hf_quantized=True), "needs checkpoint.initial_load_in_hf"),
-        (dict(last_save_in_hf=True, last_save_model_only=False), "last_save_model_only = True"),
-        (dict(last_save_in_hf=True), "state_dict_adapter"),
-    ],
-)
-def test_contradicting_settings_are_refused(build_fake, settings, message):
-    with pytest.raises(ValueError, match=message):
-        build_fake(**settings)
-
-
-def test_manager_that_is_dropped_is_closed_without_a_garbage_collection(build_fake):
-    gc.disable()
-    try:
-        manager = build_fake()
-        thread = manager.purge_thread
-        assert thread.is_alive()
-        del manager
-        assert not thread.is_alive()
-    finally:
-        gc.enable()
-
-
-def test_purge_thread_ends_at_terminate(tmp_path):
-    folders: queue.Queue = queue.Queue()
-    (tmp_path / "step-1").mkdir()
-    for item in (str(tmp_path / "step-1"), str(tmp_path / "gone"), Terminate()):
-        folders.put(item)
-    purge_thread(folders)
-    assert list(tmp_path.iterdir()) == []
-
-
-# For real
+from torchtitan.tools.errors import RunError
 
 
 class Counter(Stateful):
@@ -623,7 +56,7 @@ class Counter(Stateful):
 
 
 class Positions(Stateful):
-    """Stands for a dataloader on one of several ranks."""
+    """Stands in for the dataloader of one of several ranks."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.loaded = rank, world_size, None
@@ -663,7 +96,10 @@ class NetAdapter(StateDictAdapter):
 
 
 class Run:
-    """One training run: a small model, its optimizer and its checkpoint manager."""
+    """One training run: a small model, its optimizer and its checkpoint manager.
+
+    Without a dataloader every save is due.
+    """
 
     def __init__(self, folder, model=None, dataloader=None, adapter=None, seed=0, **config):
         torch.manual_seed(seed)
@@ -672,13 +108,14 @@ class Run:
         self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1))
         self.counter = Counter()
         self.dataloader = dataloader
+        settings = dict(enable=True, interval=1, keep_latest_k=2)
         self.manager = CheckpointManager(
             dataloader=dataloader,
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self.counter},
-            checkpoint_config=checkpoint_config(folder="checkpoint", **config),
+            checkpoint_config=Checkpoint(**(settings | config)),
             sd_adapter=adapter,
             base_folder=str(folder),
         )
@@ -697,6 +134,12 @@ class Run:
             self.manager.save(step)
         self.manager.close()
 
+    def save(self, *steps: int) -> None:
+        """Save these steps, and wait until old ones are removed."""
+        for step in steps:
+            self.manager.save(step)
+        self.manager.close()
+
     def everything(self) -> dict[str, Any]:
         state = dict(self.model.state_dict()) | self.optimizers.state_dict()
         state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
@@ -710,8 +153,416 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
         assert same, name
 
 
+def assert_same_weights(first: Run, second: Run) -> None:
+    assert_same(dict(first.model.state_dict()), dict(second.model.state_dict()))
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps in the checkpoint folder of the run in `folder`."""
+    return sorted(int(p.name.removeprefix("step-")) for p in folder.glob("checkpoint/step-*"))
+
+
+def saved_names(folder: Path, step: int) -> set[str]:
+    path = folder / "checkpoint" / f"step-{step}"
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def full_disk() -> Any:
+    return mock.patch.object(HashingWriter, "finish", side_effect=OSError("disk full"))
+
+
+# Which steps are saved
+
+
+def test_interval_and_last_step_decide_what_is_saved(tmp_path):
+    run = Run(tmp_path, dataloader=Positions(), interval=3, keep_latest_k=0)
+    run.save(1, 2)
+    assert steps_in(tmp_path) == []
+    run.manager.save(2, last_step=True)
+    run.save(3, 4)
+    assert steps_in(tmp_path) == [2, 3]
+    run.manager.save(4, last_step=True)
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("first_step", "saved"), [(False, [10]), (True, [1, 10])])
+def test_first_step_is_saved_when_asked_for(tmp_path, first_step, saved):
+    config = dict(interval=10, enable_first_step_checkpoint=first_step)
+    Run(tmp_path, dataloader=Positions(), **config).save(1, 2, 10)
+    assert steps_in(tmp_path) == saved
+
+
+def test_manager_without_dataloader_saves_whenever_it_is_asked(tmp_path):
+    Run(tmp_path, interval=500).save(1, 7)
+    assert steps_in(tmp_path) == [1, 7]
+
+
+def test_force_saves_a_step_that_is_not_due(tmp_path):
+    run = Run(tmp_path, dataloader=Positions(), interval=500)
+    run.manager.save(3)
+    run.manager.save(4, force=True)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_load_only_never_saves(tmp_path):
+    Run(tmp_path, load_only=True).manager.save(1, last_step=True)
+    assert steps_in(tmp_path) == []
+
+
+def test_disabled_manager_does_nothing(tmp_path):
+    manager = Run(tmp_path, enable=False).manager
+    manager.save(1, last_step=True)
+    manager.maybe_wait_for_staging()
+    assert not manager.load() and not list(tmp_path.iterdir())
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "message"),
+    [
+        (dict(enable=False), None, "enable = false leaves no folder.*give the step folder as path"),
+        (dict(load_only=True), "somewhere", "load_only = true forbids saving"),
+    ],
+)
+def test_save_that_was_asked_for_and_cannot_be_is_an_error(tmp_path, config, path, message):
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, **config).manager.save(1, path=path and str(tmp_path / path), force=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(keep_latest_k=1), "at least 2, .* got 1"),
+        (dict(async_mode="later"), "one of disabled, async, async_with_pinned_mem, got 'later'"),
+        (
+            dict(initial_load_in_hf=True, initial_load_model_only=False),
+            "initial_load_model_only = True",
+        ),
+        (dict(initial_load_in_hf_quantized=True), "needs checkpoint.initial_load_in_hf"),
+        (dict(last_save_in_hf=True, last_save_model_only=False), "last_save_model_only = True"),
+        (dict(last_save_in_hf=True), "state_dict_adapter"),
+    ],
+)
+def test_contradicting_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, **settings)
+
+
+# What is in a checkpoint
+
+
+def test_model_stands_at_the_top_and_the_last_save_has_nothing_else(tmp_path):
+    run = Run(tmp_path, model=Net(layers=1))
+    run.model.register_buffer("cache", torch.ones(3), persistent=False)
+    run.model.register_buffer("kept", torch.ones(3))
+    run.manager.save(1)
+    run.manager.save(2, last_step=True)
+    weights = {"layers.0.weight", "layers.0.bias", "kept"}
+    assert saved_names(tmp_path, 2) == weights < saved_names(tmp_path, 1)
+    others = {name.split(".")[0] for name in saved_names(tmp_path, 1) - weights}
+    assert others == {"optimizer", "lr_scheduler", "train_state", "dataloader"}
+
+
+# Which steps are kept
+
+
+def test_only_the_newest_k_are_kept(tmp_path):
+    Run(tmp_path, keep_latest_k=2).save(1, 2, 3)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_only_rank_zero_purges_but_every_rank_saves(tmp_path):
+    with mock.patch.object(torch.distributed, "get_rank", return_value=1):
+        Run(tmp_path, keep_latest_k=2).save(1, 2, 3)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_keep_latest_k_can_be_set_at_run_time(tmp_path):
+    run = Run(tmp_path, keep_latest_k=0)
+    assert run.manager.purge_thread is None
+    run.save(1, 2, 3)
+    run.manager.keep_latest_k = 1
+    run.save(4)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_last_save_purges_too(tmp_path):
+    run = Run(tmp_path, keep_latest_k=2)
+    run.save(1, 2)
+    run.manager.save(3, last_step=True)
+    run.manager.close()
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_interrupted_saves_do_not_count_and_go_when_superseded(tmp_path):
+    for name in ("step-2", "step-9"):
+        mark_unfinished(str(tmp_path / "checkpoint" / name))
+    other = tmp_path / "checkpoint" / "backup-of-step-1"
+    other.mkdir()
+    Run(tmp_path, keep_latest_k=2).save(1, 3)
+    assert steps_in(tmp_path) == [1, 3, 9] and other.is_dir()
+
+
+def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(tmp_path):
+    Run(tmp_path, keep_latest_k=0).save(2, 4, 6, 8)
+    run = Run(tmp_path, keep_latest_k=2)
+    for step, kept in ((3, [3, 8]), (4, [3, 4]), (5, [4, 5])):
+        run.save(step)
+        assert steps_in(tmp_path) == kept
+
+
+def finish_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        for name in (".metadata", HASHES_FILE):
+            (folder / "checkpoint" / f"step-{step}" / name).touch()
+
+
+def purge(retention: Retention, folder: Path, n_kept: int, saving_to: str | None = None) -> None:
+    retention.purge(str(folder / "checkpoint"), n_kept, saving_to)
+    retention.close()
+
+
+def test_step_that_is_being_written_neither_counts_nor_goes(tmp_path):
+    retention = Retention(str(tmp_path / "checkpoint"))
+    finish_steps(tmp_path, 1, 2, 9)
+    writing = tmp_path / "checkpoint" / "step-3"
+    for is_written in (False, True):
+        mark_unfinished(str(writing))
+        if is_written:  # but the manager has not waited for it
+            (writing / ".metadata").touch()
+            (writing / UNFINISHED_MARKER).unlink()
+        retention.will_write(str(writing), warns=False)
+        purge(retention, tmp_path, 3, saving_to=str(writing))
+        assert steps_in(tmp_path) == [1, 2, 3, 9]
+
+
+def test_interrupted_step_is_kept_until_a_newer_one_is_finished(tmp_path):
+    retention = Retention(str(tmp_path / "checkpoint"))
+    finish_steps(tmp_path, 1, 2)
+    mark_unfinished(str(tmp_path / "checkpoint" / "step-3"))
+    purge(retention, tmp_path, 3)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    finish_steps(tmp_path, 4)
+    purge(retention, tmp_path, 3)
+    assert steps_in(tmp_path) == [1, 2, 4]
+
+
+def test_damaged_step_that_is_written_again_counts_among_those_to_keep(tmp_path):
+    retention = Retention(str(tmp_path / "checkpoint"))
+    finish_steps(tmp_path, 1, 2, 3)
+    retention.damaged.add(str(tmp_path.resolve() / "checkpoint" / "step-3"))
+    retention.will_write(str(tmp_path / "checkpoint" / "step-3"), warns=False)
+    purge(retention, tmp_path, 1)
+    assert steps_in(tmp_path) == [3]
+
+
+def test_step_that_waits_to_be_removed_is_unfinished_at_once(tmp_path):
+    retention = Retention(str(tmp_path / "checkpoint"))
+    finish_steps(tmp_path, 1, 2)
+    retention.start = lambda: None  # the thread is slow
+    retention.purge(str(tmp_path / "checkpoint"), 1, saving_to=None)
+    contents = [f.contents for f in list_steps(str(tmp_path / "checkpoint"))]
+    assert contents == [Contents.UNFINISHED, Contents.DCP]
+
+
+def test_steps_are_listed_by_their_numbers(tmp_path):
+    for step in (100, 9, 10):
+        mark_unfinished(str(tmp_path / f"step-{step}"))
+    assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "checkpoint/best"])
+def test_linked_step_is_not_purged(tmp_path, target):
+    (tmp_path / target).mkdir(parents=True)
+    (tmp_path / target / HASHES_FILE).touch()
+    (tmp_path / "checkpoint").mkdir(exist_ok=True)
+    (tmp_path / "checkpoint" / "step-1").symlink_to(tmp_path / target)
+    Run(tmp_path, keep_latest_k=2).save(2, 3, 4)
+    assert os.listdir(tmp_path / target) == [HASHES_FILE]
+
+
+def test_failing_save_deletes_nothing(tmp_path):
+    run = Run(tmp_path, keep_latest_k=2)
+    run.save(1, 2)
+    with full_disk(), pytest.raises(RunError, match="step-3 could not be written.*rank 0.*full"):
+        run.manager.save(3)
+    run.manager.close()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(tmp_path):
+    source = Run(tmp_path / "source", keep_latest_k=0)
+    for step in (1, 2):
+        source.save(step)
+        source.manager.save(step, path=tmp_path / f"source/checkpoint/global_step_{step}")
+    run = Run(tmp_path / "own")
+    run.manager.keep_latest_k = 1
+    run.manager.folder = str(tmp_path / "source" / "checkpoint")
+    assert run.manager.load(step=2)
+    run.save(3, 4)
+    kept = {"global_step_1", "global_step_2", "step-1", "step-2", "step-4"}
+    assert set(os.listdir(tmp_path / "source" / "checkpoint")) == kept
+
+
+def test_folders_of_other_tools_and_loaded_ones_are_never_purged(tmp_path):
+    run = Run(tmp_path, keep_latest_k=0)
+    run.save(1, 2)
+    (tmp_path / "checkpoint" / "step-1" / HASHES_FILE).unlink()  # so another tool wrote it
+    run = Run(tmp_path, keep_latest_k=0)
+    run.manager.keep_latest_k = 1
+    run.manager.load(path=tmp_path / "checkpoint" / "step-2")
+    run.save(3, 4)
+    assert steps_in(tmp_path) == [1, 2, 4]
+
+
+def test_retention_leaves_folders_given_by_path_alone_in_later_processes_too(tmp_path):
+    run = Run(tmp_path, keep_latest_k=0)
+    run.manager.keep_latest_k = 1
+    run.manager.save(1)
+    run.manager.save(2, path=str(tmp_path / "checkpoint" / "step-2"))
+    run.save(3)
+    assert steps_in(tmp_path) == [2, 3]
+    later = Run(tmp_path, keep_latest_k=0)
+    later.manager.keep_latest_k = 1
+    later.save(4)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_manager_that_is_dropped_is_closed_without_a_garbage_collection(tmp_path):
+    gc.disable()
+    try:
+        run = Run(tmp_path)
+        thread = run.manager.purge_thread
+        assert thread.is_alive()
+        del run
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_purge_thread_ends_at_terminate(tmp_path):
+    folders: queue.Queue = queue.Queue()
+    (tmp_path / "step-1").mkdir()
+    for item in (str(tmp_path / "step-1"), str(tmp_path / "gone"), Terminate()):
+        folders.put(item)
+    purge_thread(folders)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Saves in the background
+
+
+def test_next_async_save_waits_for_the_one_before(tmp_path):
+    run = Run(tmp_path, async_mode="async")
+    assert run.manager.save_future is None
+    run.manager.save(5)
+    first = run.manager.save_future
+    run.manager.save(6)
+    assert first.done() and run.manager.save_future is not first
+
+
+def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):
+    run = Run(tmp_path, async_mode="async")
+    run.train()
+    run.manager.save(1)
+    for _ in range(100):
+        if Run(tmp_path, seed=1).manager.newest_step() == 1:
+            break
+        time.sleep(0.05)
+    assert run.manager.save_future is not None  # the run has not waited for it
+    assert Run(tmp_path, seed=1).manager.load()
+
+
+def test_failed_async_write_is_reported_by_the_next_save_or_close(tmp_path):
+    run = Run(tmp_path, async_mode="async")
+    for step, report in ((1, lambda: run.manager.save(2)), (3, run.manager.close)):
+        with full_disk(), pytest.raises(RunError, match=f"step-{step} failed.*disk full"):
+            run.manager.save(step)
+            report()
+    run.manager.close()
+
+
+def test_failure_of_one_rank_becomes_a_sentence_that_names_it():
+    failures = {1: (OSError("disk full"), None)}
+    with pytest.raises(RunError, match="^it failed .on rank 1.: OSError: disk full$"):
+        with dcp.one_error("it failed"):
+            raise CheckpointException("write", failures)
+
+
+def test_pinned_copies_are_waited_for():
+    saver, copied, written = Saver(), Future(), Future()
+    saver.follow(AsyncSaveResponse(copied, written), "step-1")
+    assert saver.staging and saver.future is written
+    copied.set_exception(OSError("not staged"))
+    with pytest.raises(OSError, match="not staged"):
+        saver.wait_for_staging()
+    saver.staging_future = Future()
+    saver.staging_future.set_result(None)
+    saver.wait_for_staging()
+    assert not saver.staging
+
+
+@pytest.mark.parametrize("where", ["_staging_stream", "_stream_of_another_torch"])
+def test_pinned_copies_come_after_what_makes_the_states(tmp_path, monkeypatch, where):
+    events = []
+    staging = SimpleNamespace(wait_stream=lambda other: events.append("staging waits"))
+    compute = SimpleNamespace(synchronize=lambda: events.append("host waits"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: compute)
+    stager = SimpleNamespace(close=lambda: None, **{where: staging})
+    monkeypatch.setattr(reference, "DefaultStager", lambda options: stager)
+    answer = AsyncSaveResponse(Future(), Future())
+    for future in (answer.staging_completion, answer.upload_completion):
+        future.set_result(None)
+    copies = mock.Mock(side_effect=lambda *_, **__: events.append("copies") or answer)
+    monkeypatch.setattr(dcp, "async_save", copies)
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    run.counter.state_dict = lambda: events.append("state made") or {"step": 1}
+    run.save(1)
+    waits = "staging waits" if where == "_staging_stream" else "host waits"
+    assert events == ["state made", waits, "copies"]
+    assert copies.call_args.kwargs["async_stager"] is stager
+
+
+def test_pinned_mode_without_accelerator_saves_as_async(tmp_path, caplog):
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without accelerator")
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    run.manager.save(1)
+    run.manager.maybe_wait_for_staging()
+    run.manager.close()
+    assert 'saving as with "async"' in caplog.text and steps_in(tmp_path) == [1]
+
+
+def test_calls_of_dcp_are_those_that_the_reference_tests_replace(tmp_path, monkeypatch):
+    save, load, async_save = mock.Mock(), mock.Mock(), mock.Mock(return_value=mock.Mock())
+    for name, fake in (("save", save), ("load", load), ("async_save", async_save)):
+        monkeypatch.setattr(reference.dcp, name, fake)
+    for step in (2, 5):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoint" / f"step-{step}" / ".metadata").touch()
+    run = Run(tmp_path, keep_latest_k=0)
+    assert run.manager.load()
+    path = str(tmp_path / "checkpoint" / "step-5")
+    load.assert_called_once_with(mock.ANY, checkpoint_id=path)
+    run.manager.save(6)
+    assert save.call_args.kwargs.keys() == {"checkpoint_id", "storage_writer"}
+    run = Run(tmp_path, keep_latest_k=0, async_mode="async")
+    run.manager.save(7)
+    keys = {"checkpoint_id", "storage_writer", "process_group"}
+    assert async_save.call_args.kwargs.keys() == keys
+    first = run.manager.save_future
+    first.result.assert_not_called()
+    run.manager.save(8)
+    first.result.assert_called_once()
+
+
+# Restoring
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -720,7 +571,7 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
     run.train(2)
     run.manager.save(2)
     saved = run.everything()
-    run.train(3)  # must not reach what an asynchronous save is writing
+    run.train(3)  # must not change what an asynchronous save is writing
     run.manager.close()
 
     other = Run(tmp_path, seed=1)
@@ -730,26 +581,10 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
     assert_same(run.everything(), other.everything())
 
 
-def test_retention_leaves_folders_given_by_path_alone_in_later_processes_too(tmp_path):
-    def run_of(step):
-        run = Run(tmp_path, keep_latest_k=0)
-        run.manager.keep_latest_k = 1
-        run.counter.step = step
-        return run
-
-    run = run_of(0)
-    run.manager.save(1)
-    run.manager.save(2, path=str(tmp_path / "checkpoint" / "step-2"))
-    run.train_and_save(3)
-    assert steps_in(tmp_path / "checkpoint") == [2, 3]
-    run_of(3).train_and_save(4)
-    assert steps_in(tmp_path / "checkpoint") == [2, 4]
-
-
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 @pytest.mark.parametrize("enable", [True, False])
 def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, enable):
-    """Without a look at the run's own folder, which holds other weights."""
+    """The run's own folder, which holds other weights, is ignored."""
     run = Run(tmp_path, seed=5)
     run.train_and_save(9)
     run = Run(tmp_path, async_mode=async_mode, enable=enable, interval=500)
@@ -785,7 +620,7 @@ def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
 def test_path_that_is_no_checkpoint_says_so(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    with pytest.raises(FileNotFoundError, match="which is no folder"):
+    with pytest.raises(FileNotFoundError, match="which is not a folder"):
         run.manager.load(path=str(tmp_path / "step-1"))
     with pytest.raises(ValueError, match=r"load\(path=...\) must be.*checkpoints in it: step-1"):
         run.manager.load(path=str(tmp_path / "checkpoint"))
@@ -816,18 +651,6 @@ def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
         other.manager.save(1)
 
 
-def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):
-    run = Run(tmp_path, async_mode="async")
-    run.train()
-    run.manager.save(1)
-    for _ in range(100):
-        if Run(tmp_path, seed=1).manager._find_load_step() == 1:
-            break
-        time.sleep(0.05)
-    assert run.manager.save_future is not None  # nobody has waited for it
-    assert Run(tmp_path, seed=1).manager.load()
-
-
 def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
     Run(tmp_path).train_and_save(1)
     folder = tmp_path / "checkpoint" / "step-1"
@@ -839,9 +662,7 @@ def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
     run = Run(tmp_path, async_mode=mode)
-    with mock.patch(
-        "torchtitan.checkpoint.folder.hash_file", side_effect=AssertionError("read again")
-    ):
+    with mock.patch.object(folder, "hash_file", side_effect=AssertionError("read again")):
         run.train_and_save(1)
         run.manager.close()
     assert find_damage(str(tmp_path / "checkpoint" / "step-1")) is None
@@ -916,7 +737,7 @@ def test_junk_in_the_place_of_a_newer_step_is_passed_over(tmp_path, name, caplog
     assert run.manager.newest_step() == 2
     assert f"Passing over {junk}: it is damaged" in caplog.text
     run.manager.load()
-    run.train_and_save(3)  # it counts for none of those to keep
+    run.train_and_save(3)  # the junk is not counted among the steps to keep
     assert {step.step for step in list_steps(tmp_path / "checkpoint")} == {2, 3, 999999}
     for step in (2, 3):
         shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
@@ -938,7 +759,7 @@ def test_files_are_hashed_once_to_find_and_load_the_newest_step(tmp_path):
     Run(tmp_path).train_and_save(1, 2)
     truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
     run = Run(tmp_path)
-    with mock.patch("torchtitan.checkpoint.selection.find_damage", side_effect=find_damage) as find:
+    with mock.patch.object(selection, "find_damage", side_effect=find_damage) as find:
         assert run.manager.newest_step() == 1
         assert run.manager.load()
     assert [Path(call.args[0]).name for call in find.call_args_list] == ["step-2", "step-1"]
@@ -963,8 +784,8 @@ def test_damaged_steps_do_not_count_among_those_to_keep(tmp_path):
     run = Run(tmp_path, keep_latest_k=2)
     assert run.manager.load() and run.counter.step == 1
     for step, kept in ((4, [1, 4]), (5, [4, 5])):
-        run.manager.save(step)
-        wait_for_steps(tmp_path / "checkpoint", kept)
+        run.save(step)
+        assert steps_in(tmp_path) == kept
 
 
 @pytest.mark.parametrize("n_removed", range(4))
@@ -987,7 +808,7 @@ def test_removal_killed_at_any_file_leaves_an_unfinished_step_that_goes_later(tm
         remove_folder(str(folder / "step-1"))
     assert [f.contents for f in list_steps(str(folder))] == [Contents.UNFINISHED, Contents.DCP]
     Run(tmp_path).train_and_save(3)
-    assert steps_in(folder) == [2, 3]
+    assert steps_in(tmp_path) == [2, 3]
 
 
 def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path):
@@ -996,7 +817,7 @@ def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path):
     run = Run(tmp_path)
     assert run.manager.load() and run.counter.step == 1
     run.train_and_save(3)
-    assert steps_in(tmp_path / "checkpoint") == [1, 3]
+    assert steps_in(tmp_path) == [1, 3]
 
 
 def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
@@ -1027,15 +848,12 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
     given, foreign = tmp_path / "given", tmp_path / "checkpoint/step-3"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("of somebody else")
-    failing = mock.patch(
-        "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
-    )
     for number, path in ((2, None), (3, None), (4, str(given))):
-        with failing, pytest.raises(RuntimeError, match="disk full"):
+        with full_disk(), pytest.raises(RuntimeError, match="disk full"):
             run.manager.save(number, path=path)
             run.manager.close()
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-3"]
-    # Marked, as everything that no checkpoint was finished in, so that a resume passes over it.
+    # The marker makes a resume pass over the folder.
     assert sorted(os.listdir(foreign)) == [UNFINISHED_MARKER, "notes.txt"]
     assert not given.exists()
     run.counter.step = 7
@@ -1045,23 +863,11 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
 def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replace(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    no_room = mock.patch(
-        "torchtitan.checkpoint.folder._write_synced", side_effect=OSError("disk full")
-    )
+    no_room = mock.patch.object(folder, "_write_synced", side_effect=OSError("disk full"))
     with no_room, pytest.raises(RuntimeError, match="step-1 could not be written.*disk full"):
         run.manager.save(1)
     run.counter.step = 7
     assert run.manager.load() and run.counter.step == 1
-
-
-def test_failed_async_write_is_reported_by_the_next_save(tmp_path):
-    run = Run(tmp_path, async_mode="async")
-    with mock.patch(
-        "torchtitan.checkpoint.folder.HashingWriter.finish", side_effect=OSError("disk full")
-    ):
-        run.manager.save(1)
-        with pytest.raises(RuntimeError, match="step-1 failed.*disk full"):
-            run.manager.save(2)
 
 
 def test_saving_a_step_again_replaces_what_was_there(tmp_path):
@@ -1130,7 +936,7 @@ def test_checkpoint_of_another_model_is_one_clear_error(tmp_path, other, message
     run.manager.model_description = "llama3 8B"
     with pytest.raises(ValueError, match=message) as caught:
         run.manager.load()
-    assert "not one of llama3 8B" in str(caught.value)
+    assert "does not fit llama3 8B" in str(caught.value)
 
 
 def test_missing_component_names_the_way_to_load_without_it(tmp_path):
@@ -1164,7 +970,7 @@ def test_model_only_checkpoint_loads_with_a_warning(tmp_path, caplog):
     assert other.manager.load()
     assert "holds weights only" in caplog.text
     assert other.counter.step == 0
-    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+    assert_same_weights(run, other)
 
 
 def test_export_dtype_casts_weights_of_the_last_save_only(tmp_path):
@@ -1174,7 +980,7 @@ def test_export_dtype_casts_weights_of_the_last_save_only(tmp_path):
     run.manager.save(1)
     run.manager.save(2, last_step=True)
     full, last = (
-        dcp.FileSystemReader(tmp_path / "checkpoint" / f"step-{i}").read_metadata() for i in (1, 2)
+        FileSystemReader(tmp_path / "checkpoint" / f"step-{i}").read_metadata() for i in (1, 2)
     )
     assert full.state_dict_metadata["layers.0.weight"].properties.dtype == torch.float32
     assert last.state_dict_metadata["layers.0.weight"].properties.dtype == torch.bfloat16
@@ -1190,10 +996,14 @@ def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
     weights = Run(tmp_path / "own", seed=1, initial_load_path=path)
     assert weights.manager.load()
     assert weights.counter.step == 0
-    assert_same(dict(weights.model.state_dict()), dict(source.model.state_dict()))
+    assert_same_weights(weights, source)
     all_of_it = Run(tmp_path / "own", seed=1, initial_load_path=path, initial_load_model_only=False)
     assert all_of_it.manager.load()
     assert_same(all_of_it.everything(), source.everything())
+    all_of_it.train_and_save(6)  # goes before the initial checkpoint from now on
+    again = Run(tmp_path / "own", seed=1, initial_load_path=path)
+    assert again.manager.load() and again.counter.step == 2
+    assert_same_weights(again, all_of_it)
 
 
 def test_initial_path_that_is_no_folder_is_an_error(tmp_path):
@@ -1222,7 +1032,7 @@ def test_step_zero_is_a_seed_of_weights(tmp_path):
     other.train(2)
     assert other.manager.load(step=0)
     assert other.counter.step == 2
-    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+    assert_same_weights(run, other)
 
 
 def test_same_number_of_ranks_reads_its_own_data_position(tmp_path):
@@ -1293,7 +1103,7 @@ def test_hf_export_loads_back_bit_for_bit(tmp_path, with_index):
     config = dict(initial_load_path=str(folder), initial_load_in_hf=True)
     other = Run(tmp_path / "second", adapter=NetAdapter(None, None), seed=1, **config)
     assert other.manager.load()
-    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+    assert_same_weights(run, other)
 
 
 def test_hf_files_that_others_wrote_load_from_the_assets_folder(tmp_path):
@@ -1348,7 +1158,7 @@ def test_hf_tensor_in_two_files_or_with_a_part_missing_is_named(tmp_path):
         initial_load_path=str(tmp_path),
     )  # fmt: skip
     before = run.everything()
-    # As torch's distributed writer says where a part belongs: rows 2 and 3 of 4.
+    # The metadata of torch's distributed writer: this part is rows 2 and 3 of 4.
     where = json.dumps({name: {"saved_offsets": [2, 0]}})
     second = tmp_path / "model-00002-of-00002.safetensors"
     save_file(half, second, {"DCP_SHARDING_INFO": where})
@@ -1370,7 +1180,7 @@ def test_hf_export_in_own_folder_continues_with_its_weights(tmp_path, caplog):
     assert other.manager.holds_weights_only(2) and not other.manager.holds_weights_only(1)
     assert other.manager.load()
     assert other.counter.step == 0 and "Hugging Face format" in caplog.text
-    assert_same(dict(run.model.state_dict()), dict(other.model.state_dict()))
+    assert_same_weights(run, other)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -1419,7 +1229,7 @@ def test_ft_manager_is_off_by_default():
         pass
 
 
-def test_asking_for_torchft_fails_with_one_sentence(build_fake):
+def test_asking_for_torchft_fails_with_one_sentence():
     with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", False):
         with pytest.raises(ImportError, match="needs torchft"):
             FTManager(FaultTolerance(enable=True))

@@ -150,7 +150,7 @@ def test_mistakes_are_named(tmp_path, hf_folder):
     with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
         load_weights({}, str(tmp_path / "half"), "llama3")
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other")
-    with pytest.raises(ValueError, match="other is not one of llama3 debugmodel"):
+    with pytest.raises(ValueError, match="other does not fit llama3 debugmodel"):
         convert_to_hf(str(tmp_path / "other"), out, *MODEL, None, "float32")
 
 
@@ -158,7 +158,7 @@ SCRIPTS = {"from": convert_from_hf_script.main, "to": convert_to_hf_script.main}
 
 
 def convert(direction, source, target, *arguments, limit_bytes=None):
-    """The script's error, or None; the operating system refuses files above the limit."""
+    """The script's error, or None, if the system refuses files larger than the limit."""
     options = [str(source), str(target), "--model_flavor=debugmodel", *arguments]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def contents(folder):
 
 @pytest.fixture
 def folders(tmp_path, hf_folder):
-    """Direction -> source, and a whole target that stands already."""
+    """Direction -> (source, an existing whole target)."""
     convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
     shutil.copytree(hf_folder, tmp_path / "old_hf")
     shutil.copytree(tmp_path / "dcp", tmp_path / "old_dcp")

@@ -200,7 +200,7 @@ def test_checkpoints_hold_states_of_the_caller(tmp_path):
         engine.add_state("curriculum", Curriculum(**seen))
         engine.add_state("other", Curriculum(n=1))
         for name, state, problem in (
-            ("other", Curriculum(), r"new and without a dot, got 'other' beside \['curriculum'"),
+            ("other", Curriculum(), r"new and contain no dot, got 'other' beside \['curriculum'"),
             ("bad", {}, "'bad' must have the methods state_dict.*, got a dict"),
             (
                 "bad",

@@ -410,7 +410,7 @@ def test_checkpoint_of_another_model_is_refused(checkpoints):
     spec.model_args = {"debugmodel": TransformerModelArgs(dim=32, n_layers=2, n_heads=2)}
     config = JobConfig()
     config.model.flavor = "debugmodel"
-    with pytest.raises(ValueError, match="is not one of llama3 debugmodel.*Set model.name"):
+    with pytest.raises(ValueError, match="does not fit llama3 debugmodel.*Set model.name"):
         load_model(config, spec, str(checkpoints), torch.device("cpu"))
 
 

@@ -17,7 +17,7 @@ class PerExpert(KeyMapAdapter):
 
 
 class FusedExperts(KeyMapAdapter):
-    """As llama4 has them; `down` also under another name, not transposed."""
+    """llama4's layout; `down` also under another name, not transposed."""
 
     from_hf_map = {
         "prefix.layers.{}.gate_up": Fused((W1, W3), transposed=True),
@@ -132,7 +132,7 @@ def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
     bias = {"layers.0.moe.expert_bias": torch.ones(E), "norm": torch.ones(1)}
     assert set(PerExpert(None, None).to_hf(bias)) == {"norm"}
     assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
-    # Files of an older generation have no such tensor.
+    # Older files lack this tensor.
     assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
 
 
@@ -145,7 +145,7 @@ def test_export_tells_of_an_expert_bias_that_files_have_no_place_for(
 ):
     state = {"layers.0.moe.expert_bias": torch.full((E,), value), "norm": torch.ones(1)}
     save_to_hf(state, adapter(None, None), str(tmp_path / "export"))
-    assert ("no place for layers.0.moe.expert_bias" in caplog.text) == is_told
+    assert ("cannot hold layers.0.moe.expert_bias" in caplog.text) == is_told
 
 
 def test_ignored_and_unknown_names():

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 MIB = 2**20
-# Bigger than what a process needs otherwise, small enough for a quick test.
+# Large beside the rest of the process, small enough for a quick test.
 DIM, FFN, LAYERS, EXPERTS = 512, 2048, 5, 8
 
 LLAMA = {
@@ -67,14 +67,14 @@ def write(dtype):
     )
 
 folder = sys.argv[1]
-read()  # once before measuring, for what is only imported or allocated then
+read()  # once before measuring, because the first call imports and allocates
 print(growth(load), growth(read), growth(lambda: write("float32")),
       growth(lambda: write("bfloat16")))
 """
 
 
 def random_files(folder, config, n_files):
-    """Files of that model; returns the bytes of all and of the largest."""
+    """Write files of that model; return the bytes of all files and of the largest."""
     from torchtitan.checkpoint.conversion import prepare_conversion
 
     folder.mkdir()
@@ -93,7 +93,7 @@ def random_files(folder, config, n_files):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(LLAMA, marks=pytest.mark.slow), QWEN3_MOE],  # whose experts are stacked, too
+    [pytest.param(LLAMA, marks=pytest.mark.slow), QWEN3_MOE],  # with stacked experts
     ids=lambda config: config["model_type"],
 )
 def test_conversions_need_the_model_and_one_file(tmp_path, config):
@@ -102,12 +102,12 @@ def test_conversions_need_the_model_and_one_file(tmp_path, config):
         [sys.executable, "-c", PROBE, str(tmp_path), str(file_bytes)],
         capture_output=True,
         text=True,
-        # Freed memory goes back to the system at once, else it would not show as growth again.
+        # Freed memory goes back to the system at once, or using it again would not show as growth.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )
     assert result.returncode == 0, result.stderr
     peaks = [int(n) for n in result.stdout.split()[-4:]]
-    # What the allocator keeps and Python's own objects differ from machine to machine.
+    # The memory of the allocator and of Python's objects differs between machines.
     allowed = model_bytes + file_bytes + 16 * MIB
     assert model_bytes > 100 * MIB
     assert max(peaks) < allowed, f"{[p // MIB for p in peaks]} MiB of {allowed // MIB}"

@@ -15,7 +15,7 @@ BASE_LR = 0.1
 
 
 def container(*optimizers):
-    """A container whose iterator can be used up only once, as a mock's."""
+    """A container that can be iterated only once, like a mock."""
     mock = MagicMock(spec=OptimizersContainer)
     mock.__iter__.return_value = iter(optimizers)
     mock.__len__.return_value = len(optimizers)
@@ -140,7 +140,7 @@ def test_no_step_has_learning_rate_zero_nor_above_the_peak(steps, warmup, ratio,
 
 
 def factors_of(schedule, steps: int) -> list[float]:
-    """What `factors` returns, of another library's scheduler: a function of an optimizer."""
+    """The same as `factors`, for another library's scheduler, a function of an optimizer."""
     optimizer = sgd()
     scheduler, seen = schedule(optimizer), []
     for _ in range(steps):
@@ -230,7 +230,7 @@ def test_unknown_decay_type_is_refused_when_decay_begins():
     "options, words",
     [
         ({"warmup_steps": 20}, "warmup_steps is 20"),
-        ({"warmup_steps": 5, "decay_ratio": 0.8}, "room for 5 of 10"),
+        ({"warmup_steps": 5, "decay_ratio": 0.8}, "leave only 5 of 10"),
     ],
 )
 def test_schedule_that_does_not_fit_is_cut_with_a_warning(options, words, caplog):
@@ -253,7 +253,7 @@ def test_one_state_restores_every_scheduler():
     assert second.schedulers[1].last_epoch == 4
     second.step()
     assert [scheduler.last_epoch for scheduler in second] == [6, 5]
-    second.schedulers[0].base_lrs[0] = 7.0  # as a client may; nobody else's changes
+    second.schedulers[0].base_lrs[0] = 7.0  # as a client may; the first container's rates stay
     others = first.schedulers[0], second.schedulers[1]
     assert [scheduler.base_lrs for scheduler in others] == [[BASE_LR], [BASE_LR]]
 
@@ -266,7 +266,7 @@ def test_no_optimizer_is_an_assertion_error():
 def test_learning_rate_that_is_a_tensor_changes_in_place():
     lr = torch.tensor(BASE_LR)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
-    lr = optimizer.param_groups[0]["lr"]  # what a compiled optimizer reads
+    lr = optimizer.param_groups[0]["lr"]  # the tensor that a compiled optimizer reads
     set_lrs(optimizer, [0.25])
     assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
 

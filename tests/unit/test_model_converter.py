@@ -45,7 +45,7 @@ def registry(monkeypatch):
 
 
 class Recorder:
-    """Notes what it is asked to do."""
+    """Records its calls."""
 
     calls: list = []
 
@@ -175,8 +175,8 @@ def test_grouped_float8_without_hardware_is_a_value_error(no_gpu):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Sets the compute capability of a GPU that is not there."""
-    import torchao.float8  # noqa: F401 (asks what there is)
+    """Sets the compute capability of an imaginary GPU."""
+    import torchao.float8  # noqa: F401 (reads the capability on import)
     import torchao.prototype.moe_training.config  # noqa: F401
 
     def of_capability(*capability):

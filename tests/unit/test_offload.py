@@ -1,4 +1,4 @@
-"""Which state moves where; "meta" stands for the device that a CPU test lacks."""
+"""Moves of an engine's states; "meta" stands in for the device that a CPU test lacks."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ META = torch.device("meta")
 
 
 def trained(device=HOST, **optimizer):
-    """(model after a step, with gradients of the next one, its offloader)."""
+    """(a model after one step, with gradients of the next step, and its offloader)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -36,11 +36,11 @@ def test_objects_and_ties_survive_new_memory():
     kept = []
 
     def relocate(tensor):
-        kept.append(tensor.data)  # else the new memory may be the old
+        kept.append(tensor.data)  # or the new memory may be the old one
         return tensor.clone()
 
     offloader.replace({"model"}, relocate)
-    assert len(kept) == len(before) + 1  # and the buffer; the shared weight once
+    assert len(kept) == len(before) + 1  # + 1 for the buffer; the shared weight counts once
     after = list(model.parameters())
     assert [id(p) for p in after] == [id(p) for p in before]
     assert not {p.data_ptr() for p in after} & set(memory)
@@ -51,7 +51,7 @@ def test_objects_and_ties_survive_new_memory():
 
 @pytest.fixture
 def swapped_parameters():
-    """Plain parameters stay the same objects on the way to "meta", as to other devices anyway."""
+    """Parameters stay the same objects when they move to "meta", as to any device."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -97,7 +97,7 @@ def test_loaded_state_goes_where_the_optimizer_is_not_where_its_parameters_are()
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """(what happens, a trained model, its offloader): a CPU in the part of an accelerator."""
+    """(list of events, a trained model, its offloader), with the CPU acting as an accelerator."""
     events = []
     stream = SimpleNamespace(synchronize=lambda: events.append("wait"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
@@ -132,7 +132,7 @@ def test_only_what_was_asked_for_is_copied_to_the_host(on_device):
     offloader.move(HOST, model=False, optimizer=False, grad=True)
     assert events.count("copy") == len(list(model.parameters()))
     events.clear()
-    offloader.move(HOST, model=False, optimizer=False, grad=True)  # where it is already
+    offloader.move(HOST, model=False, optimizer=False, grad=True)  # it is there already
     assert events == []
 
 
@@ -154,12 +154,12 @@ def test_last_engine_that_closes_gives_pinned_memory_back(on_device, monkeypatch
 
 
 def test_step_without_its_state_names_what_is_away_and_the_call_that_brings_it_back():
-    _, offloader = trained("cuda:0")  # in name only: there is nothing to move
+    _, offloader = trained("cuda:0")  # in name only, so nothing is moved
     offloader.move(HOST, model=False, optimizer=True, grad=True)
     offloader.check_here("forward_step", "model")
     with pytest.raises(
         RuntimeError,
-        match=r"optim_step needs optimizer and grad on cuda:0, but cpu .*"
+        match=r"optim_step needs optimizer and grad on cuda:0, but to\(\) has moved them to cpu.*"
         r"to\('cuda:0', optimizer=True, grad=True\)",
     ):
         offloader.check_here("optim_step", "model", "optimizer", "grad")

@@ -45,7 +45,7 @@ class Part(nn.Module):
 
 
 def two_parts(seed: int = 0) -> list[nn.Module]:
-    """Two model parts whose parameter names differ, as those of pipeline stages do."""
+    """Two model parts with different parameter names, like pipeline stages."""
     torch.manual_seed(seed)
     return [Part("first", nn.Linear(4, 8)), Part("second", nn.Linear(8, 2))]
 
@@ -312,7 +312,7 @@ def test_recomputed_block_that_is_compiled_has_counted_once():
     model = moe_model(Moe([3.0, 2.0], coeff=0.1))
     block = model.layers["1"]
     block.checkpoint_impl = CheckpointImpl.NO_REENTRANT
-    block._orig_mod = None  # what tells a compiled module
+    block._orig_mod = None  # the attribute of a compiled module
     balanced_step(model)
     torch.testing.assert_close(block.moe.expert_bias, torch.tensor([-0.1, 0.1]))
 
@@ -360,7 +360,7 @@ def sharded_steps_equal_unsharded_ones(implementation: str, in_backward: bool) -
             backward(modules, seed=step)
             optimizers.step()
             optimizers.zero_grad()
-        # A forward without gradient leaves the modules gathered; saving has to cope.
+        # A forward without gradient leaves the modules gathered; saving must handle that.
         with torch.no_grad():
             parts[1](parts[0](torch.zeros(3, 4)))
         state = sharded.state_dict()

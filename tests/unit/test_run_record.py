@@ -1,4 +1,4 @@
-"""What a resume says of settings that are not those of the run that saved."""
+"""The warnings of a resume about settings that differ from the saved run's."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_settings_that_came_after_the_checkpoint_are_not_told():
 )
 def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
     (text,) = told(loaded, optimizer__beta1=0.8)
-    assert text == f"optimizer.beta1 was 0.9 there and is 0.8 now: {used}"
+    assert text == f"optimizer.beta1 was 0.9 when it was saved and is 0.8 now: {used}"
 
 
 def test_learning_rate_comes_with_the_schedule():
@@ -85,8 +85,8 @@ def test_record_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, text, c
 
 @pytest.mark.parametrize(
     ("excluded", "rate"),
-    # Warm-up to 1e-3 over 5 steps, decay over the rest of 4 or 8. Step 5 is the peak, and with a
-    # schedule that begins again step 1 of the warm-up.
+    # Warm-up to 1e-3 over 5 steps, then decay. Step 5 has the peak; if the schedule begins again,
+    # step 5 is step 1 of the warm-up.
     [("optimizer", 1e-3), ("lr_scheduler", 2e-4)],
 )
 def test_first_step_of_a_continued_run_has_the_rate_of_its_own_schedule(tmp_path, excluded, rate):

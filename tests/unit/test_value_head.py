@@ -180,7 +180,7 @@ def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
         engine.load(folder)
         loaded = weights_of(engine)
         back = dict(engine.iter_hf_weights())
-        assert f"Not in {folder}, left as they are: score.bias, score.weight" in caplog.text
+        assert f"Not in {folder}, so left unchanged: score.bias, score.weight" in caplog.text
         assert ("not read: lm_head.weight" in caplog.text) == ("lm_head.weight" in files)
         for name in HEAD:
             assert torch.equal(loaded[name], initial[name])
@@ -196,7 +196,7 @@ def test_head_without_bias_is_read_and_the_log_says_what_was_left(tmp_path, capl
     with make_engine(tmp_path) as engine, caplog.at_level(logging.INFO):
         engine.load(folder)
         loaded = weights_of(engine)
-    assert f"Not in {folder}, left as they are: score.bias\n" in caplog.text
+    assert f"Not in {folder}, so left unchanged: score.bias\n" in caplog.text
     assert torch.equal(loaded["score.weight"], files["score.weight"])
     assert loaded["score.bias"].item() == 0
 

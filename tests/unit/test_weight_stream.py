@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def model_of(case):
-    """(model, adapter) of a tiny member of the family, filled with numbers that all differ."""
+    """(model, adapter) of a tiny model of the family, filled with distinct numbers."""
     spec = get_train_spec(register_tiny("qwen3" if case == TIED else case))
     args = spec.model_args["tiny"]
     if case == TIED:
@@ -77,7 +77,7 @@ def test_parameters_are_cast_but_routers_and_buffers_keep_fp32(case):
     ]
     n_routers = sum(".router." in name for name, _ in model.named_parameters())
     n_biases = sum(name.endswith("expert_bias") for name, _ in model.named_buffers())
-    if case != "deepseek_v3":  # the others' files have no place for the bias
+    if case != "deepseek_v3":  # files of the other families cannot hold the bias
         n_biases = 0
     assert n_routers and len(kept) == n_routers + n_biases
     assert all(any(word in name for word in ("gate.", "router.")) for name in kept)
@@ -105,7 +105,7 @@ def blocks_of(tensor, generator):
 
 
 def paste(pieces):
-    """name -> the whole tensor that its pieces make up; each place is covered once."""
+    """name -> the tensor put together from its pieces, which cover each place once."""
     whole = {}
     for name, (tensor, offsets, shape) in pieces:
         target = whole.setdefault(name, torch.full(shape, -1.0))
@@ -117,7 +117,7 @@ def paste(pieces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_our_tensors_are_blocks_of_the_translated_ones(case):
-    """However a tensor is cut: through heads, experts, rows or columns; without copies."""
+    """Tensors are cut through heads, experts, rows and columns; no piece is a copy."""
     model, adapter = model_of(case)
     generator = torch.Generator().manual_seed(0)
     pieces = []
@@ -178,7 +178,7 @@ def test_weights_that_change_while_they_are_streamed_are_an_error():
 
 
 def slow_fingerprint(data: bytes) -> int:
-    """Worked out with Python's integers."""
+    """Computed with Python's integers."""
     weights = [word % 2**64 for word in weight_stream._weights("cpu").tolist()]
     data += bytes(-len(data) % 8)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
@@ -216,7 +216,7 @@ def test_accelerators_way_to_add_up_gives_the_same(monkeypatch):
 
 
 class Elsewhere:
-    """A tensor of the host that says it were on an accelerator."""
+    """A host tensor whose `device` claims an accelerator."""
 
     device = torch.device("cuda")
 

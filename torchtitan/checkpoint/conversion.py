@@ -1,4 +1,4 @@
-"""Weights without a run around them, for the scripts that convert and generate. On the CPU."""
+"""Weights on the CPU without an engine, for the scripts that convert and generate."""
 
 import os
 import shutil
@@ -36,13 +36,13 @@ from torchtitan.tools.host import total_ram_bytes
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
 
-    Raises ValueError if there cannot be such a model, or not on this machine.
+    Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
     """
     try:
         with torch.device("meta"):
             model = model_cls(model_args)
     except RuntimeError as error:  # sizes that do not fit together, or whose product overflows
-        raise ValueError(f"A model of these sizes cannot be made: {error}") from error
+        raise ValueError(f"A model of these sizes cannot be built: {error}") from error
     weights = model.state_dict(keep_vars=True)
     distinct = {id(weight): weight for weight in weights.values()}
     n_bytes = sum(weight.nbytes for weight in distinct.values())
@@ -65,10 +65,10 @@ def prepare_conversion(
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
     """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
 
-    hf_config: path of a config.json or its folder, which then decides in place of name and flavor,
-        and where an export takes config.json and the tokenizer from.
-    spec: in place of the registered one of `model_name`.
-    Raises ValueError for an unknown model or flavor, or one without an adapter.
+    hf_config: path of a config.json or its folder. It replaces name and flavor. An export copies
+        config.json and the tokenizer from its folder.
+    spec: used in place of the registered spec of `model_name`.
+    Raises ValueError if the model or flavor is unknown, or if the model has no adapter.
     """
     model_args = None
     description = f"{model_name} {model_flavor}"
@@ -82,7 +82,7 @@ def prepare_conversion(
             f"{model_name} has no flavor {model_flavor!r}; it has {', '.join(spec.model_args)}"
         )
     if spec.state_dict_adapter is None:
-        raise ValueError(f"{model_name} has no state_dict_adapter, so nothing to convert with")
+        raise ValueError(f"{model_name} cannot be converted: it has no state_dict_adapter")
     model_args = model_args or spec.model_args[model_flavor]
     weights = zero_weights(spec.model_cls, model_args)
     return weights, spec.state_dict_adapter(model_args, hf_assets_path), description
@@ -106,18 +106,17 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
 @contextmanager
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
-    """A new folder to write to, which takes the place of `folder` once all of it is written.
+    """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
 
-    overwrite: `folder` may hold files. Weights among them are replaced; the new folder begins with
-        copies of the others.
-    sources: folders that are read; `folder` can neither lie in one of them nor hold one.
-    Whatever happens while writing, `folder` stays as it was. Raises ValueError or OSError.
+    overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
+    sources: folders that are read; `folder` can neither lie in one of them nor contain one.
+    If the block fails, `folder` stays as it was. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise ValueError(
-                f"{folder} cannot be written while {source} is read, for one is in the other; "
+                f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
     entries = []
@@ -132,11 +131,13 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
         )
     if folders := [entry.name for entry in entries if entry.is_dir()]:
         raise ValueError(
-            f"{target} holds folders ({shorten(sorted(folders))}), so is not one of weights only, "
-            "and is not overwritten; give another folder"
+            f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
+            "overwritten; give another folder"
         )
     if target.is_mount():
-        raise ValueError(f"{folder} is a mounted volume, so is not replaced; give a folder in it")
+        raise ValueError(
+            f"{folder} is a mounted volume, which cannot be replaced; give a folder in it"
+        )
     beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     before = target.with_name(f"{target.name}.before-{os.getpid()}")
     beside.mkdir(parents=True)

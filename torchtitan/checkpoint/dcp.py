@@ -1,19 +1,19 @@
 """torch's distributed checkpoint (DCP), with three changes.
 
-`load` executes nothing from the files: torch's own reads `.metadata` and every entry that is no
-tensor with pickle, which calls any function that the file names. `SavePlans` remembers which rank
-writes what. `one_error` makes one sentence of what went wrong.
+`load` executes nothing from the files. torch's own `load` reads `.metadata` and every entry that is
+not a tensor with pickle, which calls any function that the file names. `SavePlans` remembers which
+rank writes what. `one_error` turns a failure into one sentence.
 """
 
 import dataclasses
 import functools
 import io
 import itertools
-import math
 import os
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -21,26 +21,11 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    async_save,
-    save,
-)
+from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
@@ -55,15 +40,18 @@ __all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
 
 @contextmanager
 def one_error(what: str, advice: Callable[[], str] = str) -> Iterator[None]:
-    """Make one sentence, a RunError, of the file system's errors and of DCP's exception, a
-    BaseException that quotes every rank's stack. It ends with `advice()`."""
+    """Raise file-system errors and DCP's CheckpointException as a RunError of one sentence.
+
+    CheckpointException is a BaseException that quotes every rank's stack. The sentence begins with
+    `what` and ends with `advice()`.
+    """
     try:
         yield
     except CheckpointException as error:
         reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
         ranks = ", ".join(map(str, sorted(error.failures)))
-        told = f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}"
-        raise RunError(told + advice()) from error
+        message = f"{what} (on rank {ranks}): {'; '.join(sorted(reasons))}"
+        raise RunError(message + advice()) from error
     except OSError as error:
         raise RunError(f"{what}: {type(error).__name__}: {error}{advice()}") from error
 
@@ -75,25 +63,27 @@ def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: str | None = None,
-    storage_reader: StorageReader | None = None,
+    storage_reader: torch_dcp.StorageReader | None = None,
 ) -> None:
     """Read a checkpoint into `state_dict`, as torch's `load` does. Collective.
 
-    checkpoint_id: the folder. storage_reader: takes its place for files that are not DCP's.
-    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with a
-    ValueError that names the file of each rank that failed to read its part.
+    checkpoint_id: the folder of a DCP checkpoint. storage_reader: reads other files instead.
+    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with
+    one ValueError, which names the file, for each rank that failed to read its part.
     """
     planner = None
     if storage_reader is None:
         storage_reader, planner = SafeReader(checkpoint_id), _SafePlanner()
-        # Here, since torch's own attempt logs a stack and then looks for another file.
+        # Read it first, because torch's own attempt would log a stack and look for another file.
         on_all_ranks(storage_reader.check_metadata)
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
 
 def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None:
-    """Raise ValueError if one is floating-point, complex or of whole numbers here, and another of
-    the three where it is saved: copied, it would mean something else."""
+    """Raise ValueError unless model and file agree for each tensor: real, complex or integer.
+
+    Copying a value of one kind into a tensor of another would change its meaning.
+    """
     assert metadata is not None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
@@ -101,7 +91,7 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
             saved, own = entry.properties.dtype, tensor.dtype
             is_same_kind = saved.is_floating_point == own.is_floating_point
             if not is_same_kind or saved.is_complex != own.is_complex:
-                raise ValueError(f"{name} is saved as {saved}, and is {own} here")
+                raise ValueError(f"{name} is saved as {saved}, but the model has {own}")
 
 
 _LAYOUTS = torch_metadata._MEM_FORMAT_ENCODING
@@ -116,11 +106,11 @@ _METADATA_CLASSES = (
     _LAYOUTS,
     _StorageInfo,
 )
-# What `.metadata` may name.
+# The classes and functions that the pickle `.metadata` may name.
 METADATA_NAMES: Names = (
     {(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES}
     | {
-        # The folder it was written to, which is not read.
+        # The path of the folder that was written. It is not used.
         (module, name): lambda *parts: "/".join(map(str, parts))
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
@@ -133,25 +123,25 @@ METADATA_NAMES: Names = (
 )
 
 
-# Of an entry that is no tensor. A number has 1 kB, a data position some MB.
-_MOST_BYTES_OF_NUMBER, _MOST_BYTES = 2**16, 2**30
+# Limits for entries that are not tensors. A number takes 1 kB, a data position some MB.
+_MAX_BYTES_OF_NUMBER, _MAX_BYTES = 2**16, 2**30
 
 
 class _EntryView(_ReaderView):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         if whence == os.SEEK_END:
-            # torch's own subtracts the offset; zipfile gives a negative one.
+            # torch's version subtracts the offset, but zipfile passes a negative offset.
             offset, whence = self.len + offset, os.SEEK_SET
         return super().seek(offset, whence)
 
 
-class SafeReader(FileSystemReader):
-    """DCP's file reader. Raises ValueError, naming the file, for what is damaged or hostile."""
+class SafeReader(torch_dcp.FileSystemReader):
+    """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
 
     _metadata: Metadata | None = None
 
     def check_metadata(self) -> None:
-        """ValueError if `.metadata` is missing, or is not one."""
+        """Raise ValueError if `.metadata` is missing or is not DCP's."""
         try:
             self.read_metadata()
         except OSError as error:
@@ -168,18 +158,18 @@ class SafeReader(FileSystemReader):
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
         check_chunks(metadata, path)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one entry; torch calls this for each.
+        """The bytes of one entry. torch (2.13) calls this method of its reader for each entry.
 
-        Raises ValueError for an entry that takes more memory than it has bytes: a zip archive can be
-        compressed, and a pickle can make a bytearray of a given length.
+        Raises ValueError for an entry that would take more memory than it has bytes: a zip archive
+        can be compressed, and a pickle can make a bytearray of any length.
         """
         entry = _EntryView(file, sinfo.offset, sinfo.length)
-        if entry.read(4) == b"PK\3\4":  # else a pickle of before torch 1.6, and not compressed
+        if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
             with zipfile.ZipFile(entry) as archive:
                 parts = archive.infolist()
                 if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
@@ -190,8 +180,8 @@ class SafeReader(FileSystemReader):
         entry.seek(0)
         return entry
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items_of_file: dict[str, list[ReadItem]] = {}
+    def read_data(self, plan: torch_dcp.LoadPlan, planner: torch_dcp.LoadPlanner) -> Future[None]:
+        items_of_file: dict[str, list[torch_dcp.ReadItem]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             items_of_file.setdefault(info.relative_path, []).append(item)
@@ -204,49 +194,49 @@ class SafeReader(FileSystemReader):
             infos = [self.storage_data[item.storage_index] for item in items]
             if (end := max(info.offset + info.length for info in infos)) > size:
                 raise ValueError(
-                    f"{path} is cut off: it has {size} bytes, and {DCP_METADATA} speaks of {end}"
+                    f"{path} is cut off: it has {size} bytes, but {DCP_METADATA} lists {end}"
                 )
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner)
-            except Exception as error:  # torch tells a damaged entry in many ways
-                raise ValueError(f"{path} cannot be read: {_in_short(error)}") from error
+            except Exception as error:  # torch raises many kinds of errors for a damaged entry
+                raise ValueError(f"{path} cannot be read: {_reason_of(error)}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-class _SafePlanner(DefaultLoadPlanner):
-    def create_local_plan(self) -> LoadPlan:
+class _SafePlanner(torch_dcp.DefaultLoadPlanner):
+    def create_local_plan(self) -> torch_dcp.LoadPlan:
         check_same_kinds(self.state_dict, self.metadata)
         return super().create_local_plan()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: torch_dcp.ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         before = self.state_dict[name]
-        most = _MOST_BYTES_OF_NUMBER if isinstance(before, int | float) else _MOST_BYTES
-        if (n_bytes := value.getbuffer().nbytes) > most:
-            raise ValueError(f"the entry {name} has {n_bytes} bytes, and at most {most} are read")
+        limit = _MAX_BYTES_OF_NUMBER if isinstance(before, int | float) else _MAX_BYTES
+        if (n_bytes := value.getbuffer().nbytes) > limit:
+            raise ValueError(f"the entry {name} has {n_bytes} bytes, but the limit is {limit}")
         try:
             content = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise ValueError(f"the entry {name}: {_in_short(error)}") from error
-        # Numbers stand for each other, and so do lists and tuples.
+            raise ValueError(f"the entry {name}: {_reason_of(error)}") from error
+        # An int may replace a float and a tuple a list, and the other way round.
         kinds = [
             float if isinstance(v, int) else list if isinstance(v, tuple) else type(v)
             for v in (before, content)
         ]
-        # A tensor, a learning rate say, may have been a number.
-        is_open = before is None or content is None or isinstance(before, torch.Tensor)
-        if not is_open and kinds[0] is not kinds[1]:
+        # A tensor, such as a learning rate, may have been saved as a number.
+        accepts_any = before is None or content is None or isinstance(before, torch.Tensor)
+        if not accepts_any and kinds[0] is not kinds[1]:
             raise ValueError(
-                f"the entry {name} is of type {type(content).__name__}, and "
+                f"the entry {name} is of type {type(content).__name__}, but "
                 f"{type(before).__name__} was expected"
             )
         set_element(self.original_state_dict, self.mappings[name], content)
 
 
-def _in_short(error: Exception) -> str:
-    """The reason, without torch's pages about how to trust a file."""
+def _reason_of(error: Exception) -> str:
+    """The reason in one line, without torch's long advice on trusting a file."""
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         name = re.search(r"GLOBAL ([\w.]+)", text)
@@ -255,7 +245,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Raises TypeError or AttributeError if a part is not what its field says."""
+    """Raise TypeError or AttributeError if a field has the wrong type or a forbidden value."""
 
     def check(value: Any, *types: type) -> None:
         if not isinstance(value, types):
@@ -282,15 +272,15 @@ def _check_metadata(metadata: Any) -> None:
         for number in (info.offset, info.length):
             check(number, int)
             if number < 0:
-                raise TypeError(f"{index.fqn} lies at a negative offset")
+                raise TypeError(f"{index.fqn} has a negative offset or length")
         if info.transform_descriptors:
-            raise TypeError(f"{index.fqn} is compressed, which is not read here")
+            raise TypeError(f"{index.fqn} is compressed, which is not supported")
 
 
 def check_chunks(metadata: Metadata, path: str) -> None:
-    """Raise ValueError unless the chunks of each tensor cover it, and every number once.
+    """Raise ValueError unless the chunks of each tensor cover every number of it exactly once.
 
-    torch reads what the chunks cover, and leaves the rest of a tensor as it was.
+    torch fills what the chunks cover and leaves the rest of a tensor as it was.
     """
     for name, entry in metadata.state_dict_metadata.items():
         starts: list[torch.Size | None] = [None]
@@ -305,19 +295,23 @@ def check_chunks(metadata: Metadata, path: str) -> None:
         for start in starts:
             if torch_metadata.MetadataIndex(name, start) not in metadata.storage_data:
                 raise ValueError(
-                    f"{path} is damaged: it does not say where a chunk of {name} lies; load another "
+                    f"{path} is damaged: it has no file position for a chunk of {name}; load another "
                     "checkpoint"
                 )
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+_MAX_CUT_AXES = 8  # a mesh shards a tensor along fewer axes; each doubles the work below
 
 
-@functools.lru_cache(256)  # layers are alike, and an optimizer's moments are as the weights
+@functools.lru_cache(256)  # all layers, and an optimizer's moments, have the same boxes
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
-    """Whether the boxes lie in a tensor of this size, cover it, and don't overlap.
+    """True if the boxes lie inside a tensor of this size and cover each number of it once.
 
-    The tensor is cut in two, with the boxes that the cut meets, until each part is one box.
+    The number of boxes over a place is the sum of the signed corners before it: a corner counts +1
+    if it is the end of its box along an even number of axes, otherwise -1. So the boxes tile the
+    tensor exactly if their signed corners sum to the signed corners of the tensor.
+    Example, along one axis: boxes [0, 2) and [2, 5) have +0 -2 +2 -5, which is the tensor's +0 -5.
     """
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
@@ -325,39 +319,23 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
         axes = zip(offsets, sizes, size, strict=True)
         if any(not 0 <= offset <= offset + n <= most for offset, n, most in axes):
             return False
-    parts = [(((0,) * len(size), size), [box for box in boxes if math.prod(box[1])])]
-    while parts:
-        (start, lengths), inside = parts.pop()
-        if sum(math.prod(sizes) for _, sizes in inside) != math.prod(lengths):
-            return False
-        if len(inside) < 2:
-            continue
-        # Where the boxes begin, but for the first, along the axis that has most such places.
-        cuts = [sorted({box[0][axis] for box in inside})[1:] for axis in range(len(size))]
-        axis = max(range(len(size)), key=lambda a: len(cuts[a]))
-        if not cuts[axis]:  # all begin at one place
-            return False
-        cut = cuts[axis][len(cuts[axis]) // 2]
-        for low, high in ((start[axis], cut), (cut, start[axis] + lengths[axis])):
-            parts.append((_clipped((start, lengths), axis, low, high), []))
-            for box in inside:
-                clipped = _clipped(box, axis, low, high)
-                if clipped[1][axis] > 0:
-                    parts[-1][1].append(clipped)
-    return True
-
-
-def _clipped(box: _Box, axis: int, low: int, high: int) -> _Box:
-    """The part of the box between two places on an axis; its size is at most 0 if it has none."""
-    offsets, sizes = map(list, box)
-    begin, end = max(offsets[axis], low), min(offsets[axis] + sizes[axis], high)
-    offsets[axis], sizes[axis] = begin, end - begin
-    return tuple(offsets), tuple(sizes)
+    if 0 in size:
+        return True
+    cut = [a for a, n in enumerate(size) if any((box[0][a], box[1][a]) != (0, n) for box in boxes)]
+    if len(cut) > _MAX_CUT_AXES:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = (0,) * len(size), size
+    for weight, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[a] + end * sizes[a] for a, end in zip(cut, ends, strict=True))
+            corners[corner] += weight * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 # Saving
 
-# Where DCP remembers plans: dicts of the class, by a key.
+# DCP (torch 2.13) caches plans in these dicts of the class SavePlanner, by a key.
 _CACHES = (
     "_cached_save_plan",
     "_cached_final_save_plan",
@@ -369,11 +347,11 @@ _numbers = itertools.count()
 
 
 class SavePlans:
-    """Which rank writes what, remembered from one save of a manager to the next.
+    """Lets DCP reuse a manager's save plan: which rank writes what.
 
-    For each save every rank lists its tensors, rank 0 merges the lists of all ranks, and each gets
-    back what it has to write. That work grows with the model times the ranks, and comes out the
-    same every time. DCP can remember it: a rank whose list is as before says only that.
+    For each save every rank lists its tensors, rank 0 merges the lists of all ranks, and each rank
+    gets back what it has to write. This work grows with model size times ranks, and its result is
+    the same every time. DCP can cache it: a rank with an unchanged list sends only that message.
     """
 
     def __init__(self) -> None:
@@ -381,26 +359,26 @@ class SavePlans:
         self.forget()
 
     def arguments(self) -> dict[str, Any]:
-        """What `save` gets for the next save. A single rank has nothing to agree on."""
+        """Keyword arguments for the next `save`; empty for a single rank, which needs no plan."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {}
         return {"planner": _RememberingPlanner(self._key)}
 
     def forget(self) -> None:
         for name in _CACHES:
-            getattr(SavePlanner, name, {}).pop(self._key, None)
-        # DCP's own key is the same for all managers of this process.
+            getattr(torch_dcp.SavePlanner, name, {}).pop(self._key, None)
+        # DCP's default key is the same for all managers of this process.
         self._key = f"torchtitan {next(_numbers)}"
 
 
-class _RememberingPlanner(DefaultSavePlanner):
+class _RememberingPlanner(torch_dcp.DefaultSavePlanner):
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = key
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> torch_dcp.SavePlan:
         plan = super().create_local_plan()
-        # DCP compares names and shapes, but not dtypes, which .metadata has too.
-        if not plan.usable and self.plan != SavePlanner._cached_save_plan[self._cached_plans_key]:
+        # DCP compares names and shapes, but not dtypes, which .metadata also records.
+        if not plan.usable and self.plan != self._cached_save_plan[self._cached_plans_key]:
             plan = self._pending_local_plan = self.plan
         return plan

@@ -1,18 +1,18 @@
-"""A step folder on disk: when it counts as whole, and what its files must hash to.
+"""A step folder on disk: when it is whole, and the hashes of its files.
 
-A folder is written in this order, so that a process killed at any point leaves one that is seen to
-be unfinished:
+A folder is written in this order, so a process that is killed at any point leaves a folder that is
+recognised as unfinished:
 
 1. rank 0 creates the marker `.incomplete`, then, if a caller named the folder, `.keep`,
 2. every rank writes its files, hashing what it writes,
-3. rank 0, once it has heard from every rank, writes `.metadata`, then `.sha256sums` (which
+3. when every rank has finished, rank 0 writes `.metadata`, then `.sha256sums` (which
    `sha256sum -c` reads),
 4. rank 0 removes `.incomplete`; `.keep` stays.
 
-Removal goes the other way: it writes the marker first and removes it last.
+Removal also creates the marker first and deletes it last.
 
-Folders without marker and hashes, as older tools write them, count as whole if they hold
-`.metadata` or safetensors files; they cannot be verified.
+Folders without marker and hashes, which older tools write, are whole if they hold `.metadata` or
+safetensors files; they cannot be verified.
 """
 
 import hashlib
@@ -60,12 +60,12 @@ GIB = 1024**3
 
 
 class Contents(Enum):
-    """What a step folder holds."""
+    """The contents of a step folder."""
 
     UNFINISHED = "unfinished"
     DCP = "dcp"
     HF = "hf"
-    DAMAGED = "damaged"  # parts of a checkpoint, without the file that says what stands where
+    DAMAGED = "damaged"  # parts of a checkpoint, without the index of its tensors
     UNKNOWN = "unknown"
 
 
@@ -80,7 +80,7 @@ class StepFolder(NamedTuple):
 
 
 def contents_of(folder: str) -> Contents:
-    """What `folder` holds; the marker decides before anything else does."""
+    """The contents of `folder`. A folder with the marker is unfinished, whatever else it holds."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
@@ -111,7 +111,7 @@ def path_inside(folder: str, name: str) -> str:
 
 
 def list_steps(folder: str) -> list[StepFolder]:
-    """The `step-<N>` folders under `folder`, oldest step first. Other names are ignored."""
+    """The `step-<N>` folders in `folder`, by rising N. Other names are ignored."""
     if not os.path.isdir(folder):
         return []
     found = []
@@ -125,7 +125,7 @@ def list_steps(folder: str) -> list[StepFolder]:
 
 
 def newest_finished_step(folder: str) -> int:
-    """-1 if there is none. Finished steps may be damaged."""
+    """The highest step that is finished, though perhaps damaged; -1 if there is none."""
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
@@ -138,25 +138,25 @@ def mark_unfinished(folder: str) -> None:
 
 
 def mark_kept(folder: str) -> None:
-    """Have retention leave `folder` alone, in later processes too: a caller named it."""
+    """Mark `folder` so that retention never removes it, in later processes too."""
     mark_unfinished(folder)
     _write_synced(os.path.join(folder, KEPT_MARKER), "")
 
 
 def start_writing(folder: str) -> None:
-    """Create `folder`, or remove an older checkpoint from it, and mark it unfinished.
+    """Create `folder`, mark it unfinished, and remove an older checkpoint from it.
 
-    Other files stay. Links are removed, and not what they lead to. An older `.metadata` beside new
-    files would be loaded in their place.
+    Otherwise an older `.metadata` beside new files would be loaded. Other files stay. Links are
+    removed, but not their targets.
     """
     mark_unfinished(folder)
     _remove_weights(folder)
 
 
 def remove_failed_save(folder: str) -> None:
-    """Free what a save that failed has written in `folder`; a whole checkpoint there stays.
+    """Remove the files of a failed save from `folder`, unless a whole checkpoint is there.
 
-    Other files stay as well, and with them the marker.
+    If the folder holds other files, they stay, and so does the marker.
     """
     if contents_of(folder) == Contents.UNFINISHED:
         _remove_weights(folder)
@@ -174,10 +174,10 @@ def _remove_weights(folder: str) -> None:
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
-    """Record the hashes (file name -> SHA-256), then remove the marker: now `folder` is whole.
+    """Write the hashes (file name -> SHA-256), then remove the marker: now `folder` is whole.
 
-    The marker goes last, and the hashes are synced to disk before: a folder without marker has
-    hashes that find what a crash of the machine may have left out of its files.
+    The hashes are synced to disk before the marker goes. So after a crash of the machine a folder
+    without marker has hashes, which reveal files that lost data.
     """
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
@@ -186,7 +186,7 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a step folder. A process killed on the way leaves it marked as unfinished."""
+    """Remove a step folder. A process that is killed meanwhile leaves it marked as unfinished."""
     mark_unfinished(folder)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
@@ -213,7 +213,7 @@ def hash_file(path: str) -> str:
 
 
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """Hash the named files of `folder`, each by one of the ranks. Collective."""
+    """File name -> SHA-256 of the named files of `folder`; the ranks share the work. Collective."""
     parts = on_all_ranks(
         lambda: {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
     )
@@ -221,9 +221,10 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_damage(folder: str) -> str | None:
-    """What is wrong with the files of `folder`, or None. Collective: each rank reads its share.
+    """The first damage in the files of `folder`; None if they are whole.
 
-    A folder without recorded hashes passes, unless parts of a checkpoint lack their `.metadata`.
+    Collective: each rank hashes its share. A folder without recorded hashes passes, unless parts of
+    a checkpoint lack their `.metadata`.
     """
     try:
         expected, contents = from_rank_zero(lambda: (_read_hashes(folder), contents_of(folder)))
@@ -254,14 +255,14 @@ def _own_share(names: list[str]) -> list[str]:
 
 
 def _read_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file. Raises ValueError if it was cut."""
+    """File name -> SHA-256; empty without a hash file. Raises ValueError if it is damaged."""
     path = os.path.join(folder, HASHES_FILE)
     if not os.path.isfile(path):
         return {}
     header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
     entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
     if header != f"# {len(entries)} files" or not all(entries):
-        raise ValueError(f"{HASHES_FILE} is not as it was written")
+        raise ValueError(f"{HASHES_FILE} is damaged")
     return {entry.group(2): entry.group(1) for entry in entries}
 
 
@@ -269,7 +270,7 @@ def _read_hashes(folder: str) -> dict[str, str]:
 
 
 class HashedFile:
-    """A file that is written from its beginning to its end, and hashed on the way."""
+    """A file that is hashed while it is written, from its beginning to its end."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -287,7 +288,7 @@ class HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """`hashes`: file name -> SHA-256, of the files that were written through it."""
+    """hashes: file name -> SHA-256 of each file that was written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +301,7 @@ class _HashingFileSystem(FileSystem):
             try:
                 yield hashed
             except RuntimeError as error:
-                # torch's zip writer says where the file ends, the error before it says why.
+                # torch's zip writer raises an error of its own; the cause is the system's error.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -314,13 +315,13 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also marks, hashes and unmarks the folder.
 
-    All of it happens within DCP's own steps and collectives, so it is the same for a save in the
-    caller's thread, in a background thread and in a background process. Files are hashed as they
-    are written: reading them again would take as long on a network file system, and could not
-    tell what was meant to be written.
+    All of this happens within DCP's own steps and collectives, so it works the same in the caller's
+    thread, in a background thread and in a background process. Files are hashed while they are
+    written, because reading them again would take as long on a network file system and could not
+    show what was meant to be written.
 
-    record: of the run, written beside the rest as `run.json`.
-    copies: makes the copies that an asynchronous save in this process writes.
+    record: settings of the run, written to `run.json`.
+    copies: copies the states for an asynchronous save in this process.
     """
 
     def __init__(
@@ -338,14 +339,14 @@ class HashingWriter(FileSystemWriter):
         return super().stage(state_dict) if self._copies is None else self._copies.stage(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The other ranks write only after they got a plan from the coordinator, who marks first.
+        # The other ranks write only after they get a plan from the coordinator, which marks first.
         self._started = time.monotonic()
         if is_coordinator:
             start_writing(str(self.path))
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """The coordinator gets (DCP's results, file name -> SHA-256) from each rank."""
+        """Write this rank's files. The coordinator gets (DCP's results, file name -> SHA-256)."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         written: Future[Any] = Future()

@@ -1,7 +1,7 @@
-"""Weights in Hugging Face files: safetensors, with an index of which tensor stands in which file.
+"""Weights in Hugging Face files: safetensors, with an index that names the file of each tensor.
 
 A model is read and written part by part, so that translating layouts needs memory for the copies
-of one part only.
+of only one part.
 """
 
 import json
@@ -45,7 +45,7 @@ from torchtitan.tools.logging import logger
 
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
-_BYTES_PER_FILE = 5 * 10**9  # as transformers has it
+_BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
 # Reading
 
@@ -59,8 +59,8 @@ def load_from_hf(
 ) -> dict[str, Any]:
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
-    state_dict: the model's own entries. Returns those that were read.
-    Raises ValueError if the two sides do not match.
+    state_dict: the model's own entries. Returns the entries that were read.
+    Raises ValueError if files and model do not match.
     """
     missing_files = from_rank_zero(lambda: check_files(path))
     reader = adapter.get_hf_storage_reader(path, from_quantized)
@@ -68,19 +68,19 @@ def load_from_hf(
         metadata = reader.read_metadata()
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The safetensors files in {path} cannot be read: what stands beside their tensors, "
-            f"about parts or scales of them, is damaged ({type(error).__name__}: {error})"
+            f"The safetensors files in {path} cannot be read: their metadata, which describes "
+            f"shards or scales of the tensors, is damaged ({type(error).__name__}: {error})"
         ) from error
-    if not from_quantized:  # whose tensors are larger than what is stored
+    if not from_quantized:  # a quantized tensor's size is not that of the stored bytes
         dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it for every part
+    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for every part
     saved = from_rank_zero(lambda: saved_shapes(reader))
     if problem := adapter.problem_with(saved):
         raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
     parts += [{}] * (max(all_ranks(len(parts))) - len(parts))
-    if not from_quantized:  # quantized files have other shapes, and scales beside the weights
+    if not from_quantized:  # quantized files have other shapes, and also hold scales
         wanted: Shapes = {}
         for part in parts:
             hf_part = adapter.to_hf(part)
@@ -88,7 +88,7 @@ def load_from_hf(
             wanted |= shapes_of(hf_part)
         ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
         if ignored:
-            logger.info(f"Without a place in the model, not read: {shorten(sorted(ignored))}")
+            logger.info(f"Without a use in the model, so not read: {shorten(sorted(ignored))}")
         relevant = {name: shape for name, shape in saved.items() if name not in ignored}
         try:
             check_same_model(wanted, relevant, path, model_description)
@@ -96,7 +96,7 @@ def load_from_hf(
             if not missing_files:
                 raise
             raise ValueError(
-                f"{path} is not whole: {HF_INDEX} names files that are missing: "
+                f"{path} is incomplete: {HF_INDEX} names files that are missing: "
                 f"{shorten(missing_files)}; fetch them. {error}"
             ) from error
     loaded = {}
@@ -111,44 +111,44 @@ def load_from_hf(
                 if (ours.data_ptr(), ours.stride()) != (theirs.data_ptr(), theirs.stride()):
                     target.copy_(tensor)
     if kept := sorted(state_dict.keys() - loaded.keys()):
-        logger.warning(f"Not in {path}, left as they are: {shorten(kept)}")
+        logger.warning(f"Not in {path}, so left unchanged: {shorten(kept)}")
     return loaded
 
 
 def check_files(folder: str) -> list[str]:
-    """The files that the index names and that are missing.
+    """The names of missing files that the index lists.
 
-    Raises ValueError, naming the file, if one is damaged or leads out of `folder`. Reads headers
-    only: safetensors bounds their size, and sees that tensors neither overlap nor end beyond the
-    file.
+    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
+    are read: safetensors limits their size, and checks that tensors don't overlap and end inside
+    the file.
     """
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
         raise ValueError(
-            f"There are no safetensors files in {folder}, from where Hugging Face weights are "
-            "to be read; correct the path, or turn checkpoint.initial_load_in_hf off"
+            f"There are no safetensors files in {folder}, from which Hugging Face weights should be "
+            "read; correct the path, or set checkpoint.initial_load_in_hf = false"
         )
     file_of: dict[str, str] = {}
     for name in names:
         path = path_inside(folder, name)
-        if not os.path.isfile(path):  # opening a pipe would wait
+        if not os.path.isfile(path):  # opening a pipe would block
             raise ValueError(f"{path} is not a regular file; put the file itself there")
         try:
             with safe_open(path, framework="pt") as file:
                 names_inside = file.keys()
                 kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
                 is_sharded = CUSTOM_METADATA_KEY in (file.metadata() or {})
-        except Exception as error:  # the library has its own kind for each thing that it reads
+        except Exception as error:  # safetensors raises many kinds of errors
             raise ValueError(
-                f"{path} is not a safetensors file, or only a part of one ({error}); fetch it again"
+                f"{path} is not a safetensors file, or it is cut off ({error}); fetch it again"
             ) from error
         if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
-            raise ValueError(f"{path} has numbers that cannot be read: {shorten(unknown)}")
+            raise ValueError(f"{path} has dtypes that cannot be read: {shorten(unknown)}")
         for key in kinds if not is_sharded else ():
             if key in file_of:
                 raise ValueError(
                     f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
-                    "files, or each that its index does not name"
+                    "files, or all files that the index does not name"
                 )
             file_of[key] = name
     index = os.path.join(folder, HF_INDEX)
@@ -158,8 +158,11 @@ def check_files(folder: str) -> list[str]:
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entries in parts of bounded size. Those of one module stay together, for adapters join
-    some of them; ranks that share tensors cut at the same places, for adapters gather some."""
+    """The entries in parts of bounded size.
+
+    Entries of one module stay together, because adapters join some of them. Ranks that share
+    tensors cut at the same places, because adapters gather some of them.
+    """
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
     for name, tensor in state_dict.items():
@@ -167,7 +170,7 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
             part, n_bytes = {}, 0
         part[name] = tensor
-        n_ranks = 1  # counted as if the shards were all of one size, so the same on every rank
+        n_ranks = 1  # all shards are assumed to have one size, so every rank counts the same bytes
         if is_dtensor(tensor):
             for axis, placement in enumerate(tensor.placements):
                 n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
@@ -189,16 +192,21 @@ def save_to_hf(
 ) -> None:
     """Write the model to safetensors files with an index. Collective.
 
-    dtype: what floating-point tensors are cast to; None keeps each one's own.
-    tokenizer: see `hf_assets.write_model_files`.
-    The files are those of `hf_assets_path` where the adapter knows them, else as few as hold
-    5 GB each. Ranks first write their own parts to `<folder>/sharded`, which is removed. Beside the
-    weights come config.json, generation_config.json and tokenizer files, so that `transformers`
-    opens the folder; see `hf_assets.write_model_files`.
+    dtype: the dtype to cast floating-point tensors to; None keeps their own dtypes.
+    Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise
+    into files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is
+    removed. config.json, generation_config.json and the tokenizer are written too, so that
+    `transformers` opens the folder; see `hf_assets.write_model_files`, also for `tokenizer`.
     """
-    if left_out := _left_out(state_dict, adapter):
+    has_name = {name for names in adapter.groups_of(state_dict) for name in names}
+    unnamed = {  # zeros change nothing
+        name
+        for name, tensor in state_dict.items()
+        if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
+    }
+    if left_out := sorted(set().union(*all_ranks(unnamed))):
         logger.warning(
-            f"Hugging Face files have no place for {shorten(left_out)}: a model loaded from {folder} "
+            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} "
             "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
             "without expert_bias"
         )
@@ -223,17 +231,6 @@ def save_to_hf(
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
 
 
-def _left_out(state_dict: dict[str, Any], adapter: BaseStateDictAdapter) -> list[str]:
-    """Buffers of any rank that have no HF name and are not zero. Zeros change nothing."""
-    has_name = {name for names in adapter.groups_of(state_dict) for name in names}
-    left_out = [
-        name
-        for name, tensor in state_dict.items()
-        if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
-    ]
-    return sorted({name for part in all_ranks(left_out) for name in part})
-
-
 def _to_hf(
     part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
 ) -> dict[str, Any]:
@@ -245,14 +242,14 @@ def _to_hf(
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
-    """HF name -> number of its file, for exactly the tensors that any rank has.
+    """HF name -> number of its file, for the tensors of all ranks.
 
-    sizes: bytes of the tensors of this rank.
+    sizes: HF name -> bytes, of this rank's tensors. known: the same mapping from an existing index.
     """
     sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
     if known:
         if unknown := [name for name in sizes if name not in known]:
-            # Not an error: it would come at the end of the training and cost its result.
+            # Not an error, because it would come at the end of a training and lose the weights.
             logger.warning(
                 f"The index under model.hf_assets_path does not list {shorten(sorted(unknown))}; "
                 "writing them into the last file"
@@ -269,7 +266,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 
 
 def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str) -> None:
-    # An adapter may give views with rows and columns swapped, which the format has no word for.
+    # An adapter may return transposed views, but the format stores contiguous tensors only.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
@@ -284,8 +281,7 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
-        """Each rank joins some of the files. In torch's function for that the others wait for ever
-        for a rank that fails."""
+        """Join some of the files. torch's own function for all ranks hangs if one rank fails."""
         own = {
             name: torch_hf._gen_file_name(number, n_files)
             for name, number in file_index.items()
@@ -308,10 +304,10 @@ def _write_alone(
     folder: str,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Write every tensor straight to its file; returns file name -> SHA-256.
+    """Write every tensor straight to its file; return file name -> SHA-256.
 
-    A header says where each tensor stands, so all tensors are translated twice: once for their
-    sizes, and once to be written.
+    All tensors are translated twice, because a file's header lists the sizes of its tensors: once
+    for the sizes, and once to be written.
     """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
@@ -344,10 +340,10 @@ def _write_alone(
 
 
 def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """What a safetensors file begins with; the tensors follow, in this order.
+    """The beginning of a safetensors file; the tensors follow in the order of `entries`.
 
-    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON that
-    follows, then the tensors one after another.
+    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON header,
+    the header, then the tensors one after another.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -1,4 +1,4 @@
-"""What makes a folder of weights a model that `transformers` opens: config and tokenizer files."""
+"""The config and tokenizer files that `transformers` needs to open a folder of weights."""
 
 import json
 import os
@@ -38,23 +38,23 @@ def write_model_files(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
-    A tokenizer that is there already is kept, and so is a config.json that describes these args.
+    An existing tokenizer is kept, and so is an existing config.json that describes `model_args`.
     hf_assets_path: folder of the tokenizer and, for a model that came from Hugging Face, its
-        config.json, which is copied if it describes these args. Otherwise config.json is made from
-        the args.
-    tokenizer: a `HuggingFaceTokenizer` of the run; None reads the one in hf_assets_path.
+        config.json, which is copied if it describes `model_args`. Otherwise config.json is made
+        from `model_args`.
+    tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path.
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
-    A file that cannot be written is a warning, because the weights are worth more.
+    If a file cannot be written, a warning is logged, because the weights matter more.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))
     token_ids: dict[str, int] = {}
     try:
         token_ids = _write_tokenizer(folder, assets, tokenizer)
     except (OSError, ValueError) as error:
-        logger.warning(f"{folder} has no tokenizer that transformers opens: {error}")
+        logger.warning(f"{folder} gets no tokenizer that transformers can open: {error}")
     try:
         config = _config(model_args, [Path(folder), assets]) or to_hf_config(model_args) | token_ids
-        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 or 4 has it
+        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5 or 4
         config[dtype_key] = str(dtype).removeprefix("torch.")
         _write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
@@ -63,11 +63,11 @@ def write_model_files(
         elif not generation.exists() and token_ids:
             _write_json(generation, token_ids)
     except (OSError, ValueError) as error:
-        logger.warning(f"{folder} has no config.json, which transformers needs: {error}")
+        logger.warning(f"{folder} gets no config.json, which transformers needs: {error}")
 
 
 def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
-    """Return the first folder's config.json that describes these args."""
+    """Return the first config.json that describes these args; None if no folder has one."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue
@@ -77,17 +77,17 @@ def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
             difference = {str(error): ()}
         if not difference:
             return read_json_object(path)
-        logger.info(f"{path} describes another model ({', '.join(difference)}): not taken")
+        logger.info(f"{path} describes another model ({', '.join(difference)}), so it is not used")
     return None
 
 
 def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int]:
-    """Return the ids of its begin- and end-of-text tokens, under config.json's names."""
+    """Write the tokenizer; return its begin- and end-of-text ids, by config.json's keys."""
     if any(Path(folder, name).exists() for name in _TOKENIZER_FILES):
         return _token_ids(HuggingFaceTokenizer(folder))
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         if not assets.is_dir():
-            raise ValueError("model.hf_assets_path names no folder with one")
+            raise ValueError("model.hf_assets_path is not a folder with a tokenizer")
         tokenizer = HuggingFaceTokenizer(str(assets))
     for source in (Path(tokenizer.tokenizer_path, name) for name in _TOKENIZER_FILES):
         if source.is_file():

@@ -1,4 +1,4 @@
-"""Which step folders are kept, and how the others are removed."""
+"""Removes old step folders."""
 
 import os
 import queue
@@ -7,6 +7,7 @@ import threading
 
 import torch.nn as nn
 
+from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.folder import (
     GIB,
     HASHES_FILE,
@@ -19,40 +20,41 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 
 
 class Terminate:
-    """Put into the purge queue to end its thread."""
+    """An item of the purge queue that ends the thread."""
 
 
 class SaveDone:
-    """Says that a save in another process has ended."""
+    """The reference's marker for the end of a save in another process. Unused here."""
 
 
 def purge_thread(purge_queue: queue.Queue) -> None:
-    """Remove each folder that comes out of the queue, until a `Terminate` does."""
+    """Remove each folder that is put into the queue, until a `Terminate` arrives."""
     while not isinstance(path := purge_queue.get(), Terminate):
         logger.info(f"Removing old checkpoint {path}")
         try:
             remove_folder(path)
         except OSError as error:
-            _warn_of_what_stays(path, error)
+            _warn_of_failed_removal(path, error)
 
 
-def _warn_of_what_stays(path: str, error: OSError) -> None:  # tried again after a later save
+def _warn_of_failed_removal(path: str, error: OSError) -> None:  # a later save tries it again
     logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
 class Retention:
     """Removes old steps in a thread.
 
-    configured_folder: earlier processes of the run have written here, too. In a folder that was
-        set at run time, only what this manager wrote may be removed.
+    configured_folder: here steps of earlier processes of the run may be removed. In a folder that
+        was set at run time, only steps that this manager wrote may be removed.
 
-    The sets hold resolved paths: `written` by this manager under a name that it chose, `given` by
-    a caller to save to or load from, `damaged` as a load found out.
+    written, given, damaged: resolved paths of the steps that this manager wrote under a name of its
+    own, that a caller named for a save or load, and that a load found damaged.
     """
 
     def __init__(self, configured_folder: str) -> None:
@@ -60,13 +62,35 @@ class Retention:
         self.written: set[str] = set()
         self.given: set[str] = set()
         self.damaged: set[str] = set()
+        self._lock: FolderLock | None = None
         self.thread: threading.Thread | None = None
         self.queue: queue.Queue = queue.Queue()
 
-    def will_write(self, folder: str, warns: bool) -> None:
-        """Note that `folder` is this manager's.
+    def claim(self, folder: str, n_kept: int, model_parts: list[nn.Module]) -> None:
+        """Lock `folder` until `close`, and warn if there is little free space. Collective.
 
-        warns: of a checkpoint, or other files, that were there before.
+        Raises RunError if another job writes there.
+        """
+        if self._lock is not None:
+            return
+
+        def lock() -> None:
+            self._lock = FolderLock(folder)
+
+        with one_error(f"The checkpoint folder {folder} cannot be used"):
+            from_rank_zero(lock)
+        n_bytes = estimated_bytes(model_parts)
+        if self._lock is not None:  # rank 0
+            warn_of_little_space(folder, n_bytes, n_kept)
+
+    def leave_alone(self, path: str) -> None:
+        """Never remove the folder `path`, which a caller named, in this process."""
+        self.given.add(os.path.realpath(path))
+
+    def will_write(self, folder: str, warns: bool) -> None:
+        """Record that this manager writes `folder`.
+
+        warns: log a warning if the folder holds a checkpoint or other files already.
         """
         path = os.path.realpath(folder)
         if warns and path not in self.written and os.path.isdir(folder) and os.listdir(folder):
@@ -79,11 +103,11 @@ class Retention:
         self.damaged.discard(path)
 
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
-        """Have all but the newest finished step folders in `folder` removed.
+        """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
-        `saving_to`, which is being written, neither counts nor goes; nor do folders that are not
-        this run's. An interrupted or damaged one does not count, and goes once a newer step is
-        finished.
+        saving_to: the step that is being written. It is neither counted nor removed, and neither
+        are steps that this run doesn't own. Interrupted and damaged steps are not counted either,
+        and are removed once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         broken = [
@@ -92,7 +116,7 @@ class Retention:
             if f.contents in (Contents.UNFINISHED, Contents.DAMAGED)
             or os.path.realpath(f.path) in self.damaged
         ]
-        # After a resume from an older step, what this process saved is newer than higher numbers.
+        # After a resume from an older step, this process's steps are newer than higher numbers.
         finished = sorted(
             (f for f in folders if f not in broken),
             key=lambda f: (os.path.realpath(f.path) in self.written, f.step),
@@ -102,9 +126,9 @@ class Retention:
         newest = max(f.step for f in finished)
         for stale in finished[:-n_kept] + [f for f in broken if f.step < newest]:
             try:
-                mark_unfinished(stale.path)  # half removed, it must not look whole
+                mark_unfinished(stale.path)  # a half-removed step must not look whole
             except OSError as error:
-                _warn_of_what_stays(stale.path, error)
+                _warn_of_failed_removal(stale.path, error)
                 continue
             self.start()
             self.queue.put(stale.path)
@@ -118,7 +142,7 @@ class Retention:
             return True
         if os.path.dirname(path) != os.path.realpath(self._configured_folder):
             return False
-        # Other tools leave neither marker nor hashes, but something.
+        # A step that another tool wrote has files, but neither marker nor hashes.
         names = os.listdir(path)
         return not names or UNFINISHED_MARKER in names or HASHES_FILE in names
 
@@ -129,32 +153,35 @@ class Retention:
             self.thread.start()
 
     def close(self) -> None:
-        """Wait until what is queued has been removed."""
+        """Wait until the queued steps are removed, and release the lock."""
         if self.thread is not None and self.thread.is_alive():
             self.queue.put(Terminate())
             self.thread.join()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def estimated_bytes(model_parts: list[nn.Module]) -> int:
-    """Of a checkpoint of all ranks: the weights, and two moments for each that is trained.
+    """The size of a checkpoint of all ranks: weights, and two moments for each trained weight.
     Collective."""
     parameters = [pair for part in model_parts for pair in part.named_parameters()]
     n_bytes = sum((3 if p.requires_grad else 1) * p.nbytes for _, p in parameters)
     first_name = parameters[0][0] if parameters else ""
-    # Sizes are global; only pipeline ranks have different parameters.
+    # A DTensor's nbytes is global, so only pipeline ranks, with other first names, are added up.
     return sum(dict(all_ranks((first_name, n_bytes))).values())
 
 
 def warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
-    """n_bytes: of one checkpoint. keep_latest_k: 0 keeps all, of which one at least needs room."""
+    """n_bytes: size of one checkpoint. keep_latest_k: 0 keeps all; then room for one is checked."""
     n_more = 1
     if keep_latest_k:
         n_whole = sum(step.is_finished for step in list_steps(folder))
-        n_more = max(1, keep_latest_k + 1 - n_whole)  # old ones go after a new one is whole
+        n_more = max(1, keep_latest_k + 1 - n_whole)  # an old step goes after a new one
     free = shutil.disk_usage(folder).free
     if free < n_more * n_bytes:
         logger.warning(
-            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run has about "
+            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run takes about "
             f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
             "room, or lower checkpoint.keep_latest_k"
         )

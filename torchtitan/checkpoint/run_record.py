@@ -1,7 +1,7 @@
-"""The settings of the run that wrote a checkpoint, compared with those of a run that continues.
+"""The settings of the run that wrote a checkpoint, compared with the run that continues from it.
 
-The record is a flat table of strings and numbers, `run.json` in the step folder. A checkpoint
-without one, as older versions and other tools write it, is not compared.
+The record is a flat table of strings and numbers, `run.json` in the step folder. Checkpoints of
+older versions and other tools have no record and are not compared.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.ranks import from_rank_zero
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
@@ -22,11 +23,11 @@ _OWN = "this run's is used"
 _SAVED = "the saved one is used"
 _OWN_DATA = (
     f"{_OWN}, from the saved position on; checkpoint.exclude_from_loading = ['dataloader'] "
-    "begins it at its start"
+    "starts from its beginning"
 )
 
-# Setting -> (the component whose state decides, what happens when that is loaded). When it is not,
-# this run's is used.
+# Setting -> (component, message if the component's state is loaded from the checkpoint). If it is
+# not loaded, this run's setting is used.
 _WHICH_IS_USED = {
     "optimizer.lr": ("lr_scheduler", _SAVED),
     "optimizer.beta1": ("optimizer", _SAVED),
@@ -62,8 +63,7 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that matter to a run that continues from this run's checkpoints.
 
-    Ranks compare theirs before they train. seed: that the run began with, of which a continued run
-    has no use.
+    Ranks compare their records before they train. A continued run doesn't use the recorded `seed`.
     """
     record: dict[str, Any] = {"seed": seed}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
@@ -71,13 +71,26 @@ def record_of(
         record[key] = getattr(getattr(config, section), name)
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     backend = getattr(tokenizer, "tokenizer", None)
-    if hasattr(backend, "get_vocab"):  # that of other libraries is not known to have one
+    if hasattr(backend, "get_vocab"):  # a client's own tokenizer may lack it
         vocabulary = json.dumps(sorted(backend.get_vocab().items()))
         digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
         record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
     if num_documents is not None:
-        record["number of documents"] = num_documents  # a resume compares the data position's
+        record["number of documents"] = num_documents  # not compared here
     return record
+
+
+def compare_with_saved(path: str, own: dict[str, Any], loaded: Collection[str]) -> None:
+    """Warn of each setting that differs from the run that wrote `path`. Collective.
+
+    own: this run's record. loaded: the components whose state comes from the checkpoint.
+    Raises ValueError if the saved optimizer is of another kind.
+    """
+    saved = from_rank_zero(lambda: read_record(path))
+    if "optimizer" in loaded:
+        check_same_optimizer(saved, own, path)
+    for difference in differences(saved, own, loaded):
+        logger.warning(f"Continuing from {path}, but {difference}")
 
 
 def read_record(folder: str) -> dict[str, Any]:
@@ -91,18 +104,20 @@ def read_record(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        logger.warning(f"{path} cannot be read, so the run that saved is not compared with this")
+        logger.warning(
+            f"{path} cannot be read, so this run's settings are not compared with the saved ones"
+        )
         return {}
     return record
 
 
 def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """ValueError if the kinds differ: one's state means something else to the other."""
+    """Raise ValueError for another kind of optimizer, because its state has another meaning."""
     names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
     if None not in names and names[0] != names[1]:
         raise ValueError(
             f"{path} was saved with optimizer.name = {names[0]!r}, got {names[1]!r}; set it back, "
-            "or start that optimizer's state from zero with checkpoint.exclude_from_loading = "
+            "or start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
             "['optimizer']"
         )
 
@@ -110,17 +125,17 @@ def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) 
 def differences(
     saved: dict[str, Any], own: dict[str, Any], loaded: Collection[str]
 ) -> Iterator[str]:
-    """For each setting that differs, both values and which one is used.
+    """Yield a sentence for each setting that differs: both values and which one is used.
 
     loaded: the components whose state comes from the checkpoint.
     """
     for key, (component, if_loaded) in _WHICH_IS_USED.items():
         if key in saved and key in own and saved[key] != own[key]:
             used = if_loaded if component in loaded else _OWN
-            yield f"{key} was {saved[key]!r} there and is {own[key]!r} now: {used}"
+            yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
     for key, used in (
         (_GLOBAL_BATCH_SIZE, _OWN),
         (_TOKENIZER, f"{_OWN}, with which the weights were not trained"),
     ):
         if key in saved and key in own and saved[key] != own[key]:
-            yield f"the {key} was {saved[key]} there and is {own[key]} now: {used}"
+            yield f"the {key} was {saved[key]} when it was saved and is {own[key]} now: {used}"

@@ -1,6 +1,5 @@
-"""Copies of a run's state in host memory, from which a save is written while training goes on."""
+"""Copies of a run's states in host memory. A save is written from them while training goes on."""
 
-import importlib
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -8,15 +7,13 @@ from typing import Any
 
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch.utils import _pytree as pytree
 
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.tools.logging import logger
 
 
 class AsyncMode(StrEnum):
-    """How long training waits for a save (see `checkpoint.async_mode`)."""
+    """The setting `checkpoint.async_mode`: how long training waits for a save."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -24,10 +21,10 @@ class AsyncMode(StrEnum):
 
 
 class HostCopies:
-    """Copies states into memory that is kept from one save to the next: for `AsyncMode.ASYNC`.
+    """Copies states into memory that is kept from one save to the next. Used by `AsyncMode.ASYNC`.
 
-    Fresh memory takes five times as long, for the system clears each page at its first use.
-    One save at a time may use the copies.
+    Copying into fresh memory takes five times as long, because the system clears each page at its
+    first use. One save at a time may use the copies.
     """
 
     def __init__(self) -> None:
@@ -36,8 +33,10 @@ class HostCopies:
         self._touching: threading.Thread | None = None
 
     def prepare(self, make_states: Callable[[], dict[str, Any]]) -> None:
-        """Take memory for such states if there is none, and have its pages made in the background:
-        work for which the first save would otherwise take longer than later ones."""
+        """Allocate memory for these states, unless that is done, and touch its pages in a thread.
+
+        Otherwise the first save would take longer than later ones.
+        """
         if self._kept is not None:
             return
         self._take_memory(make_states())
@@ -53,20 +52,21 @@ class HostCopies:
         self._touching.start()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The states with copies in place of their tensors; good until the next call."""
+        """The states with copies in place of their tensors. The next call overwrites the copies."""
         self.close()
         if self._layout != _layout_of(state_dict):
             self._take_memory(state_dict)
+        # A private function of torch 2.13, which its own stagers use in this way.
         return _copy_state_dict(state_dict, self._kept, type_check=False)
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Wait for the thread that touches the pages."""
         if self._touching is not None:
             self._touching.join()
             self._touching = None
 
     def _take_memory(self, state_dict: dict[str, Any]) -> None:
-        self._kept = None  # given back before as much is taken again
+        self._kept = None  # freed first, so that both are never held at once
         self._kept = _create_cpu_state_dict(state_dict)
         self._layout = _layout_of(state_dict)
 
@@ -79,30 +79,3 @@ def _layout_of(state_dict: dict[str, Any]) -> Any:
         else None
         for leaf in leaves
     ]
-
-
-def pinned_stager() -> Any:
-    """torch's stager for `AsyncMode.ASYNC_WITH_PINNED_MEM`; None, with a warning, if no memory can
-    be pinned here."""
-    # From the reference's path, where its tests put a stand-in.
-    reference = importlib.import_module("torchtitan.components.checkpoint")
-    try:
-        return reference.DefaultStager(StagingOptions(True, True, True, True))
-    except AssertionError as error:  # torch says so when there is no accelerator
-        logger.warning(
-            "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
-            f'here ({error}); saving as with "async"'
-        )
-        return None
-
-
-def order_staging_after_compute(stager: Any) -> None:
-    """Have the device finish what is queued before the stager copies, on its own stream."""
-    if not torch.accelerator.is_available():
-        return
-    compute = torch.accelerator.current_stream()
-    stream = getattr(stager, "_staging_stream", None)
-    if stream is None:  # a torch whose stager keeps its stream elsewhere
-        compute.synchronize()
-    else:
-        stream.wait_stream(compute)

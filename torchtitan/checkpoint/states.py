@@ -1,7 +1,7 @@
-"""What a run's states are called in a checkpoint, and how they are fitted to what one holds.
+"""The states of a run, their names in a checkpoint, and how they are matched with a saved one.
 
 Model entries stand at the top level of a checkpoint under their parameter names; the other
-components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, those of RL, and
+components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, RL's names, and
 `user_state`.
 """
 
@@ -28,6 +28,7 @@ from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
 
@@ -37,7 +38,7 @@ LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
 USER_STATE = "user_state"
-# Of `torchtitan.rl` and of embedding programs, and not of every run that reads the weights.
+# States of `torchtitan.rl` and of embedding programs. A run that only reads the weights lacks them.
 EXTRA_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator", USER_STATE)
 
 WEIGHTS_ONLY = (
@@ -46,10 +47,10 @@ WEIGHTS_ONLY = (
 )
 
 _KEYS_SHOWN = 5
-# Entries of the train state that older checkpoints, and the reference's, do not have.
+# Entries of the train state that older checkpoints and the reference's checkpoints lack.
 _KEYS_SINCE_FIRST_VERSION = {"weights_version"}
 
-# Name of an entry -> its shape, or None when it is not a tensor.
+# Name of an entry -> its shape; None if the entry is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
 
 
@@ -57,8 +58,8 @@ class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when the cached ones may be the wrong tensors: a client has moved parameters,
-    or FSDP holds gathered ones after an evaluation.
+    Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or
+    FSDP holds gathered parameters after an evaluation.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -73,7 +74,7 @@ class ModelWrapper(Stateful):
         }
 
     def release(self) -> None:
-        """Hold no tensor until the next call that needs one, so that their memory can be freed."""
+        """Drop the cached tensors until the next call that needs them, so memory can be freed."""
         self.cache_state_dict = None
 
     def refresh(self) -> None:
@@ -87,16 +88,56 @@ class ModelWrapper(Stateful):
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Each part skips entries that it does not have: they belong to another part."""
+        """Load each part's entries. A part skips the entries of other parts."""
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
         self.refresh()
 
 
-class UserState(Stateful):
-    """What an embedding program adds to checkpoints: objects with a state of plain data, by name.
+def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
+    """The states, with the model's entries at the top level under their own names."""
+    others = {name: state for name, state in states.items() if name != MODEL}
+    return others | (states[MODEL].state_dict() if MODEL in states else {})
 
-    A state is one entry of the checkpoint however it grows, and all ranks' is that of one of them.
+
+def live_states(states: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a full checkpoint, with the live tensors."""
+    states[MODEL].refresh()
+    return {
+        name: state.state_dict() if isinstance(state, Stateful) else state
+        for name, state in with_model_on_top(states).items()
+    }
+
+
+def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights with floating-point tensors in `dtype`."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
+    """The states to load: neither excluded nor None, which stands for an absent dataloader.
+
+    Raises ConfigError if a name in `excluded` (checkpoint.exclude_from_loading) is unknown.
+    """
+    for name in excluded:
+        if name not in states:
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {name!r}; "
+                "correct or remove it"
+            )
+    return {
+        name: state for name, state in states.items() if name not in excluded and state is not None
+    }
+
+
+class UserState(Stateful):
+    """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
+
+    Each state is pickled to one entry of the checkpoint, whatever its size; one rank's entry is
+    saved and every rank loads it.
     """
 
     def __init__(self) -> None:
@@ -106,8 +147,8 @@ class UserState(Stateful):
         """See `TrainingEngine.add_state`."""
         if "." in name or name in self._objects:
             raise ValueError(
-                f"a state's name must be new and without a dot, got {name!r} beside "
-                f"{sorted(self._objects)}; take another one"
+                f"a state's name must be new and contain no dot, got {name!r} beside "
+                f"{sorted(self._objects)}; choose another name"
             )
         if not isinstance(state, Stateful):
             raise ValueError(
@@ -126,7 +167,7 @@ class UserState(Stateful):
 
 
 def _pickled(name: str, state: Any) -> bytes:
-    """Raises ValueError for what could not be read again."""
+    """Pickle a state. Raises ValueError if a load would refuse to read it."""
     content = tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state.state_dict())
     data = pickle.dumps(content)
     read_plain(data, f"the state {name!r}, which checkpoints are to hold,")
@@ -136,10 +177,11 @@ def _pickled(name: str, state: Any) -> bytes:
 def fit_to_checkpoint(
     states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
 ) -> dict[str, Any]:
-    """The `states` to hand to DCP for the checkpoint `path`, after comparing the two. Collective.
+    """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
 
-    states: those to load, the model's at the top level. all_states: those of the run, by name.
-    Raises ValueError, the same on every rank, when the checkpoint lacks something or is one of
+    states: the states to load, with the model's entries at the top level.
+    all_states: all states of the run, by component.
+    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
     another model.
     """
     saved = from_rank_zero(lambda: saved_shapes_in(path))
@@ -147,10 +189,6 @@ def fit_to_checkpoint(
         return states
     model_names = all_states[MODEL].state_dict().keys()
     others = {name: state for name, state in states.items() if name not in model_names}
-    own_keys = {}  # under which DCP stores each component
-    for name, state in others.items():
-        content = state.state_dict() if isinstance(state, Stateful) else state
-        own_keys[name] = set(flatten_state_dict({name: content})[0])
     saved_others = keys_outside_model(saved, all_states)
     left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
     if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
@@ -164,27 +202,23 @@ def fit_to_checkpoint(
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
         return {name: states[name] for name in model_names if name in states}
 
-    def show(name: str, entries: dict[str, Any]) -> None:
-        """Let DCP, which reads what it is shown, see these entries in place of the component's."""
-        load = others[name].load_state_dict
-        states[name] = SimpleNamespace(state_dict=lambda: entries, load_state_dict=load)
-
     states = dict(states)
-    if DATALOADER in others:
-        positions = _keys_of(DATALOADER, saved)
-        own_positions = _keys_of(DATALOADER, own_keys[DATALOADER])
-        if positions and positions != set().union(*all_ranks(own_positions)):
-            # The loader divides the positions of all ranks that saved one.
-            show(DATALOADER, dict.fromkeys(positions))
-            own_keys[DATALOADER] = set()
-    if TRAIN_STATE in others:
-        known = _keys_of(TRAIN_STATE, saved)
-        newer = {f"{TRAIN_STATE}.{key}" for key in _KEYS_SINCE_FIRST_VERSION - known}
-        if own_keys[TRAIN_STATE] & newer:
-            content = others[TRAIN_STATE].state_dict()
-            show(TRAIN_STATE, {key: value for key, value in content.items() if key in known})
-            own_keys[TRAIN_STATE] -= newer
-    for name, keys in own_keys.items():
+    for name, state in others.items():
+        content = state.state_dict() if isinstance(state, Stateful) else state
+        keys = set(flatten_state_dict({name: content})[0])  # under which DCP stores the component
+        fitted = content
+        if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
+            if positions != set().union(*all_ranks(_keys_of(DATALOADER, keys))):
+                # The dataloader gets the positions of all saving ranks and divides them again.
+                fitted, keys = dict.fromkeys(positions), set()
+        if name == TRAIN_STATE:
+            newer = _KEYS_SINCE_FIRST_VERSION - _keys_of(TRAIN_STATE, saved)
+            if newer & _keys_of(TRAIN_STATE, keys):
+                fitted = {key: value for key, value in content.items() if key not in newer}
+                keys -= {f"{TRAIN_STATE}.{key}" for key in newer}
+        if fitted is not content:  # DCP reads the keys that it is shown
+            load = state.load_state_dict
+            states[name] = SimpleNamespace(state_dict=lambda f=fitted: f, load_state_dict=load)
         if missing := set().union(*all_ranks(keys - saved.keys())):
             raise ValueError(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(sorted(missing))}. "
@@ -194,7 +228,10 @@ def fit_to_checkpoint(
 
 
 def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:
-    """Compare the weights that all ranks together want with those that are saved. Collective."""
+    """Compare the model's weights, of all ranks together, with the saved ones. Collective.
+
+    Raises ValueError with the first names that are missing, superfluous or of another shape.
+    """
     wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
     other_shape = [
         f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
@@ -209,8 +246,8 @@ def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description
     found = [f"{what}: {shorten(keys)}" for what, keys in differences.items() if keys]
     if found:
         raise ValueError(
-            f"The checkpoint {path} is not one of {model_description}, the model that the config "
-            f"asks for ({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
+            f"The checkpoint {path} does not fit {model_description}, the model of the config "
+            f"({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
             "or load another checkpoint"
         )
 
@@ -231,7 +268,10 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """None if the folder has no DCP metadata, or an empty file as the reference's tests do."""
+    """The shapes in a DCP checkpoint; None if its metadata is missing or empty.
+
+    The reference's tests use an empty file.
+    """
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None
@@ -246,7 +286,7 @@ def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
 
 
 def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
-    """The keys inside one component, without its name."""
+    """The keys of one component, without the prefix."""
     return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
 
 

@@ -1,7 +1,7 @@
 """A model's weights under Hugging Face names, one after another, for a server.
 
-Only one tensor, or one stack of a layer's experts, is gathered at a time. By a version and a digest
-the receiver knows that it has the weights that were sent.
+Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
+show the receiver that it has the weights that were sent.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,38 @@ from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import LocalShard, local_shard
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-# Bytes are read as words of 64 bits, and rows of this many words are summed up.
+# A fingerprint reads bytes as 64-bit words and sums rows of this many words.
 _WORDS_PER_ROW = 2**15
 _ROWS_AT_ONCE = 2**9
+
+
+class WeightSource(Protocol):
+    """The attributes of a `TrainingEngine` that a stream reads."""
+
+    model_parts: list[nn.Module]
+    device: torch.device
+    pp_schedule: Any
+
+    @property
+    def weights_version(self) -> int: ...
 
 
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
-    Whole tensors: a collective, over pipeline stages too, that every rank has to iterate to its
-    end; each gets all of them. Experts come as the family's files have them, all of them. A tied
-    output weight comes as the tensor of the embedding.
-    Tensors may be the live parameters' memory: copy what is to outlast the next optimizer step.
+    By default every rank gets all whole tensors. This is a collective, over pipeline stages too, so
+    every rank has to iterate to the end. All experts are included, in the format of the family's
+    files. A tied output weight is yielded as the tensor of the embedding.
+    Tensors may share the live parameters' memory: copy a tensor that must outlast the next
+    optimizer step.
 
-    sharded: `LocalShard`s instead, views of what this rank holds of its own stage, without any
-        communication. Each rank that holds a replica yields it; a weight may come in pieces.
-    dtype: what floating-point parameters are cast to; buffers and routers keep theirs. None casts
-        nothing.
+    sharded: yield `LocalShard`s instead, views of this rank's part of its own stage, without any
+        communication. Every rank yields its replicas; a weight may come in pieces.
+    dtype: floating-point parameters are cast to it; buffers and routers keep their dtype. None
+        casts nothing.
 
-    version: how many optimizer steps have changed the weights. digest: `digest_of` what came, None
-    until the end. Of whole tensors it is the same for every layout of ranks.
+    version: the number of optimizer steps that have changed the weights. digest: `digest_of` the
+    yielded pairs, None until the end. For whole tensors it is the same for every layout of ranks.
 
     Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
@@ -62,15 +74,15 @@ class WeightStream:
     ) -> None:
         """stage_indices, pp_group: of the model parts, under pipeline parallelism."""
         self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
-        self._adapter = copy.copy(adapter)  # it remembers what it translated last
+        self._adapter = copy.copy(adapter)  # an adapter keeps state from its last translation
         self._device, self._dtype, self._sharded = device, dtype, sharded
         self._current_version = current_version
         self._pp_group = pp_group
         self.version, self.digest = current_version(), None
 
     @classmethod
-    def of_engine(cls, engine: Any, adapter: BaseStateDictAdapter, **options: Any) -> Self:
-        """A `TrainingEngine`'s weights. options: dtype, sharded."""
+    def of_engine(cls, engine: WeightSource, adapter: BaseStateDictAdapter, **options: Any) -> Self:
+        """The stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
         schedule = engine.pp_schedule
         return cls(
             engine.model_parts,
@@ -100,9 +112,9 @@ class WeightStream:
 
     @torch.no_grad()
     def live_tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors of its own stage, under our names, cast; DTensors where sharded.
+        """This rank's tensors under our names, cast to the receiver's dtype; DTensors if sharded.
 
-        Without communication. A tensor that needs no cast is the live parameter's memory.
+        No communication. A tensor that needs no cast shares the live parameter's memory.
         """
         live = {}
         for part in self._parts.values():
@@ -148,7 +160,7 @@ class WeightStream:
 
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-        """The (HF name, whole tensor) that are gathered at once."""
+        """Yield lists of (HF name, whole tensor); each list is gathered at once."""
         state = self._state_of(part)
         for names in self._adapter.groups_of(state):
             whole = {}
@@ -160,10 +172,10 @@ class WeightStream:
                 yield group
 
     def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """The live tensors of a part by name, each with the dtype that the receiver gets."""
+        """The live tensors of a part by name, each with the dtype to send."""
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
         state = {}
-        # FSDP gives shards, and frees what an evaluation has left gathered.
+        # FSDP returns shards here, and frees parameters that an evaluation left gathered.
         for long_name, tensor in part.state_dict().items():
             name = name_without_wrappers(long_name)
             is_cast = self._dtype is not None and name not in buffers
@@ -178,7 +190,7 @@ class WeightStream:
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
     """The digest of (name, tensor) pairs, in any order and on any device.
 
-    It tells of every name, dtype, shape and value, bit for bit, and finds accidents, not forgery.
+    It covers every name, dtype, shape and value, bit for bit. It detects accidents, not forgery.
     """
     digest = WeightDigest()
     for name, tensor in pairs:
@@ -187,14 +199,14 @@ def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
 
 
 class WeightDigest:
-    """`digest_of` pairs that come one by one; it doesn't wait for the device until the end."""
+    """`digest_of` for pairs that are added one by one. Only `hexdigest` waits for the device."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, Tensor]] = []
         self._by_name: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor | LocalShard, same_as: str | None = None) -> None:
-        """same_as: the name of the same tensor, added before, which spares a look at the bytes."""
+        """same_as: another name of this tensor, added before, whose fingerprint is reused."""
         where = ""
         if isinstance(tensor, LocalShard):
             where = f" at {tuple(tensor.offsets)} of {tuple(tensor.shape)}"
@@ -207,7 +219,7 @@ class WeightDigest:
         lines = []
         for device in {value.device for _, value in self._lines}:
             here = [(what, value) for what, value in self._lines if value.device == device]
-            numbers = torch.stack([value for _, value in here]).tolist()  # the one wait
+            numbers = torch.stack([value for _, value in here]).tolist()  # waits for the device
             lines += [f"{what} {n}" for (what, _), n in zip(here, numbers, strict=True)]
         lines.sort()
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -215,11 +227,11 @@ class WeightDigest:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """One int64 that any changed bit changes, on the tensor's device.
+    """One int64, on the tensor's device, that changes if any bit of the tensor changes.
 
-    The bytes, as words of 64 bits, are summed up row by row with odd weights, modulo 2^64; so are
-    the sums, until there is one. Integers add up to the same in any order, so CPU and accelerator
-    agree. hashlib would be ten times as slow and need the weights on the host.
+    The bytes, read as 64-bit words, are summed row by row with odd weights, modulo 2^64; then the
+    sums are summed in the same way, until one is left. Integer sums don't depend on the order, so
+    CPU and accelerator agree. hashlib would be ten times as slow and need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8
@@ -241,13 +253,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
     if rows.device.type == "cpu":
         return [torch.mv(rows, weights)]
-    # Accelerators have no such product of integers; in pieces, for this one takes memory.
+    # Accelerators have no integer matrix-vector product; in pieces, because this takes memory.
     return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
 
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Odd, so that a change of one word cannot vanish; the same everywhere."""
+    """Odd weights, so that a change of one word cannot vanish; the same in every process."""
     draw = random.Random(0)
     words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
     signed = [word - 2**64 if word >= 2**63 else word for word in words]

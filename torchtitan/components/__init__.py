@@ -1,1 +1,1 @@
-"""The reference's paths. Nothing of the package imports from here."""
+"""The reference's import paths. The package itself doesn't import from here."""

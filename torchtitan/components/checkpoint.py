@@ -1,4 +1,4 @@
-"""The reference's path of `torchtitan.checkpoint`."""
+"""The reference's import path of `torchtitan.checkpoint`."""
 # ruff: noqa: F401
 
 import torch.distributed as dist

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.data.dataloader`."""
+"""The reference's import path of `torchtitan.data.dataloader`."""
 
 from torchtitan.data.dataloader import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.listeners.metrics`."""
+"""The reference's import path of `torchtitan.listeners.metrics`."""
 
 from torchtitan.listeners.metrics import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.optim.optimizer`."""
+"""The reference's import path of `torchtitan.optim.optimizer`."""
 
 from torchtitan.optim.optimizer import *  # noqa: F403

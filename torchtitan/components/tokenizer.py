@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.data.tokenizer`."""
+"""The reference's import path of `torchtitan.data.tokenizer`."""
 
 from torchtitan.data.tokenizer import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.listeners.validate`."""
+"""The reference's import path of `torchtitan.listeners.validate`."""
 
 from torchtitan.listeners.validate import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The path under which programs that receive weights import `torchtitan.checkpoint.stream`."""
+"""The import path of `torchtitan.checkpoint.stream` for programs that receive weights."""
 # ruff: noqa: F401
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of

@@ -1,4 +1,4 @@
-"""Learning-rate schedule: warm up, stay, decay."""
+"""Learning-rate schedule: warm-up, constant, decay."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-# How much of the peak is left: from 1 to 0, while the progress goes from 0 to 1.
+# Factor on the peak, falling from 1 to 0 while the progress of the decay goes from 0 to 1.
 _DECAY_CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -22,9 +22,9 @@ _DECAY_CURVES: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedulersContainer:
-    """One scheduler per optimizer, all following the same schedule.
+    """One scheduler per optimizer, all with the same schedule.
 
-    So one state serves them all, whatever the number of model parts it is loaded into.
+    One state is saved for all of them, so it loads into any number of model parts.
     """
 
     def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
@@ -43,11 +43,11 @@ class LRSchedulersContainer:
 
     @property
     def last_epoch(self) -> int:
-        """How many steps the schedule has counted."""
+        """The number of steps that the schedule has counted."""
         return self.schedulers[0].last_epoch
 
     def set_step(self, n: int) -> None:
-        """Go to where the schedule is after `n` steps, ahead or back; the next step is n + 1."""
+        """Move the schedule, forward or back, to its state after `n` steps."""
         for scheduler in self.schedulers:
             scheduler.last_epoch = n
             factors = [factor(n) for factor in scheduler.lr_lambdas]
@@ -61,14 +61,14 @@ class LRSchedulersContainer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self.schedulers:
-            own_copy = copy.deepcopy(state_dict)  # a scheduler keeps the objects it is given
+            own_copy = copy.deepcopy(state_dict)  # because a scheduler keeps the loaded objects
             scheduler.load_state_dict(own_copy)
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates of optimizers that were loaded with those of another schedule.
+    """Set the learning rates again, after loading optimizers that another schedule had set.
 
-    lr_schedulers: those of a train spec of one's own are left alone.
+    lr_schedulers: if a client's train spec made them, in a class of its own, nothing is changed.
     """
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
@@ -77,7 +77,7 @@ def follow_own_schedule(lr_schedulers: Any) -> None:
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
     """Give each parameter group its learning rate."""
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers read it where it is
+        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep a reference to it
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
@@ -90,17 +90,17 @@ def build_lr_schedulers(
 ) -> LRSchedulersContainer:
     """Return schedulers for a run of `training_steps` steps.
 
-    Factor on the peak in the step after e steps, with W warm-up steps, D decay steps up to the
-    schedule's last step T, and p the progress of the decay from 0 to 1:
+    Factor on the peak learning rate after e steps, with W warm-up steps, D decay steps that end at
+    the schedule's last step T, and p the progress of the decay from 0 to 1:
 
         w = (e + 1 + step_offset) / W    while it is below 1: init_lr_factor + (1 - init_lr_factor) * w
         1                                until e = T - D
         p = (e + D - T) / D              min_lr_factor + (1 - min_lr_factor) * curve(p)
 
-    With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first has 1/W of the peak and
-    step W the whole. -1 gives 0/W to the first step, which makes the schedules "linear" and "cosine",
-    and the constant one (decay_ratio = 0), those of `transformers.get_*_schedule_with_warmup` and of
-    verl. The offset does not move the decay.
+    With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first step has 1/W of the
+    peak and step W all of it. With -1 the first step has 0/W; then "linear", "cosine" and the
+    constant schedule (decay_ratio = 0) are those of `transformers.get_*_schedule_with_warmup` and
+    of verl. The offset does not move the decay.
     """
     config = lr_scheduler_config
     total_steps = training_steps if config.total_steps is None else config.total_steps
@@ -108,7 +108,7 @@ def build_lr_schedulers(
     if warmup_steps > total_steps:
         logger.warning(
             f"lr_scheduler.warmup_steps is {warmup_steps}, but the schedule has only {total_steps} "
-            "steps: warming up over all of them"
+            "steps: the learning rate warms up over all of them"
         )
         warmup_steps = total_steps
     decay_steps = room = total_steps - warmup_steps
@@ -116,18 +116,18 @@ def build_lr_schedulers(
         decay_steps = round(total_steps * config.decay_ratio)
     if decay_steps > room:
         logger.warning(
-            f"lr_scheduler.decay_ratio asks for {decay_steps} decay steps, but {warmup_steps} "
-            f"warm-up steps leave room for {room} of {total_steps}: decaying over those"
+            f"lr_scheduler.decay_ratio gives {decay_steps} decay steps, but {warmup_steps} "
+            f"warm-up steps leave only {room} of {total_steps}: the learning rate decays over {room}"
         )
         decay_steps = room
     decay_start = total_steps - decay_steps
     decay_type, floor = config.decay_type, config.min_lr_factor
-    # Configs of a client's own may lack these.
+    # A client's own config class may lack these fields.
     step_offset = getattr(config, "step_offset", 0)
     start = getattr(config, "init_lr_factor", 0.0)
 
     def factor(epoch: int) -> float:
-        """Factor on the peak learning rate; `epoch` counts the steps already done."""
+        """The factor on the peak learning rate after `epoch` steps."""
         warmed_up = epoch + 1 + step_offset
         if warmed_up < warmup_steps:
             return start + (1 - start) * max(0, warmed_up) / warmup_steps

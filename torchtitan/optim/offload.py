@@ -1,6 +1,6 @@
 """Moving a model, its gradients and its optimizer's state to host memory and back.
 
-Parameter objects stay the same ones, tied ones tied, so that optimizers and clients may hold them.
+Parameters stay the same objects, and tied ones stay tied, because optimizers and clients hold them.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 class Offloader:
     """Moves the states of an engine between its device and host memory.
 
-    device: where the engine computes. `places` says where "model", "optimizer" and "grad" are.
+    device: the engine's device. places: the current device of "model", "optimizer" and "grad".
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Offloader:
         self.optimizers = optimizers
         self.device = device
         self.places = {"model": device, "optimizer": device, "grad": device}
-        # Gradients that are elsewhere than their parameters, which torch does not allow.
+        # Gradients on another device than their parameter, which `parameter.grad` cannot hold.
         self._detached: dict[nn.Parameter, Tensor] = {}
         self._has_pinned = False
 
         def put_back(optimizer: Optimizer) -> None:
-            """Loading leaves an optimizer's state where its parameters are."""
+            """Move loaded state to its place: torch loads it to the device of the parameters."""
             if self.places["optimizer"] != self.places["model"]:
                 _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
@@ -47,7 +47,7 @@ class Offloader:
             optimizer.register_load_state_dict_post_hook(put_back)
 
     def check_target(self, device: torch.device | str) -> torch.device:
-        """The device as the engine spells it; ValueError if it is neither its own nor the host."""
+        """The engine's device or `HOST`, whichever `device` means; ValueError for other devices."""
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self.device
@@ -55,15 +55,18 @@ class Offloader:
             return HOST
         raise ValueError(
             f"to(device) got {str(device)!r}, but this engine computes on {self.device}: give "
-            f"{str(self.device)!r}, or 'cpu' to put its states away in host memory"
+            f"{str(self.device)!r}, or 'cpu' to move its states to host memory"
         )
 
     def can_move(self, job_config: JobConfig) -> bool:
-        """False, with a warning, for states that stay; ValueError where hooks would be lost."""
+        """True if the states can be moved; False, with a warning, if they always stay on the CPU.
+
+        Raises ValueError if moving would lose the hooks of optimizers that step in backward.
+        """
         if job_config.optimizer.early_step_in_backward:
             raise ValueError(
-                "to(device) cannot move parameters whose optimizer steps in their gradient's "
-                "hooks; set optimizer.early_step_in_backward = false"
+                "to(device) cannot move parameters whose optimizer steps in gradient hooks; set "
+                "optimizer.early_step_in_backward = false"
             )
         if job_config.training.enable_cpu_offload and self.device.type != "cpu":
             warn_once(
@@ -73,17 +76,17 @@ class Offloader:
         return True
 
     def check_here(self, step: str, *kinds: str) -> None:
-        """Raises RuntimeError if what `step` needs is put away."""
+        """Raise RuntimeError if states that `step` needs are not on the engine's device."""
         away = [kind for kind in kinds if self.places[kind] != self.device]
         if away:
             flags = ", ".join(f"{kind}=True" for kind in away)
             raise RuntimeError(
-                f"{step} needs {' and '.join(away)} on {self.device}, but {self.places[away[0]]} "
-                f"is where to() has put them: call to({str(self.device)!r}, {flags}) before"
+                f"{step} needs {' and '.join(away)} on {self.device}, but to() has moved them to "
+                f"{self.places[away[0]]}: call to({str(self.device)!r}, {flags}) first"
             )
 
     def move(self, target: torch.device, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move what is asked for and is elsewhere; the rest stays where it is."""
+        """Move the chosen states to `target`, unless they are there already."""
         wanted = {"model": model, "optimizer": optimizer, "grad": grad}
         kinds = {kind for kind in wanted if wanted[kind] and self.places[kind] != target}
         if not kinds:
@@ -91,19 +94,19 @@ class Offloader:
         if target == HOST:
             copies = self._pinned_copies(kinds)
             self.replace(kinds, lambda t: copies[id(t)][1] if id(t) in copies else t.to(HOST))
-            copies.clear()  # nothing else holds the device's memory any more
-            getattr(torch, self.device.type).empty_cache()  # for others on the same device
+            copies.clear()  # the last reference to the device's memory
+            getattr(torch, self.device.type).empty_cache()  # for other processes on this device
         else:
             self.replace(kinds, lambda tensor: tensor.to(target, non_blocking=True))
         self.places |= dict.fromkeys(kinds, target)
 
     @torch.no_grad()
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
-        """(tensor, its copy in host memory) of all on the device, by the id of the tensor.
+        """Tensor id -> (tensor, its copy in host memory), for all tensors on the device.
 
-        The host waits once, for all of them. Before that the copies hold no values, so they can't
-        be put in place one by one: FSDP, for one, copies what it has to pad. torch makes copies
-        that need not block in pinned memory, and keeps that, once free, for the next ones.
+        The host waits once, after all copies are queued. Until then the copies hold no values, so
+        they cannot be put in place one by one; FSDP, for example, reads what it pads. torch makes
+        non-blocking copies in pinned memory, and keeps freed pinned memory for later copies.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:
@@ -129,22 +132,22 @@ class Offloader:
 
     @torch.no_grad()
     def replace(self, kinds: Iterable[str], relocate: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor of these kinds by what `relocate` makes of it, in place."""
+        """Replace each tensor of these kinds by `relocate(tensor)`, in place."""
         for part in self.model_parts:
             reshard_model(part)
         gradients, self._detached = self._detached, {}
         for parameter in (p for part in self.model_parts for p in part.parameters()):
             if parameter.grad is not None:
                 gradients[parameter] = parameter.grad
-                # Parameters that are DTensors are swapped, which a gradient would prevent.
+                # torch swaps DTensor parameters in place, which a gradient would prevent.
                 parameter.grad = None
         seen: dict[int, Tensor] = {}
 
         def relocate_once(tensor: Tensor) -> Tensor:
-            """A tensor that several modules share is moved at its first one."""
+            """Move a shared tensor only once, when its first module is visited."""
             if id(tensor) in seen:
                 return tensor.detach()
-            seen[id(tensor)] = tensor  # held, so that no other tensor gets its id
+            seen[id(tensor)] = tensor  # kept alive, so that no other tensor gets its id
             return relocate(tensor)
 
         if "model" in kinds:
@@ -164,14 +167,14 @@ class Offloader:
 
 
 def release_pinned_memory() -> None:
-    """Give back to the system the pinned host memory that torch keeps unused."""
+    """Return unused pinned host memory, which torch keeps, to the system."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
     (empty or torch._C._host_emptyCache)()
 
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
     for group in optimizer.param_groups:
-        # Otherwise the step is counted on the host, wherever the parameter is.
+        # Except in these two cases torch counts steps on the host, whatever the parameter's device.
         counts_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

@@ -27,13 +27,13 @@ _IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 
 
 class OptimizersContainer(Optimizer, Generic[T]):
-    """Steps, zeroes, saves and loads one optimizer per model part as if they were one.
+    """Steps, zeroes, saves and loads one optimizer per model part as if they were one optimizer.
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
-    `param_groups` are those of the optimizers inside, live, so that a client may move optimizer
-    state between devices through them.
+    `param_groups` are the live ones of the inner optimizers, so a client can move optimizer state
+    between devices through them.
 
-    `state_dict()` is keyed by parameter name, not by position: pipeline ranks don't collide,
+    `state_dict()` is keyed by parameter name, not by position, so that pipeline ranks don't collide
     and it loads on another layout. Raises AssertionError if parts and optimizers don't match.
     """
 
@@ -60,7 +60,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what the instance doesn't hold; see _post_init.
+        # Called only for attributes that the instance lacks; _post_init deletes these two.
         if name == "state":
             return _JoinedState(self.optimizers)
         if name == "param_groups":
@@ -83,12 +83,12 @@ class OptimizersContainer(Optimizer, Generic[T]):
             fresh = [optimizer for optimizer in optimizers if not optimizer.state]
             of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
             if fresh:
-                # torch made the missing states by a step with zero gradients, and counted it.
+                # torch (2.13) makes missing states by a step with zero gradients, and counts it.
                 for state in (state for o in fresh for state in o.state.values()):
                     if "step" in state:
                         state["step"] = state["step"] * 0
                 of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
-            if tied_copies.holds_second(model):  # the first one's state is the same, bit for bit
+            if tied_copies.holds_second(model):  # both copies have the same state, bit for bit
                 names = tied_copies.SECOND, tied_copies.FIRST
                 of_part = {_renamed(key, *names): value for key, value in of_part.items()}
             state_dict.update(of_part)
@@ -103,13 +103,13 @@ class OptimizersContainer(Optimizer, Generic[T]):
                 names = tied_copies.FIRST, tied_copies.SECOND
                 of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
                 for key in of_part.keys() - state_dict.keys():
-                    # The rank may hold the first copy too, and that one gets the tensor itself.
+                    # The first copy, if this rank holds it too, gets the tensor itself.
                     if isinstance(of_part[key], torch.Tensor):
                         of_part[key] = of_part[key].clone()
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
 
     def init_cache_state_dict(self) -> None:
-        """Nothing to do here; optimizers that serve their state from a cache fill it."""
+        """Do nothing. Part of the reference's interface, for optimizers that cache their state."""
 
     def _validate_length(self, expected_length: int) -> None:
         assert len(self.optimizers) == expected_length, (
@@ -117,22 +117,22 @@ class OptimizersContainer(Optimizer, Generic[T]):
         )
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
-        """Set up what makes this a torch Optimizer, hooks above all."""
+        """Initialise the base class, which holds the step hooks."""
         Optimizer.__init__(self, all_params, optimizer_kwargs)
-        # The base class made an empty state and groups that are never stepped. Without them,
-        # __getattr__ answers with the real ones.
+        # The base class made an empty state, and groups that are never stepped. Without them,
+        # __getattr__ returns the inner optimizers' ones.
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Each model part with its optimizers, without gradients meanwhile.
+        """Yield each model part with its optimizers; its gradients are set aside meanwhile.
 
-        A forward without gradient leaves FSDP2 modules gathered, and their gathered parameters
-        are not the ones the optimizers know.
+        Parts are resharded, because a forward without gradient leaves FSDP2 modules gathered, and
+        the optimizers don't know the gathered parameters.
         """
         for part in self.model_parts:
             distributed.reshard_model(part)
         for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
-            # Torch makes no state for a fresh optimizer whose parameters have gradients.
+            # torch (2.13) makes no state for a fresh optimizer whose parameters have gradients.
             gradients = [(parameter, parameter.grad) for parameter in part.parameters()]
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -146,8 +146,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
 class OptimizersInBackwardContainer(OptimizersContainer):
     """One optimizer per trainable parameter, stepped as soon as the gradient is complete.
 
-    The gradient is freed at once, which saves its memory; so it can be neither clipped nor
-    accumulated over microbatches. `step()` and `zero_grad()` have nothing left to do.
+    Each gradient is freed at once to save memory, so gradients can be neither clipped nor
+    accumulated over microbatches. `step()` and `zero_grad()` do nothing.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def build_optimizers(
     parallel_dims: ParallelDims,
     ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
-    """Return the optimizers the config describes, for every model part of this rank.
+    """Return the config's optimizers for every model part of this rank.
 
     Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward
     together with pipeline or expert parallelism; ValueError for an unknown implementation.
@@ -235,9 +235,9 @@ def build_optimizers_with_moe_load_balancing(
     parallel_dims: ParallelDims,
     ft_manager: FTManager | None = None,
 ) -> OptimizersContainer:
-    """Return `build_optimizers(...)` that also evens out the experts' load before each step.
+    """Return `build_optimizers(...)` with a step hook that balances the load of the experts.
 
-    Nothing is added when the first MoE block has no `load_balance_coeff`.
+    No hook is added if the first MoE block has no `load_balance_coeff`.
     """
     optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
     blocks = _moe_blocks(model_parts)
@@ -253,15 +253,18 @@ for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
 
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
-    """Whether `skipped_where` has an effect on all of them: torch's "fused" ones let it."""
+    """True if `skipped_where` works for all optimizers, as for torch's "fused" implementations."""
     return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
 
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """Inside, steps change nothing if `skip`, a bool on the device that stays there, is True."""
+    """In the block, optimizer steps change nothing if `skip`, a bool tensor on the device, is True.
+
+    The host never reads `skip`, so it doesn't wait for the device.
+    """
     for optimizer in optimizers:
-        optimizer.found_inf = skip.to(torch.float32)  # as torch's GradScaler says it
+        optimizer.found_inf = skip.to(torch.float32)  # the attribute that torch's GradScaler sets
     try:
         yield
     finally:
@@ -273,7 +276,7 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The `state` mappings of several optimizers, read and written as one."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        # A parameter that was never stepped has no state yet, but belongs to an optimizer.
+        # By parameter, because a parameter that was never stepped has no state yet.
         self._state_with = {
             param: optimizer.state
             for optimizer in optimizers
@@ -297,7 +300,7 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        # Without a look-up: an optimizer's state is a defaultdict, which would grow an entry.
+        # `in` adds no entry to an optimizer's state, which is a defaultdict; a look-up would.
         return param in self._state_with.get(param, ())
 
 
@@ -312,18 +315,18 @@ def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
 
 @torch.no_grad()
 def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
-    """Move each expert's routing bias towards an even load, and start counting again.
+    """Move each expert's routing bias towards an even load, and reset the token counts.
 
-    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664), with the sum of the
-    changes kept at zero so that the biases don't drift. Counts: one row of E experts per block.
+    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664). The changes of a block sum
+    to zero, so that the biases don't drift. `counts` below is [n_blocks, n_experts].
     """
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return
     rows = []
     for block in blocks:
         tokens = block.moe.tokens_per_expert
-        # Recomputing the block in backward has counted every token a second time; the compiler,
-        # which sees both, drops the second.
+        # Recomputing the block in backward counts every token twice, unless the block is compiled:
+        # the compiler removes the second count.
         implementation = getattr(block, "checkpoint_impl", None)  # torch's CheckpointImpl
         recomputes = implementation is not None and implementation.name == "NO_REENTRANT"
         rows.append(tokens // 2 if recomputes and not hasattr(block, "_orig_mod") else tokens)
@@ -340,14 +343,14 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
 
 
 def _renamed(key: str, old: str, new: str) -> str:
-    """The key `state.<parameter>.<entry>` or `param_groups.<parameter>.<entry>`, with `new` as the
-    parameter if that is `old`."""
+    """Replace the parameter `old` by `new` in a key `state.<parameter>.<entry>` or
+    `param_groups.<parameter>.<entry>`; other keys are returned unchanged."""
     kind, _, rest = key.partition(".")
     return f"{kind}.{new}{rest.removeprefix(old)}" if rest.startswith(f"{old}.") else key
 
 
 def _dcp_state_dict() -> ModuleType:
-    # Late: FSDP and DCP take a second each to import, which config errors do not wait for.
+    # Imported late, because DCP takes a second to import and config errors should not wait for it.
     from torch.distributed.checkpoint import state_dict
 
     return state_dict

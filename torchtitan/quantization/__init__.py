@@ -1,4 +1,4 @@
-"""Training with 8-bit matrix products, by way of torchao. torchao is imported where it is used."""
+"""Training with 8-bit matrix products through torchao, which is imported where it is used."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.quantization.utils import import_torchao, keep_state_dicts_plain
 from torchtitan.tools.logging import logger
 
-# Grouped matrix products need groups of tokens padded to multiples of this.
+# Grouped matrix products need groups of tokens that are padded to multiples of these sizes.
 FP8_GROUP_ALIGNMENT_SIZE = 16
 MXFP8_GROUP_ALIGNMENT_SIZE = 32
 
 
 class QuantizationConverter(ModelConverter):
-    """Base of the converters named quantize.*: torchao's `quantize_` with a config and a filter.
+    """Base class of the converters quantize.*: torchao's `quantize_` with a config and a filter.
 
-    enabled: False until a subclass has what it needs to convert.
+    enabled: set to True by a subclass once its checks have passed.
     Raises ValueError if the job mixes number formats.
     """
 
@@ -45,11 +45,11 @@ class QuantizationConverter(ModelConverter):
         logger.info(self.message)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Most formats have nothing to do after an optimizer step."""
+        """Do nothing after an optimizer step; float8 overrides this."""
 
 
 class GroupedMMConverter(QuantizationConverter):
-    """Base of the converters of experts, in modules whose name contains one of `fqns`."""
+    """Base class of the converters of experts, for modules whose name contains one of `fqns`."""
 
     fqns: list[str]
 
@@ -61,7 +61,7 @@ class GroupedMMConverter(QuantizationConverter):
         number_format: str,
         alignment: int,
     ) -> None:
-        """fqns: one name may come as a plain string from TOML."""
+        """fqns: TOML may give a single name as a plain string."""
         if not job_config.compile.applies_to("model"):
             logger.warning(f"{number_format} grouped products are slow without compile.enable")
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)

@@ -22,15 +22,15 @@ from torchtitan.tools.compiler import load_inductor
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
-# In filter_fqns: also leave out layers that are too small to gain from float8.
+# In filter_fqns, this name leaves out layers that are too small to gain from float8.
 AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
 
 
 class Float8LinearConverter(QuantizationConverter):
-    """Swaps linear layers for torchao's Float8Linear.
+    """Replaces linear layers by torchao's Float8Linear.
 
-    Raises ImportError without torchao, and ValueError on hardware without float8 unless it is
-    emulated by an uncompiled model, or when a recipe comes together with float8 all-gather.
+    Raises ImportError without torchao. Raises ValueError on hardware without float8, unless an
+    uncompiled model emulates it, and for a recipe together with float8 all-gather.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -59,7 +59,7 @@ class Float8LinearConverter(QuantizationConverter):
             recipe = config_cls.from_recipe_name(options.recipe_name)
             self.config = replace(recipe, emulate=options.emulate)
         if options.recipe_name == "rowwise":
-            # Without the casts that eager mode makes, fused scaling kernels round differently.
+            # Makes compiled scaling kernels round as in eager mode.
             host.change_attribute(load_inductor().config, "emulate_precision_casts", True)
         self.precompute_scale = (
             self.config.enable_fsdp_float8_all_gather
@@ -74,8 +74,8 @@ class Float8LinearConverter(QuantizationConverter):
                 )
             except (AttributeError, NotImplementedError):
                 logger.warning(
-                    "This torchao has no size filter for the float8 recipe %s: small layers "
-                    "are converted, too",
+                    "This version of torchao has no size filter for the float8 recipe %s: small "
+                    "layers are converted too",
                     options.recipe_name,
                 )
         self.enabled = True
@@ -91,7 +91,7 @@ class Float8LinearConverter(QuantizationConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Compute the scales of all float8 weights in one all-reduce, instead of one each."""
+        """Compute the scales of all float8 weights in one all-reduce instead of one per weight."""
         if not self.precompute_scale:
             return
         for part in model if isinstance(model, list) else [model]:
@@ -99,10 +99,10 @@ class Float8LinearConverter(QuantizationConverter):
 
 
 class Float8GroupedMMConverter(GroupedMMConverter):
-    """Has the experts' grouped matrix products compute in float8, row-wise scaled.
+    """Makes the experts' grouped matrix products compute in float8 with row-wise scales.
 
     Converts the modules whose name contains one of `quantize.grouped_mm.float8.fqns`. Raises
-    ValueError on hardware without float8, and together with pipeline or context parallelism.
+    ValueError on hardware without float8, and with pipeline or context parallelism.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:

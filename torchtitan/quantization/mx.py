@@ -1,9 +1,8 @@
-"""MXFP8 matrix products in training (blocks of 32 with a shared power-of-two scale).
+"""MXFP8 matrix products in training: blocks of 32 numbers share a power-of-two scale.
 
-Through torchao, whose interface for this is still a prototype.
+Through torchao, whose MXFP8 interface is still a prototype.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,14 +26,15 @@ _LINEAR_RECIPES = {
     "mxfp8_cublas_rceil": "MXFP8_RCEIL",
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
-_BLOCK_SIZE = 32  # numbers of a row, or of a column, that share a scale
+_TORCHAO_CONFIG = "torchao.prototype.moe_training.config"
+_BLOCK_SIZE = 32  # consecutive numbers of a row, or of a column, that share a scale
 
 
 class MXLinearConverter(QuantizationConverter):
-    """Has linear layers compute in MXFP8.
+    """Makes linear layers compute in MXFP8.
 
-    Raises ImportError without torchao, ValueError for an unknown recipe, and on hardware without
-    MXFP8 unless it is emulated.
+    Raises ImportError without torchao, ValueError for an unknown recipe, and ValueError on hardware
+    without MXFP8 unless the recipe is emulated.
     """
 
     message = "Linear layers compute in MXFP8"
@@ -42,7 +42,7 @@ class MXLinearConverter(QuantizationConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.mx
-        torchao_config = _import_config("quantize.linear.mx")
+        torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.linear.mx")
         if options.recipe_name not in _LINEAR_RECIPES:
             raise ValueError(
                 f"quantize.linear.mx.recipe_name must be one of {list(_LINEAR_RECIPES)}, "
@@ -54,11 +54,11 @@ class MXLinearConverter(QuantizationConverter):
             warn_once(
                 logger,
                 "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice is ignored: torchao now chooses "
-                "the fastest kernel itself.",
+                "the fastest kernel.",
             )
         self.config = _from_recipe(torchao_config, _LINEAR_RECIPES[options.recipe_name])
         self.filter_fqns = list(options.filter_fqns)
-        # No block may lie on two ranks.
+        # A block must not be split between two ranks.
         self._multiple = _BLOCK_SIZE * parallel_dims.tp
         self.enabled = True
 
@@ -67,7 +67,7 @@ class MXLinearConverter(QuantizationConverter):
 
 
 class MXGroupedMMConverter(GroupedMMConverter):
-    """Has the experts' grouped matrix products compute in MXFP8.
+    """Makes the experts' grouped matrix products compute in MXFP8.
 
     Converts the modules whose name contains one of `quantize.grouped_mm.mx.fqns`. Raises
     ImportError without torchao, ValueError on hardware without MXFP8.
@@ -76,19 +76,18 @@ class MXGroupedMMConverter(GroupedMMConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.grouped_mm.mx
-        torchao_config = _import_config("quantize.grouped_mm.mx")
+        torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.grouped_mm.mx")
         _check_hardware("quantize.grouped_mm.mx")
         config = _from_recipe(torchao_config, "MXFP8_RCEIL")
         self.set_up(job_config, options.fqns, config, "MXFP8", MXFP8_GROUP_ALIGNMENT_SIZE)
         self.moe_fqns, self.recipe_name = self.fqns, options.recipe_name
 
 
-def _import_config(converter_name: str) -> ModuleType:
-    return import_torchao("torchao.prototype.moe_training.config", converter_name)
-
-
 def _from_recipe(torchao_config: Any, name: str) -> Any:
-    """Raise ValueError on torch 2.11, where torchao's own assertion asks for a nightly build."""
+    """torchao's config of a recipe.
+
+    Raises ValueError on torch 2.11, where torchao's own assertion asks for a nightly build.
+    """
     if not hasattr(_dispatch, "is_pinned_handler"):
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "

@@ -1,4 +1,4 @@
-"""What the quantization converters share."""
+"""Shared functions of the quantization converters."""
 
 from importlib import import_module
 from types import ModuleType
@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 
-# Kernels for 8-bit matrix products work on blocks of this size.
+# Kernels for 8-bit matrix products need weight sizes that are multiples of this.
 _DIM_MULTIPLE = 16
 
 
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """Whether to convert a module: a linear layer that fits the kernels and that no filter matches.
+    """True for a linear layer that fits the kernels and that no filter matches.
 
-    A filter matches when it occurs anywhere in the fully qualified name.
+    A filter matches if it occurs anywhere in the fully qualified name.
     multiple: must divide both sizes of the weight.
     """
     return (
@@ -30,7 +30,7 @@ def module_filter_fn(
 
 
 def import_torchao(module_name: str, converter_name: str) -> ModuleType:
-    """Return a module of torchao. Raises ImportError naming the extra to install."""
+    """Return a module of torchao. Raises an ImportError that names the extra to install."""
     try:
         return import_module(module_name)
     except ImportError as error:
@@ -40,9 +40,9 @@ def import_torchao(module_name: str, converter_name: str) -> ModuleType:
 
 
 def keep_state_dicts_plain(model: nn.Module) -> None:
-    """Have the state dicts of a converted model hold plain weights, which share its memory.
+    """Make the state dicts of a converted model hold plain weights, which share its memory.
 
-    torchao wraps some weights. Checkpoints of wrapped tensors could be read only with torchao and
+    torchao wraps some weights. A checkpoint of wrapped tensors could be read only with torchao and
     the same converter.
     """
     for module in model.modules():
@@ -73,8 +73,8 @@ def _unwrap_weights(
 
 
 def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:
-    """Drop the scales that were computed ahead for the weights before loading."""
-    with torch.no_grad():  # or a DTensor would hand out another tensor
+    """Drop the scales that were computed in advance for the weights before loading."""
+    with torch.no_grad():  # otherwise a DTensor would return another tensor
         for parameter in module.parameters(recurse=False):
             local = local_tensor(parameter)
             if hasattr(local, "_precomputed_scale"):

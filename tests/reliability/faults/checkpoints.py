@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         name="list of hashes emptied",
-        message="Passing over …step-4: it is damaged, .sha256sums is not as it was written…the run "
+        message="Passing over …step-4: it is damaged, .sha256sums is damaged…the run "
         "continues after step 2",
         cause="The file was cut or changed.",
         remedy="None needed; or set checkpoint.verify_on_load = false to read the step nevertheless.",
@@ -186,7 +186,7 @@ FAULTS = [
     Fault(
         name="every checkpoint damaged",
         message="error: Every checkpoint in …outputs/checkpoint is damaged (…step-4, …step-2). Move "
-        "the folder away to start anew, or set checkpoint.verify_on_load = false",
+        "the folder away to start again, or set checkpoint.verify_on_load = false",
         cause="No step has all its files as they were written.",
         remedy="Restore a step from a copy; or move the folder away to start from scratch.",
         arrange=resume(change=remove_metadata_of(2, 4)),
@@ -206,8 +206,8 @@ FAULTS = [
     Fault(
         name="damaged step asked for by number",
         message="error: The checkpoint …step-4 is damaged: __0_0.distcp does not have the content "
-        "that was written (SHA-256 differs). Load another one, or set "
-        "checkpoint.verify_on_load = false",
+        "that was written (SHA-256 differs). Load another checkpoint, or "
+        "set checkpoint.verify_on_load = false",
         cause="The step that checkpoint.load_step names was changed after it was written.",
         remedy="Name another step, or -1 for the newest that is whole.",
         arrange=resume("--checkpoint.load_step=4", change=truncate),
@@ -234,8 +234,8 @@ FAULTS = [
     ),
     Fault(
         name="older step asked for by number",
-        message="…outputs/checkpoint holds steps after 2 (4), which this run replaces as it comes "
-        "to them…the run continues after step 2…Replacing the checkpoint …step-4",
+        message="…outputs/checkpoint holds steps after 2 (4), which this run replaces when it "
+        "reaches them…the run continues after step 2…Replacing the checkpoint …step-4",
         cause="checkpoint.load_step goes back before the newest step.",
         remedy="None needed; to keep the newer steps, continue in another checkpoint.folder with "
         "checkpoint.initial_load_path.",
@@ -246,8 +246,8 @@ FAULTS = [
     # What a run starts from
     Fault(
         name="foreign folder among the checkpoints",
-        message="Passing over …step-9: it holds no checkpoint, which has a file .metadata…Loading "
-        "the checkpoint …source/step-4",
+        message="Passing over …step-9: it holds no checkpoint (there is no file .metadata)…"
+        "Loading the checkpoint …source/step-4",
         cause="A folder with the name of a step, but without a checkpoint.",
         remedy="None needed: the initial checkpoint is loaded. Better move the folder away.",
         arrange=start_from_elsewhere,
@@ -256,8 +256,8 @@ FAULTS = [
     ),
     Fault(
         name="initial_load_path that is the folder of all steps",
-        message="error: checkpoint.initial_load_path must be a checkpoint, which has a file "
-        ".metadata, got …source'; name one of the checkpoints in it: step-2, step-4",
+        message="error: checkpoint.initial_load_path must be the folder of a checkpoint (with a "
+        "file .metadata), got …source'; name one of the checkpoints in it: step-2, step-4",
         cause="checkpoint.initial_load_path is not the folder of one step.",
         remedy="Name one of the steps that are listed.",
         arrange=start_from_folder_of_steps,
@@ -283,8 +283,8 @@ FAULTS = [
     ),
     Fault(
         name="checkpoint of another model",
-        message="error: The checkpoint …step-4 is not one of qwen3 debugmodel, the model that the "
-        "config asks for (not in the checkpoint: …). Set model.name and model.flavor to the saved "
+        message="error: The checkpoint …step-4 does not fit qwen3 debugmodel, the model of the "
+        "config (not in the checkpoint: …). Set model.name and model.flavor to the saved "
         "model, or load another checkpoint",
         cause="The dump folder belongs to a run of another model.",
         remedy="Set model.name and model.flavor back, or choose another job.dump_folder.",
@@ -319,7 +319,7 @@ FAULTS = [
     Fault(
         name="resume with another optimizer",
         message="error: …step-4 was saved with optimizer.name = 'AdamW', got 'Adam'; set it back, or "
-        "start that optimizer's state from zero with checkpoint.exclude_from_loading = "
+        "start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
         "['optimizer']",
         cause="optimizer.name was changed; the state of one kind means something else to another.",
         remedy="Set optimizer.name back, or leave the optimizer out with "
@@ -330,8 +330,8 @@ FAULTS = [
     ),
     Fault(
         name="resume with another learning rate",
-        message="…step-4 is continued, but optimizer.lr was 0.0008 there and is 0.5 now: the saved "
-        "one is used",
+        message="Continuing from …step-4, but optimizer.lr was 0.0008 when it was saved and is 0.5 "
+        "now: the saved one is used",
         cause="optimizer.lr was changed. The peak of the schedule is part of the checkpoint.",
         remedy="Start a new run with checkpoint.initial_load_path to train on with another rate.",
         arrange=resume("--optimizer.lr=0.5", "--training.steps=5"),
@@ -340,8 +340,8 @@ FAULTS = [
     ),
     Fault(
         name="resume with another tokenizer",
-        message="…step-4 is continued, but the tokenizer was 2048 tokens, digest …there and is 2048 "
-        "tokens, digest …now: this run's is used, with which the weights were not trained",
+        message="Continuing from …step-4, but the tokenizer was 2048 tokens, digest …when it was saved "
+        "and is 2048 tokens, digest …now: this run's is used, with which the weights were not trained",
         cause="The files at model.hf_assets_path have changed, or the path has.",
         remedy="Set model.hf_assets_path back to the tokenizer of the run.",
         arrange=take_other_tokenizer,
@@ -350,8 +350,8 @@ FAULTS = [
     ),
     Fault(
         name="resume with another sequence length and batch",
-        message="…step-4 is continued, but training.seq_len was 32 there and is 64 now: this run's "
-        "is used…but the global batch size was 1 there and is 2 now: this run's is used",
+        message="Continuing from …step-4, but training.seq_len was 32 when it was saved and is 64 now: "
+        "this run's is used…but the global batch size was 1 when it was saved and is 2 now: this run's is used",
         cause="The shape of a batch was changed, or the number of data-parallel ranks.",
         remedy="None needed if it was meant; set training.global_batch_size to keep the batch on "
         "another number of ranks.",
@@ -363,9 +363,9 @@ FAULTS = [
     ),
     Fault(
         name="resume with other data",
-        message="is continued, but training.dataset was 'local' there and is 'python_docs' now: "
+        message="Continuing from …, but training.dataset was 'local' when it was saved and is 'python_docs' now: "
         "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
-        "['dataloader'] begins it at its start…training.dataset_path was …data.json' there and is None "
+        "['dataloader'] starts from its beginning…training.dataset_path was …data.json' when it was saved and is None "
         "now…error: the checkpoint's data position is one in …"
         "documents but dataset 'python_docs' holds …: resume with the same data, or start this data "
         "over with checkpoint.exclude_from_loading = ['dataloader']",
@@ -458,7 +458,7 @@ FAULTS = [
     Fault(
         name="disk that gets full",
         message="error: The checkpoint …step-6 could not be written (on rank 0): OSError: [Errno 28] "
-        "No space left on device. Mend that and start again: the last whole checkpoint in …"
+        "No space left on device. Fix this and start again: the last whole checkpoint in …"
         "outputs/checkpoint is that of step 4",
         cause="The disk, or this user's quota, is used up. What was written of the step is removed.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
@@ -470,7 +470,7 @@ FAULTS = [
     Fault(
         name="disk that gets full while a save is written beside training",
         message="error: The asynchronous save to …step-6 failed (on rank 0): OSError: [Errno 28] No "
-        "space left on device. Mend that and start again: the last whole checkpoint in …"
+        "space left on device. Fix this and start again: the last whole checkpoint in …"
         "outputs/checkpoint is that of step 4",
         cause="The disk, or this user's quota, is used up. What was written of the step is removed.",
         remedy="Make room, or lower checkpoint.keep_latest_k, and start the job again.",
@@ -482,7 +482,7 @@ FAULTS = [
     Fault(
         name="limit on the size of files",
         message="error: The checkpoint …step-2 could not be written (on rank 1): OSError: [Errno 27] "
-        "File too large. Mend that and start again; …outputs/checkpoint holds no whole checkpoint "
+        "File too large. Fix this and start again; …outputs/checkpoint holds no whole checkpoint "
         "yet",
         cause="A limit of the shell or the batch system (ulimit -f), on one of the nodes.",
         remedy="Raise the limit, and start the job again.",
@@ -495,7 +495,7 @@ FAULTS = [
     Fault(
         name="file where a step's folder should be",
         message="error: The checkpoint …step-6 could not be written (on rank 0): FileExistsError: …"
-        "step-6'. Mend that and start again: the last whole checkpoint in …outputs/checkpoint is "
+        "step-6'. Fix this and start again: the last whole checkpoint in …outputs/checkpoint is "
         "that of step 4",
         cause="Something else wrote a file with this name.",
         remedy="Move the file away, and start the job again.",
@@ -506,7 +506,7 @@ FAULTS = [
     Fault(
         name="export to Hugging Face files that fails",
         message="error: The checkpoint …step-4 could not be written…: OSError: [Errno 27] File too "
-        "large. Mend that and start again; …outputs/checkpoint holds no whole checkpoint yet",
+        "large. Fix this and start again; …outputs/checkpoint holds no whole checkpoint yet",
         cause="The disk is full, or files may not become as large as they are to be.",
         remedy="Make room or raise the limit, and start the job again.",
         arrange=flags(LIMITED, *HF_EXPORT, "--checkpoint.interval=9"),
@@ -517,7 +517,7 @@ FAULTS = [
     Fault(
         name="export to Hugging Face files that fails on one rank",
         message="error: The checkpoint …step-4 could not be written…: OSError: [Errno 27] File too "
-        "large. Mend that and start again; …outputs/checkpoint holds no whole checkpoint yet",
+        "large. Fix this and start again; …outputs/checkpoint holds no whole checkpoint yet",
         cause="The disk of one node is full, or files may not become as large as they are to be.",
         remedy="Make room or raise the limit, and start the job again.",
         arrange=flags(LIMITED, *HF_EXPORT, "--checkpoint.interval=9"),

@@ -291,7 +291,7 @@ FAULTS = [
     # Damaged checkpoints without hashes
     resuming(
         name="checkpoint file that is cut off",
-        message="error: …__0_0.distcp is cut off: it has 1000 bytes, and .metadata speaks of …",
+        message="error: …__0_0.distcp is cut off: it has 1000 bytes, but .metadata lists …",
         cause=DAMAGED,
         remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
         arrange=resume(shorten_file("__0_0.distcp", 1000)),
@@ -327,7 +327,7 @@ FAULTS = [
     ),
     resuming(
         name="step counter that is a text",
-        message="error: …__0_0.distcp cannot be read: the entry train_state.step is of type str, and int was expected",
+        message="error: …__0_0.distcp cannot be read: the entry train_state.step is of type str, but int was expected",
         cause=DAMAGED,
         remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
         arrange=resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many"))),
@@ -346,42 +346,42 @@ FAULTS = [
     # Safetensors and their index
     from_hf_files(
         name="safetensors file with a header of many GB",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…header too large…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…header too large…); fetch it again",
         arrange=hf(model=(2**40).to_bytes(8, "little") + b"{}"),
     ),
     from_hf_files(
         name="safetensors file whose header is no JSON",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
         arrange=hf(model=(b"{not JSON}",)),
     ),
     from_hf_files(
         name="safetensors file that is cut off",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
         arrange=hf(model=(ONE_TENSOR[0], bytes(3))),
     ),
     from_hf_files(
         name="safetensors file that is empty",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
         arrange=hf(model=b""),
     ),
     from_hf_files(
         name="safetensors file whose tensors overlap",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
         arrange=hf(model=({"a": tensor(0, 4), "b": tensor(2, 6)}, bytes(6))),
     ),
     from_hf_files(
         name="safetensors file whose tensors end beyond it",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
         arrange=hf(model=({"a": tensor(0, 2**62)}, bytes(4))),
     ),
     from_hf_files(
         name="safetensors file of an unknown kind of numbers",
-        message="error: …model.safetensors is not a safetensors file, or only a part of one (…Q7…); fetch it again",
+        message="error: …model.safetensors is not a safetensors file, or it is cut off (…Q7…); fetch it again",
         arrange=hf(model=({"a": tensor(0, 4, "Q7")}, bytes(4))),
     ),
     from_hf_files(
         name="safetensors file of whole numbers",
-        message="error: …model.embed_tokens.weight is saved as torch.int32, and is torch.float32 here",
+        message="error: …model.embed_tokens.weight is saved as torch.int32, but the model has torch.float32",
         cause="The weights are quantized, in a way that is not read.",
         remedy="Give the weights as they are before quantization.",
         arrange=hf(
@@ -393,7 +393,7 @@ FAULTS = [
     ),
     from_hf_files(
         name="safetensors file of another model",
-        message="error: The checkpoint …hf is not one of llama3 debugmodel, the model that the config asks for (…not in the model: a)…",
+        message="error: The checkpoint …hf does not fit llama3 debugmodel, the model of the config (…not in the model: a)…",
         cause="The folder holds the weights of another model.",
         remedy="Set model.name and model.flavor to the saved model, or give another folder.",
         arrange=hf(model=ONE_TENSOR),
@@ -430,7 +430,7 @@ FAULTS = [
     ),
     from_hf_files(
         name="index of files that are missing",
-        message="error: …hf is not whole: model.safetensors.index.json names files that are missing: model-00002-of-00002.safetensors; fetch them. The checkpoint …hf is not one of llama3 debugmodel, …",
+        message="error: …hf is incomplete: model.safetensors.index.json names files that are missing: model-00002-of-00002.safetensors; fetch them. The checkpoint …hf does not fit llama3 debugmodel, …",
         cause="The download ended too early.",
         remedy="Fetch the files that are named.",
         arrange=hf(
@@ -486,7 +486,7 @@ FAULTS = [
     ),
     converting(
         name="conversion from Hugging Face files into their own folder",
-        message="error: …hf cannot be written while …hf is read, for one is in the other; give another folder to write to",
+        message="error: …hf cannot be written while …hf is read, because one is in the other; give another folder to write to",
         cause="Both folders are the same, or one lies in the other.",
         remedy="Give another folder to write to.",
         arrange=convert("hf", "hf"),
@@ -494,7 +494,7 @@ FAULTS = [
     ),
     converting(
         name="conversion of a checkpoint into its own folder",
-        message="error: …given… cannot be written while …given is read, for one is in the other; give another folder to write to",
+        message="error: …given… cannot be written while …given is read, because one is in the other; give another folder to write to",
         cause="Both folders are the same, or one lies in the other.",
         remedy="Give another folder to write to.",
         arrange=convert("given", "given/../given/hf"),
@@ -502,7 +502,7 @@ FAULTS = [
     ),
     converting(
         name="conversion of another model",
-        message="error: The checkpoint …hf is not one of llama3 debugmodel, the model that the config asks for (…",
+        message="error: The checkpoint …hf does not fit llama3 debugmodel, the model of the config (…",
         cause="--model_name and --model_flavor are not those of the files.",
         remedy="Give the name and flavor of the files, or --hf_config.",
         arrange=convert("hf", "new"),

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.quantization.float8`."""
+"""The reference's import path of `torchtitan.quantization.float8`."""
 
 from torchtitan.quantization.float8 import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.quantization.mx`."""
+"""The reference's import path of `torchtitan.quantization.mx`."""
 
 from torchtitan.quantization.mx import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.quantization.utils`."""
+"""The reference's import path of `torchtitan.quantization.utils`."""
 
 from torchtitan.quantization.utils import *  # noqa: F403
