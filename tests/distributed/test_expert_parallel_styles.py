@@ -141,4 +141,4 @@ def test_experts_that_a_style_does_not_fit_are_refused():
         assert "expert_parallel_degree must divide dimension 0" in both
         assert len(unnamed) == 2
         for message in unnamed:
-            assert "the experts' 'w3' has its hidden units, only 'w1', 'w2'; add it" in message
+            assert "the experts' parameter 'w3', only for 'w1', 'w2'; add its" in message

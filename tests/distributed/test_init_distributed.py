@@ -185,7 +185,7 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         assert "exists already" in message
         for key in ("mode", "init_timeout_seconds", "train_timeout_seconds", "trace_buf_size"):
             assert f"comm.{key}" in message
-        assert "ranks don't take effect" in message
+        assert "ranks don't affect it" in message
 
 
 def settings_over_existing_group(folder):

@@ -1,4 +1,4 @@
-"""What context parallelism does to a batch: pad rows, keep a rank's tokens, join outputs again.
+"""Context parallelism of a batch: pad rows, keep a rank's tokens, join the ranks' outputs.
 
 B rows, T tokens per row, cp ranks.
 """
@@ -21,7 +21,7 @@ from torchtitan.distributed.context_parallel import TokenShards
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """The choices of one job; its methods see whole rows, and return what this rank works on."""
+    """Shards the batches of a job: whole rows go in, this rank's tokens come out."""
 
     mesh: DeviceMesh
     load_balancer: str | None
@@ -29,7 +29,7 @@ class ContextSharding:
 
     @classmethod
     def of(cls, parallel_dims: ParallelDims, config: Parallelism) -> "ContextSharding | None":
-        """None without context parallelism."""
+        """Return the sharding of a job, or None without context parallelism."""
         if not parallel_dims.cp_enabled:
             return None
         return cls(
@@ -39,11 +39,11 @@ class ContextSharding:
         )
 
     def pad(self, batch: PackedBatch) -> PackedBatch:
-        """Lengthen rows at their end until they divide over the ranks.
+        """Pad rows at their end until the ranks can share them equally.
 
-        Nothing sees the added tokens, and they count in no loss.
-        Raises ValueError if the batch brings a kernel's attention masks, which cannot be
-        lengthened; a padding mask [B, T] can.
+        No token attends to the padding, and no loss includes it.
+        Raises ValueError if the batch has a kernel's attention masks, which cannot be padded; a
+        padding mask [B, T] can.
         """
         seq_len = batch.tokens.shape[1]
         multiple = sequence_multiple(self.load_balancer, self.mesh.size())
@@ -52,7 +52,7 @@ class ContextSharding:
             return batch
         if not isinstance(batch.entries.get("attention_masks"), Tensor | None):
             raise ValueError(
-                f"rows of {seq_len} tokens with attention_masks of their own don't divide over "
+                f"rows of {seq_len} tokens with their own attention_masks don't divide over "
                 f"{self.mesh.size()} context-parallel ranks; pad both to a multiple of "
                 f"{multiple} tokens"
             )
@@ -64,7 +64,7 @@ class ContextSharding:
         longer = batch.with_tokens(lengthen)
         cu_seqlens = batch.entries.get("cu_seqlens")
         if cu_seqlens is not None and cu_seqlens.dim() == 1 and batch.document_ids is not None:
-            # It counts through rows laid end to end, which are longer now.
+            # These lengths count through rows laid end to end, and the rows are longer now.
             entries = {key: x for key, x in longer.entries.items() if key != "cu_seqlens"}
             entries["document_ids"] = longer.document_ids
             longer = replace(longer, entries=entries)
@@ -73,7 +73,10 @@ class ContextSharding:
     def shard(
         self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
     ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
-        """Return the same four for this rank's tokens; masks and positions in the last one."""
+        """Return the four arguments for this rank's tokens.
+
+        Masks and positions are moved to the last one, `extra_kwargs`.
+        """
         extra_inputs = dict(extra_inputs)
         for key in ("positions", "attention_masks"):
             if key in extra_inputs:
@@ -93,7 +96,9 @@ class ContextSharding:
             masks, extra_kwargs.get("positions"), inputs.shape[1]
         )
         shards = shards_of(masks)
-        assert shards is not None, "prepare_context_parallel_input has made them"
+        assert shards is not None, (
+            "prepare_context_parallel_input makes masks that know their shards"
+        )
         whole_rows = PackedBatch(whole, entries=extra_inputs)
         extra_inputs = dict(shard_batch(whole_rows, shards).entries)
         return inputs, labels, extra_inputs, extra_kwargs
@@ -105,11 +110,11 @@ def shard_batch(batch: PackedBatch, shards: TokenShards) -> PackedBatch:
 
 
 def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int) -> Any:
-    """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...], others stay.
+    """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...].
 
-    n_tokens: T/cp. seq_len: what is left of T after padding is cut off. Collective over the
-    ranks that share the rows; they have to give outputs of the same structure. Each rank gets the
-    gradient for its own tokens.
+    Other values stay as they are. n_tokens: T/cp. seq_len: the rows' length without padding, which
+    is cut off. Collective over the ranks that share the rows; their outputs must have the same
+    structure. Each rank gets the gradient of its own tokens.
     """
 
     def join(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Overlap of one microbatch's experts with another one's attention in DualPipeV: not available.
+"""Overlapping one microbatch's experts with another microbatch's attention: not available.
 
-The schedule DualPipeV itself runs, without that overlap. The names exist so that programs written
-against the reference can import them; those that would have to overlap raise NotImplementedError
+The schedule DualPipeV runs, but without that overlap. The names exist so that programs written
+against the reference can import them. Names that stand for the overlap raise NotImplementedError
 when used.
 """
 
@@ -15,7 +15,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 
 
 def get_dual_pipe_v_flag(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
-    """Whether experts and attention of two microbatches overlap: False, in every job."""
+    """Return False: experts and attention of two microbatches never overlap."""
     return False
 
 
@@ -51,5 +51,5 @@ class SyncHook:
 
 
 def _count_moe_modules(model: nn.Module) -> int:
-    """How many blocks of the model have experts."""
+    """Return how many blocks of the model have experts."""
     return sum(bool(getattr(module, "moe_enabled", False)) for module in model.modules())

@@ -1,4 +1,4 @@
-"""Modules that every rank of a tensor-parallel mesh computes whole."""
+"""A parallel style for modules that every rank of a tensor-parallel mesh computes whole."""
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,11 +9,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 class NoParallel(ParallelStyle):
     """Every rank of the mesh computes the whole module, on parameters that are DTensors.
 
-    For modules too small to split (a router gate, a norm) inside a tensor-parallel block: all
-    parameters of the block are then on one mesh.
+    For modules that are too small to split, such as a router gate or a norm in a tensor-parallel
+    block. It puts all parameters of the block on one mesh.
 
-    input_layout: how the module's first input comes in, when it is a plain tensor.
-    output_layout: how the output leaves; as a plain local tensor unless `use_local_output` is off.
+    input_layout: the layout of the module's first input, if that is a plain tensor.
+    output_layout: the layout of the output, which is returned as a plain local tensor unless
+        `use_local_output` is False.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """DeepEP's kernels for experts on several ranks: not available.
 
-The names exist so that programs written against the reference import; each raises
-NotImplementedError when it is used. Experts are dealt by `expert_parallel.ExpertParallel`.
+The names exist so that programs written against the reference can import them; each raises
+NotImplementedError when used. `expert_parallel.ExpertParallel` deals experts to ranks.
 """
 
 from typing import Any, NoReturn
