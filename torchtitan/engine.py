@@ -231,7 +231,7 @@ class TrainingEngine(build.EngineParts):
         not split then, so give several: one alone is at work on one stage at a time.
         Raises ValueError for a head and a batch without labels, or a model with a value head. If
         output_fn fails on some ranks, the others raise RunError and the engine stays usable; see
-        `torchtitan.distributed.failure_watch`.
+        `torchtitan.distributed.processes.failure_watch`.
         """
         check_open(self, "forward_step")
         self.offloader.check_here("forward_step", "model")
@@ -317,7 +317,7 @@ class TrainingEngine(build.EngineParts):
         If loss_fn fails on some ranks, the others raise RunError at the end of the call. The engine
         stays usable then, and after any error that all ranks raise; gradients are those of a part
         of the microbatches: call `optimizers.zero_grad()`. After other errors of some ranks all
-        ranks raise, and the engine is lost; see `torchtitan.distributed.failure_watch`.
+        ranks raise, and the engine is lost; see `torchtitan.distributed.processes.failure_watch`.
         """
         check_trains(self, "forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")

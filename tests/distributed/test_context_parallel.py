@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
+from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import document_ids_from_lengths
-from torchtitan.batch.mask import DocumentMask, cp_shard
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.context_parallel import TokenShards, deal_chunks
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss

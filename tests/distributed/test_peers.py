@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import torchtitan
-from torchtitan.distributed import peers as peers_module
-from torchtitan.distributed.peers import PeerError, Peers, _listen, _problem_of
-from torchtitan.distributed.process_group import find_peers
+from torchtitan.distributed.processes import peers as peers_module
+from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
+from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.reliability import fail_anywhere
-from torchtitan.distributed.failure_watch import FailureWatch
+from torchtitan.distributed.processes.failure_watch import FailureWatch
 from torchtitan.testing.gloo import run_ranks
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from torchtitan.config import JobConfig
-from torchtitan.distributed.stop import StopRequest
+from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.signals import SIGNALS
 

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.tools.logging import logger
 
 

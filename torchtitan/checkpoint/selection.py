@@ -14,7 +14,7 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import WEIGHTS_ONLY, saved_shapes_in
 from torchtitan.config.job_config import Checkpoint
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 

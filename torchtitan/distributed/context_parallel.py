@@ -10,6 +10,9 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
 
 Both methods compute what one process computes, under every mask that keeps documents apart. The
 mask passed to attention has a `ContextPart`, which says which tokens the rank holds.
+
+This file has the chunks of a row and the communication of attention. `batch.context` shards a
+batch and its masks, and `config.context_layout` has the row lengths.
 """
 
 import functools
@@ -33,8 +36,8 @@ from torchtitan.tools.lazy_names import load_on_access
 __getattr__ = load_on_access(
     __name__,
     {
-        "cp_shard": "torchtitan.batch.mask",
-        "prepare_context_parallel_input": "torchtitan.batch.mask",
+        "cp_shard": "torchtitan.batch.context",
+        "prepare_context_parallel_input": "torchtitan.batch.context",
     },
 )
 

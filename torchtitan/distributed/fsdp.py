@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.own_groups import making_groups
+from torchtitan.distributed.processes.own_groups import making_groups
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.distributed.own_groups import making_meshes
+from torchtitan.distributed.processes.own_groups import making_meshes
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 

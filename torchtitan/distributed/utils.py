@@ -19,7 +19,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.determinism import set_determinism  # noqa: F401
 from torchtitan.distributed.dtensor import is_dtensor, load_dtensor, local_tensor, whole_tensor
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.process_group import (  # noqa: F401
+from torchtitan.distributed.processes.process_group import (  # noqa: F401
     init_distributed,
     init_fake_mode,
     set_pg_timeouts,

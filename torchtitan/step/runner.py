@@ -19,7 +19,7 @@ from torchtitan.batch.batch import Entries, PackedBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.packing import ModelInputs
-from torchtitan.distributed.failure_watch import Alone
+from torchtitan.distributed.processes.failure_watch import Alone
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
 

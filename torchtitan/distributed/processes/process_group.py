@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed.own_groups import (
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.processes.own_groups import (
     claim_default_group,
     forget_meshes,
     group_is_ours,
     making_groups,
 )
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger, warn_once

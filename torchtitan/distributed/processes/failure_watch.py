@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torchtitan.distributed.own_groups import abort_groups, forget_meshes, making_groups
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.processes.own_groups import abort_groups, forget_meshes, making_groups
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.logging import logger
 
