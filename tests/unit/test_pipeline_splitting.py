@@ -239,7 +239,7 @@ def test_wrong_calls_of_a_schedule_say_what_to_give(pp_mesh):
         schedule.step(kwarg_mbs=[{}, {}], target_mbs=[None])
     with pytest.raises(ValueError, match="needs target_mbs"):
         schedule.step(kwarg_mbs=[{}, {}])
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(ValueError, match="got lists together"):
         schedule.step(torch.zeros(2, 2), kwarg_mbs=[{}, {}])
     with pytest.raises(ValueError, match="set stage.hidden_states"):
         schedule.eval(kwarg_mbs=[{}, {}], input_shapes=[(1, 2), (1, 3)])
