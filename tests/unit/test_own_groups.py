@@ -1,4 +1,4 @@
-"""Aborting groups on an accelerator, rehearsed with stand-ins; gloo's is in tests/reliability."""
+"""Aborting groups on an accelerator, with stand-ins; tests/reliability aborts gloo groups."""
 
 from unittest import mock
 

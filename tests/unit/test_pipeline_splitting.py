@@ -1,4 +1,4 @@
-"""Which layers and stages a pipeline rank gets, and which configs don't fit."""
+"""The layers and stages of a pipeline rank, and the configs that are refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Requests to end a run: who may ask, what is agreed on, and how time is kept for the save."""
+"""Requests to end a run: their sources, the ranks' agreement, the time reserved for the save."""
 
 import os
 import signal

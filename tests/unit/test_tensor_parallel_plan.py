@@ -1,4 +1,4 @@
-"""The tensor-parallel table fits every family, and says so where it doesn't fit a model."""
+"""The tensor-parallel plan fits every family, and refuses a model that it doesn't fit."""
 
 import importlib
 

@@ -9,7 +9,7 @@ __all__ = ["NoParallel", "ParallelDims"]
 _MODULE_OF = {
     "LocalFloat8Linear": ".float8_tensor_parallel",  # torchao
     "float8_shards_for": ".float8_tensor_parallel",
-    "NoParallel": ".no_parallel",  # DTensor
+    "NoParallel": ".tensor_parallel",  # DTensor
     "apply_ac": ".activation_checkpoint",  # the compiler
     "FSDPModule": ".fsdp",  # DTensor
     "apply_ddp": ".fsdp",

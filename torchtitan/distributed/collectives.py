@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives  # noqa: F401 (registers operat
 from torch import Tensor, library
 
 # Selective checkpointing and the compiler recognise collectives by these operators.
-_OPS = torch.ops._c10d_functional
+OPS = torch.ops._c10d_functional
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("all_gather(Tensor x, int size, str group) -> Tensor")
@@ -23,7 +23,7 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Send rows to ranks: x [sum of sent, ...], in rank order, -> [sum of received, ...]."""
-    return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), received, sent, group))
+    return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 def start_all_gather(x: Tensor, size: int, group: str) -> Tensor:
@@ -33,7 +33,7 @@ def start_all_gather(x: Tensor, size: int, group: str) -> Tensor:
     and waiting does nothing.
     """
     if x.device.type != "cpu":
-        return _OPS.all_gather_into_tensor(x.contiguous(), size, group)
+        return OPS.all_gather_into_tensor(x.contiguous(), size, group)
     return torch.ops.torchtitan.all_gather(x, size, group)
 
 
@@ -43,7 +43,7 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     Call `wait_tensor` on the result before reading it, as for `start_all_gather`.
     """
     if x.device.type != "cpu":
-        return _OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+        return OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
     return torch.ops.torchtitan.reduce_scatter(x, size, group)
 
 
@@ -51,7 +51,7 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if not is_gloo(process_group):
-        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), size, group))
+        return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), size, group))
     gathered = x.new_empty((size, *x.shape))
     gathered[process_group.rank()] = x
     broadcast_all(gathered, process_group)

@@ -22,13 +22,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.distributed.collectives import AllToAll, start_all_gather, start_reduce_scatter
+from torchtitan.distributed.collectives import (
+    OPS,
+    AllToAll,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -40,9 +44,6 @@ __getattr__ = load_on_access(
         "prepare_context_parallel_input": "torchtitan.batch.context",
     },
 )
-
-# Selective checkpointing and the compiler recognise collectives by these operators.
-_OPS = torch.ops._c10d_functional
 
 
 # ---- which tokens a rank holds ----
@@ -108,7 +109,7 @@ class _Unshard(torch.autograd.Function):
         ctx.shards, ctx.dim = shards, dim
         x = x.movedim(dim, 0)
         gathered = start_all_gather(x, shards.cp, shards.group_name)
-        return shards.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
+        return shards.in_order(OPS.wait_tensor(gathered)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -342,7 +343,7 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return _OPS.wait_tensor(gathered)
+        return OPS.wait_tensor(gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -358,4 +359,4 @@ class _WaitForGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _OPS.wait_tensor(grad)
+        return OPS.wait_tensor(grad)

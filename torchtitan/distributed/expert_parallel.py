@@ -17,7 +17,7 @@ result is one summand of the whole result, and so is the gradient of its input.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class TensorParallel(ParallelStyle):
         self.hidden_dims = hidden_dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, lambda name: [_hidden_dim(self.hidden_dims, name)])
+        _split(module, device_mesh, [], self.hidden_dims)
         return module
 
 
@@ -113,7 +113,7 @@ class ExpertParallel(BaseExpertParallel):
         return super()._apply(module, device_mesh)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        _split(mod, device_mesh, lambda parameter_name: [0])
+        _split(mod, device_mesh, [0])
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
@@ -154,7 +154,7 @@ class ExpertTensorParallel(ExpertParallel):
         self.hidden_dims = hidden_dims
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        _split(mod, device_mesh, lambda parameter: [0, _hidden_dim(self.hidden_dims, parameter)])
+        _split(mod, device_mesh, [0], self.hidden_dims)
 
 
 class ReordererSequenceParallel(ParallelStyle):
@@ -195,21 +195,21 @@ class DeepEPExpertParallel(ExpertParallel):
         )
 
 
-def _hidden_dim(hidden_dims: Mapping[str, int | None], name: str) -> int | None:
-    if name not in hidden_dims:
-        raise ValueError(
-            f"hidden_dims has no entry for the experts' parameter {name!r}, only for "
-            f"{', '.join(map(repr, hidden_dims))}; add its dimension of hidden units, or None"
-        )
-    return hidden_dims[name]
-
-
 def _split(
-    experts: nn.Module, mesh: DeviceMesh, dims_of: Callable[[str], list[int | None]]
+    experts: nn.Module,
+    mesh: DeviceMesh,
+    dims: list[int | None],
+    hidden_dims: Mapping[str, int | None] | None = None,
 ) -> None:
-    """Split every parameter; `dims_of(name)` returns a dimension for each axis of the mesh."""
+    """Split every parameter along `dims`, then along its entry in `hidden_dims` if given."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        share = split_parameter(f"the experts' {name}", parameter, mesh, dims_of(name))
+        if hidden_dims is not None and name not in hidden_dims:
+            raise ValueError(
+                f"hidden_dims has no entry for the experts' parameter {name!r}, only for "
+                f"{', '.join(map(repr, hidden_dims))}; add its dimension of hidden units, or None"
+            )
+        all_dims = dims if hidden_dims is None else [*dims, hidden_dims[name]]
+        share = split_parameter(f"the experts' {name}", parameter, mesh, all_dims)
         experts.register_parameter(name, share)
 
 

@@ -20,7 +20,6 @@ class FTManager:
     """
 
     def __init__(self, ft_config: FaultTolerance) -> None:
-        self._manager: Any = None
         if not ft_config.enable:
             return
         if not has_torchft:
@@ -31,12 +30,11 @@ class FTManager:
 
     @property
     def enabled(self) -> bool:
-        return self._manager is not None
+        return False
 
     @property
     def manager(self) -> Any:
-        assert self._manager is not None, "there is no torchft manager: torchft is not enabled"
-        return self._manager
+        raise AssertionError("there is no torchft manager: torchft is not enabled")
 
     @property
     def loss_sync_pg(self) -> Any:

@@ -27,10 +27,9 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import amax_to_scale
 
+from torchtitan.distributed.collectives import OPS
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, all_gather, reduce_scatter
-
-_OPS = torch.ops._c10d_functional
 
 
 def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
@@ -91,7 +90,7 @@ def to_float8(
     }[role]
     largest = x.abs().max()
     if group is not None:
-        largest = _OPS.wait_tensor(_OPS.all_reduce(largest, "max", group))
+        largest = OPS.wait_tensor(OPS.all_reduce(largest, "max", group))
     scale = amax_to_scale(largest, cast.target_dtype, config.round_scales_to_power_of_2)
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 

@@ -18,15 +18,11 @@ Elsewhere (logits, the hand-over between pipeline stages) every rank has the who
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.distributed.collectives import start_all_gather, start_reduce_scatter
-
-# Selective checkpointing and the compiler recognise collectives by these operators.
-_OPS = torch.ops._c10d_functional
+from torchtitan.distributed.collectives import OPS, start_all_gather, start_reduce_scatter
 
 
 class WholeSequence:
@@ -102,12 +98,12 @@ def all_gather(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
 ) -> Tensor:
     if overlap:
-        gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard.contiguous(), size, group))
+        gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
         # No `narrow` to the full length: the pass would not recognise the pattern, and products
         # could not begin before all rows have arrived.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
-    gathered = _OPS.wait_tensor(start_all_gather(shard, size, group))
+    gathered = OPS.wait_tensor(start_all_gather(shard, size, group))
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy if B is 1.
     by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
     return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
@@ -119,9 +115,9 @@ def reduce_scatter(
     padded = _pad(partial_sum, dim, size)
     if overlap:
         by_rank = torch.cat(padded.chunk(size, dim))
-        return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
+        return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
     by_rank = padded.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
-    return _OPS.wait_tensor(start_reduce_scatter(by_rank, size, group))
+    return OPS.wait_tensor(start_reduce_scatter(by_rank, size, group))
 
 
 def _own_rows(

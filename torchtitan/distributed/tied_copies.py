@@ -28,15 +28,11 @@ _holders_of_second: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
     """Mark a stage's part that holds a copy, if the whole model's two modules share a tensor."""
-    modules = [getattr(whole_model, name.split(".")[0], None) for name in (FIRST, SECOND)]
-    weights = [getattr(module, "weight", None) for module in modules]
-    if weights[0] is None or weights[0] is not weights[1]:
-        return
-    has_first, has_second = (
-        getattr(part, name.split(".")[0], None) is not None for name in (FIRST, SECOND)
-    )
-    if has_first == has_second:  # a stage with neither, or the whole model
-        return
+    names = "tok_embeddings", "output"
+    first, second = (getattr(getattr(whole_model, x, None), "weight", None) for x in names)
+    has_first, has_second = (getattr(part, x, None) is not None for x in names)
+    if first is None or first is not second or has_first == has_second:
+        return  # not tied; or a stage with neither module, or the whole model
     part.tied_copy = FIRST if has_first else SECOND
     if has_second:
         _holders_of_second.add(part)

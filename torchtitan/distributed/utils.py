@@ -96,30 +96,10 @@ def create_context_parallel_ctx(
 # ---- reductions of one number ----
 
 
-def dist_max(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Return the largest `x` (one element) over the ranks of `mesh`; an int for integer `x`."""
-    return _dist_reduce(x, "max", mesh, extra_pg)
-
-
-def dist_sum(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Return the sum of `x` (one element) over the ranks of `mesh`; an int for integer `x`."""
-    return _dist_reduce(x, "sum", mesh, extra_pg)
-
-
-def dist_mean(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Return the mean of `x` (one element) over the ranks of `mesh`."""
-    return _dist_reduce(x, "avg", mesh, extra_pg)
-
-
 def _dist_reduce(
-    x: Tensor, op: str, mesh: DeviceMesh | None, extra_pg: dist.ProcessGroup | None
+    op: str, x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
 ) -> float:
+    """Reduce `x` (one element) over the ranks of `mesh`, after `extra_pg`; an int for integer `x`."""
     x = whole_tensor(x)
     if extra_pg is not None:
         x = funcol.all_reduce(x, reduceOp=op, group=extra_pg)
@@ -127,6 +107,11 @@ def _dist_reduce(
         return x.item()
     assert x.numel() == 1, f"expected one element, got shape {tuple(x.shape)}"
     return funcol.all_reduce(x, reduceOp=op, group=mesh).item()
+
+
+dist_max = functools.partial(_dist_reduce, "max")
+dist_sum = functools.partial(_dist_reduce, "sum")
+dist_mean = functools.partial(_dist_reduce, "avg")
 
 
 # ---- gradient clipping ----

@@ -19,7 +19,4 @@ combine_tokens = sync_combine = dispatch_tokens
 
 
 class DispatchState:
-    """Raises NotImplementedError when built."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        dispatch_tokens()
+    __init__ = dispatch_tokens

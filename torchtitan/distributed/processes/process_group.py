@@ -56,11 +56,8 @@ def init_distributed(
         init_fake_mode(int(value), comm_config.mode)
         _destroy_group_at_end()
         return int(value)
-    backend = (
-        dist.get_backend_config() if dist.is_initialized() else _default_backend(enable_cpu_backend)
-    )
-    _configure_flight_recorder(comm_config, base_folder, backend)
     if dist.is_initialized():
+        _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
             warn_once(
@@ -72,6 +69,8 @@ def init_distributed(
                 "are made from here on",
             )
         return dist.get_world_size()
+    backend = _default_backend(enable_cpu_backend)
+    _configure_flight_recorder(comm_config, base_folder, backend)
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
     meeting = _rendezvous(timeout)
     # Given the device, NCCL connects all ranks now, so that a broken link, or two ranks on one
