@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan.distributed.utils as dist_utils
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed import ParallelDims, process_group
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

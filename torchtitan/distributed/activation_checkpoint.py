@@ -60,8 +60,8 @@ def apply_ac(
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
     """
-    # By default dynamo moves the compiled variant of a block that ran last to the front of its
-    # list. Forward and recomputation could then pick different variants; a fixed order prevents it.
+    # Read in torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
+    # its list, so forward and recomputation could pick different variants. This fixes the order.
     host.change(False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option

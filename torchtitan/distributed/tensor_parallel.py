@@ -123,7 +123,7 @@ def distribute_modules(
                     f"{name}.{parameter_name}", parameter, mesh, dims
                 )
             module.register_parameter(parameter_name, replaced[parameter])
-        _compute_locally(name, module, row)
+        _compute_locally(name, module)
     if model.output is not None:
         model.output.__class__ = VocabularyOutput
         model.output.keeps_shards = loss_parallel
@@ -132,12 +132,13 @@ def distribute_modules(
         block.sequence = model.sequence
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
     if float8_gather:
-        shards_for = distributed.float8_shards_for
-        in_float8 = {block: shards_for(block, mesh) for block in model.layers.values()}
-        in_float8 = {block: shards for block, shards in in_float8.items() if shards is not None}
-        for block, shards in in_float8.items():
-            block.sequence = shards
-        logger.info("%d of %d blocks gather in float8", len(in_float8), len(model.layers))
+        in_float8 = 0
+        for block in model.layers.values():
+            shards = distributed.float8_shards_for(block, mesh)
+            if shards is not None:
+                block.sequence = shards
+                in_float8 += 1
+        logger.info("%d of %d blocks gather in float8", in_float8, len(model.layers))
 
 
 def _find_row(
@@ -159,18 +160,18 @@ def _find_row(
     return row
 
 
-def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
+def _compute_locally(name: str, module: nn.Module) -> None:
     """Make the module's forward read this rank's part of its parameters, by changing its class.
 
-    `nn.Module` has no way to replace a forward that compiled blocks can share, and a wrapper would
-    change parameter names. `__class__ =` works because both classes have the same attributes.
+    `nn.Module` has no other way to replace a forward that compiled blocks can share, and a wrapper
+    would change parameter names. `__class__ =` is safe because the new class adds no attributes.
     """
     if getattr(module, "reads_local_parameters", False):
         return
     # Not imported, because that takes seconds: without it no module is a Float8Linear.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
-        module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
+        module.__class__ = LocalLinear
     elif type(module) in (nn.RMSNorm, RMSNorm):
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
@@ -199,15 +200,10 @@ class LocalRMSNorm(nn.RMSNorm):
 
 
 class LocalLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, local_parameter(self.weight), local_parameter(self.bias))
-
-
-class SummandLinear(nn.Linear):
-    """A layer split along its inputs: each rank returns one summand, with its share of the bias."""
+    """If the layer is split along its inputs, a rank's result is one summand, with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = local_parameter(self.bias, added_once=True)
+        bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
         return linear(x, local_parameter(self.weight), bias)
 
 
