@@ -49,8 +49,8 @@ def making_groups() -> Iterator[None]:
 def making_meshes() -> Iterator[None]:
     """`making_groups` for meshes: an axis of all ranks gets a new group, not the host's default.
 
-    Read in torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks, and has no
-    option against it. We replace its `_get_default_group` meanwhile.
+    Read in torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
+    `_get_default_group` meanwhile, so that all such axes share one new group.
     """
     default = dist.group.WORLD
     is_hosts = default is not None and not group_is_ours()
