@@ -157,7 +157,7 @@ class FailureWatch(Alone):
             _, rank, text = reported
             self._reported = None
             failure = failure or RunError(
-                f"rank {rank} failed in the function that its caller passed for outputs or the "
+                f"rank {rank} failed in a function that its caller passed for outputs or the "
                 f"loss: {text}"
             )
         return failure
