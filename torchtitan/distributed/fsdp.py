@@ -295,7 +295,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end.
 
     Read in torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
-    gathered if `post_forward_mesh_info` is None. We set that because inference wants it for a while.
+    gathered if `post_forward_mesh_info` is None. We set it because only some forwards keep weights.
     """
     before = [
         (group, group.post_forward_mesh_info)

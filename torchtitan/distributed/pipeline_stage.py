@@ -175,7 +175,7 @@ class VariableShapeStage(PipelineStage):
         with self._contexts[bwd_chunk_id]():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         # Torch's separate pass for weight gradients returns them in any layout, transposed for
-        # example, unlike autograd, which uses the parameter's. Fused optimizers ignore strides.
+        # example. Autograd uses the parameter's layout, and fused optimizers ignore strides.
         for parameter in self.submod.parameters():
             gradient = parameter.grad
             if gradient is not None and gradient.stride() != parameter.stride():
