@@ -33,7 +33,7 @@ EDGES = ("rl/", "integrations/", "report/", "tools/report/", "testing/")
 NAME_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__func__", "__wrapped__")
 
 BATCH_TYPES = frozenset(
-    "Batch Microbatches TokenBatch PackedBatch Item Step Microbatch ModelInputs".split()
+    "Batch Microbatches TokenBatch TokenBatch Item Step Microbatch ModelInputs".split()
 )
 # Parts that only some jobs have: context parallelism, the isolation probe.
 OPTIONAL_PARTS = ("sharding", "context_sharding", "shard_batch", "isolation_probe")

@@ -31,8 +31,8 @@ from torchtitan.distributed.determinism import (
     set_determinism,
     use_deterministic_kernels,
 )
-from torchtitan.distributed.failure_watch import Alone, watch_over
 from torchtitan.distributed.fsdp import scale_gradients
+from torchtitan.distributed.processes.failure_watch import Alone, watch_over
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.models.hf_config import from_hf_config

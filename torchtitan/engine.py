@@ -39,7 +39,7 @@ from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.failure_watch import Alone
+from torchtitan.distributed.processes.failure_watch import Alone
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
@@ -494,7 +494,7 @@ class TrainingEngine(EngineState):
         microbatches are not split: give several, because one batch keeps only one stage at work.
         Raises ValueError for a head and a batch without labels, or a model with a value head. If
         output_fn fails on some ranks, the other ranks raise RunError and the engine stays usable; see
-        `torchtitan.distributed.failure_watch`.
+        `torchtitan.distributed.processes.failure_watch`.
         """
         self._check_open("forward_step")
         self.offloader.check_here("forward_step", "model")
@@ -580,7 +580,7 @@ class TrainingEngine(EngineState):
         If loss_fn fails on some ranks, the other ranks raise RunError at the end of the call. The
         engine stays usable, as after any error that all ranks raise, but some microbatches are missing
         in the gradients: call `optimizers.zero_grad()`. If anything else fails on some ranks, all
-        ranks raise, and the engine is lost; see `torchtitan.distributed.failure_watch`.
+        ranks raise, and the engine is lost; see `torchtitan.distributed.processes.failure_watch`.
         """
         self._check_trains("forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")

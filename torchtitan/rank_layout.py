@@ -12,7 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.config.pipeline_layout import rank_of_last_stage
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.process_group import init_distributed
+from torchtitan.distributed.processes.process_group import init_distributed
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import host, utils

@@ -29,8 +29,8 @@ import torch
 
 import torchtitan
 from torchtitan.config import JobConfig
-from torchtitan.distributed.peers import SECONDS_TO_REPORT, PeerError, Peers
-from torchtitan.distributed.process_group import find_peers
+from torchtitan.distributed.processes.peers import SECONDS_TO_REPORT, PeerError, Peers
+from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
 from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError
@@ -63,7 +63,7 @@ def main(
     trainer_class: called with the config; returns an object with `train()`, `close()` and a
         `checkpointer`. config_cls, check_config: an extended config and its own rules.
     Exit code 2: the config cannot run; 1: data, files, memory or another rank failed. Several ranks
-    first compare their configs, and from then on end together (`torchtitan.distributed.peers`).
+    first compare their configs, and from then on end together (`torchtitan.distributed.processes.peers`).
     """
     # Imported here, because programs that import `Trainer` from this module need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error

@@ -17,7 +17,7 @@ from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.stop import StopRequest
+from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor

@@ -139,7 +139,9 @@ def estimate_step(
         dist.init_process_group("fake", rank=rank, world_size=world_size)
 
     with (
-        mock.patch("torchtitan.distributed.process_group.init_fake_mode", join_fake_group),
+        mock.patch(
+            "torchtitan.distributed.processes.process_group.init_fake_mode", join_fake_group
+        ),
         _rehearsal() if is_fake else _real_device() as rehearsal,
         mock.patch.object(build, "derive_model_args", derive_fewer_layers),
         TrainingEngine(config) as engine,

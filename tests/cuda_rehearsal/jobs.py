@@ -44,7 +44,9 @@ def ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     torch._dynamo.reset()  # another model's sizes would make this one's dynamic
     with (
         environment,
-        mock.patch("torchtitan.distributed.process_group.init_fake_mode", lambda *_: group()),
+        mock.patch(
+            "torchtitan.distributed.processes.process_group.init_fake_mode", lambda *_: group()
+        ),
     ):
         yield
 

@@ -182,7 +182,7 @@ def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, en
 
 def pytest_configure() -> None:
     from torchtitan import rank_layout
-    from torchtitan.distributed import process_group
+    from torchtitan.distributed.processes import process_group
     from torchtitan.models.attention import FlexAttentionWrapper, VarlenAttentionWrapper
 
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(_flex)

@@ -1,7 +1,7 @@
-"""Asynchronous tensor parallelism: the compiler finds products to overlap, and results stay.
+"""Asynchronous tensor parallelism: the compiler finds products to overlap, and results don't change.
 
-torch's pass runs as it would for CUDA. The operators that it puts in are torch's own slow versions
-of them, which gather, multiply and reduce one after the other on any device.
+torch's pass runs as it does for CUDA. The operators that it inserts are torch's slow reference
+versions, which gather, multiply and reduce one after the other on any device.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ REDUCE = "fused_matmul_reduce_scatter"
 
 @contextlib.contextmanager
 def pass_for_cuda():
-    """Counts the operators of what the backend "post_grad_passes" compiles inside."""
+    """Count the operators in graphs that the backend "post_grad_passes" compiles inside."""
     import torch._inductor.config
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -62,7 +62,7 @@ def pass_for_cuda():
 
 
 def train_overlapped(runs):
-    """What `train` returns for each run, and which operators its compiled blocks have."""
+    """Return the results of `train` for each run, and the operators in its compiled blocks."""
     from torch.distributed import _symmetric_memory
 
     operators = torch.library.Library("symm_mem", "IMPL")  # kept alive by this name

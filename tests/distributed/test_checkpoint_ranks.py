@@ -23,7 +23,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter

@@ -1,4 +1,4 @@
-"""Our collectives on the CPU give what torch's give, in groups that are not the world, too."""
+"""Our collectives on the CPU equal torch's, also in groups of some ranks."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ _OPS = torch.ops._c10d_functional
 
 
 def collect(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(what, ours, torch's) in the world of three ranks and in that of the last two."""
+    """Return (name, our result, torch's result) in a group of three ranks and of the last two."""
     results = []
     rank = dist.get_rank()
     last_two = dist.new_group([1, 2])

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.training_runs import make_trainer
+from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import document_ids_from_lengths
-from torchtitan.batch.mask import DocumentMask, cp_shard
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.context_parallel import TokenShards, deal_chunks
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
@@ -27,7 +28,7 @@ def document_ids(n_tokens=TOKENS):
 
 
 def masks():
-    """What models return, of which the value is found again, and VarlenMetadata is all there is."""
+    """Return a model's masks, from which `DocumentMask.of` recovers the value, and bare VarlenMetadata."""
     documents = DocumentMask.of_documents(document_ids())
     causal = DocumentMask.of_whole_rows(ROWS, TOKENS, torch.device("cpu"))
     return {
@@ -60,7 +61,7 @@ def out_and_gradients(attn_type, mask, tensors, **options):
 
 
 def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **options):
-    """Every rank computes its part and the whole, and compares."""
+    """Compare this rank's part with a computation of the whole rows."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
     rows_first = tuple(x.transpose(1, 2) for x in tensors)
     parts, sharded = cp_shard(mesh, rows_first, mask, balancer, rotate_method=method)
@@ -114,7 +115,7 @@ PACKED = ["--model.attn_type=varlen", "--model.attn_mask_type=position_block_cau
 
 
 def fed_by_its_owner(dump_folder, flags):
-    """(losses, gradient norms, outputs) of microbatches of odd lengths, with a loss of one's own."""
+    """Return (losses, gradient norms, outputs) for microbatches of odd lengths and a custom loss."""
     engine = make_trainer(dump_folder, [*PACKED, *flags, "--training.local_batch_size=4"])
     generator = torch.Generator().manual_seed(0)
     batches, labels = [], []
@@ -149,13 +150,13 @@ def fed_by_its_owner(dump_folder, flags):
 
 
 def summed(logits, batch):
-    """(cross entropy, number of labels) of this rank's tokens."""
+    """Return (cross entropy, number of labels) of this rank's tokens."""
     loss = cross_entropy_loss(logits, batch["labels"])
     return loss, (batch["labels"] != IGNORE_INDEX).sum()
 
 
 def leak(dump_folder, flags):
-    """What the isolation probe says of a model whose layer 1 lets every token see its row."""
+    """Return the isolation probe's verdict on a model whose layer 1 lets tokens see the whole row."""
     trainer = make_trainer(
         dump_folder, [*PACKED, *flags, "--debug.check_document_isolation_freq=1"]
     )
@@ -169,7 +170,7 @@ def leak(dump_folder, flags):
 
 
 def validated(dump_folder, flags):
-    """Losses of training and validation on packed text, watched by the isolation probe."""
+    """Return training and validation losses on packed text, checked by the isolation probe."""
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
 

@@ -38,7 +38,7 @@ def on_one_process(layout):
 
 @pytest.fixture(scope="module")
 def one_process():
-    """What one process learns, by layout."""
+    """Return the result of one process, by layout."""
     layouts = TWO_RANKS + FOUR_RANKS + MORE_OF_FOUR_RANKS
     layouts = sorted({on_one_process(layout) for layout in layouts}, key=str)
     (records,) = run_ranks(train_layouts, 1, layouts)

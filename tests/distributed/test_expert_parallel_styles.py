@@ -1,4 +1,4 @@
-"""Dispatch and combine of tokens by themselves: uneven shares, padding, compiled experts."""
+"""Dispatch and combine without a model: uneven shares, padding, compiled experts."""
 
 import copy
 
@@ -42,7 +42,7 @@ def outputs_and_gradients(moe, num_tokens):
 
 
 def share_out(num_tokens):
-    """Both ranks have all the tokens; each routes its share of them."""
+    """Both ranks have all tokens; each routes its share."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     moe = build()
     parallelize_module(moe.experts, mesh, ExpertParallel())
@@ -65,7 +65,7 @@ def test_shares_of_tokens_add_up_for_any_number_of_them():
 
 
 def padded(alignment):
-    """Experts whose kernel wants groups of a size, on tokens that differ between ranks."""
+    """Run experts whose kernel needs padded groups, on tokens that differ between ranks."""
     expert_parallel.kernel_alignment = lambda device: alignment
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     moe = build()
@@ -111,7 +111,7 @@ def test_compiled_pieces_around_the_exchange_equal_eager_ones():
 
 
 def refusals():
-    """What each style says of experts that its mesh does not divide."""
+    """Return each style's error for experts that its mesh does not divide."""
     messages = []
     meshes = [("ep",), ("tp",), ("ep", "etp")]
     styles = [ExpertParallel(), TensorParallel(), ExpertTensorParallel()]
@@ -141,4 +141,4 @@ def test_experts_that_a_style_does_not_fit_are_refused():
         assert "expert_parallel_degree must divide dimension 0" in both
         assert len(unnamed) == 2
         for message in unnamed:
-            assert "the experts' 'w3' has its hidden units, only 'w1', 'w2'; add it" in message
+            assert "the experts' parameter 'w3', only for 'w1', 'w2'; add its" in message

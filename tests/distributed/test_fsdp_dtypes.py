@@ -1,4 +1,4 @@
-"""What FSDP casts to bf16, and what it leaves in fp32."""
+"""The tensors that FSDP casts to bf16, and those that it leaves in fp32."""
 
 import torch
 
@@ -36,7 +36,7 @@ def build(dp_shard):
 
 
 def bf16_logits(dp_shard):
-    """(logits of rows that begin at position 4000, dtypes of what a block's attention gets)."""
+    """Return (logits of rows that begin at position 4000, dtypes of the inputs of a block's attention)."""
     model = build(dp_shard)
     if dp_shard == 1:  # what FSDP does to parameters, and only to them
         for parameter in model.parameters():

@@ -76,7 +76,7 @@ def global_batch():
 
 
 def backward_on_slice(model, rank, world_size, microbatches):
-    """Backward over this rank's sequences; returns its share of the loss."""
+    """Run backward over this rank's sequences; returns its share of the loss."""
     tokens, labels = global_batch()
     num_valid = (labels != IGNORED).sum()
     mine = zip(
@@ -94,7 +94,7 @@ def backward_on_slice(model, rank, world_size, microbatches):
 
 
 def checkpoint_and_compile(model):
-    """As training does: block by block, checkpointing inside. No inductor, which takes long."""
+    """Compile block by block, with checkpointing inside, as training does; no inductor, which is slow."""
     config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     apply_ac(model, config, op_sac_save_list={torch.ops.aten.mm.default})
     for name, block in list(model.layers.items()):
@@ -111,7 +111,7 @@ def full_grads(model):
 
 
 def gradients(layout, microbatches=1, tied=False, reshard_policy="default", compiled=False):
-    """Runs on each rank: gradients of the whole model, and the norm that clipping finds."""
+    """Return the gradients of the whole model, and the norm that clipping computes."""
     replicate, shard = layout
     dims = ParallelDims(
         dp_replicate=replicate, dp_shard=shard, cp=1, tp=1, pp=1, ep=1, etp=1,
@@ -182,7 +182,7 @@ def test_reshard_policy_does_not_change_gradients(policy):
 
 
 def gradients_and_groups(layout, policy):
-    """`gradients`; the ranks that kept each unit's parameters after forward; number of meshes."""
+    """Return `gradients`, the ranks that keep each unit's parameters after forward, and the meshes' number."""
     kept_on, meshes = [], set()
     record_post_forward = FSDPParamGroup._record_post_forward
 

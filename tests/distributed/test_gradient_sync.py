@@ -1,4 +1,4 @@
-"""When gradients are reduced over ranks, how often weights are gathered, and who skips a step."""
+"""The time of gradient reductions, the number of weight gathers, and skipped steps."""
 
 import contextlib
 from unittest import mock
@@ -24,7 +24,7 @@ def make_engine(folder, *flags, family="llama3"):
 
 
 def own_microbatches(engine):
-    """Of different lengths; the last rank has one less, for which it runs a filler."""
+    """Return microbatches of different lengths; the last rank has one less, and runs a filler."""
     generator = torch.Generator().manual_seed(engine.dp_rank)
     rows = [torch.randint(0, 2048, (1, n + 1), generator=generator) for n in (32, 16, 24)]
     rows = rows[: 3 - (engine.dp_rank + 1 == engine.dp_size)]
@@ -32,7 +32,7 @@ def own_microbatches(engine):
 
 
 def step(engine):
-    """A list, and a single batch on top of it: gradients as they are after both."""
+    """Run backward on a list and then on a single batch; returns the accumulated gradients."""
     batches, labels = own_microbatches(engine)
     engine.forward_backward_step(input_dict=batches, labels=labels, global_valid_tokens=100)
     engine.forward_backward_step(input_dict=batches[0], labels=labels[0], global_valid_tokens=100)
@@ -49,7 +49,7 @@ def counting(name):
 
 
 def gradients_of_both(folder, flags, family="llama3"):
-    """Largest difference to the undeferred gradients, relative to their norm; reductions of both."""
+    """Return the largest difference to undeferred gradients, relative to their norm, and both counts."""
     with make_engine(folder, *flags, family=family) as engine:
         with counting("foreach_reduce") as at_once:
             expected = step(engine)
@@ -94,7 +94,7 @@ def gradients_of_replicas(folder):
 
 
 def weights_of_accumulating_trainer(folder):
-    """Of both trainers, and how often each reduced and all-reduced."""
+    """Return both trainers' weights, and how often each trainer reduced and all-reduced."""
     from tests.distributed.training_runs import full_tensors, make_trainer
 
     found = []
@@ -134,7 +134,7 @@ def gathers_of_backward(folder):
 
 
 def late_steps(folder, flags, family="llama3"):
-    """Hashes of all local states after the same steps with a host that looks at once, and late."""
+    """Return hashes of local states after the same steps, with immediate and with late host reads."""
     from tests.unit.test_late_norm import differing, states
 
     results = []
@@ -190,7 +190,7 @@ def run_cases(folder, n_ranks):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Name of the case -> what each rank returned."""
+    """Return the results of all ranks, by case."""
     of_cases = {}
     for n_ranks in CASES:
         folder = str(tmp_path_factory.mktemp(f"{n_ranks}_ranks"))

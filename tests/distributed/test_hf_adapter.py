@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter, swap_rope_layout
 from torchtitan.testing.gloo import run_ranks
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan.distributed.utils as dist_utils
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed import ParallelDims, process_group
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -111,7 +112,7 @@ def test_half_a_torchrun_environment_names_what_is_missing(missing):
 
 
 def device_id_of_init(device_type, world_size, local_rank):
-    """What `init_process_group` is told, and what later groups find in the default one."""
+    """Return the arguments of `init_process_group`, and the default group's device for later groups."""
     os.environ["WORLD_SIZE"] = str(world_size)
     os.environ.pop("LOCAL_RANK")
     if local_rank is not None:
@@ -153,7 +154,7 @@ def test_ranks_of_accelerators_are_connected_at_once(device_type, world_size, lo
 
 
 def events_recorded(folder):
-    """How many collectives torch's flight recorder remembers of 9."""
+    """Return how many of 9 collectives torch's flight recorder has recorded."""
     import pickle
 
     dist_utils.init_distributed(Comm(trace_buf_size=5), base_folder=folder)
@@ -185,7 +186,7 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         assert "exists already" in message
         for key in ("mode", "init_timeout_seconds", "train_timeout_seconds", "trace_buf_size"):
             assert f"comm.{key}" in message
-        assert "ranks don't take effect" in message
+        assert "ranks don't affect it" in message
 
 
 def settings_over_existing_group(folder):
@@ -339,7 +340,7 @@ def test_norm_over_dense_and_expert_meshes_is_that_of_all_gradients():
 
 
 def reductions_of_clipping():
-    """Of three gradients split over two axes and two split over one of them."""
+    """Count reductions for three gradients split over two axes and two split over one axis."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -378,7 +379,7 @@ def norm_of_large_gradient():
 
 
 def test_norm_of_a_large_gradient_is_exact_however_it_is_sharded():
-    """Torch's own kernel is 1e-4 off here, and differently so on each layout."""
+    """Torch's own kernel has an error of 1e-4 here, which differs between layouts."""
     for norms, exact in run_ranks(norm_of_large_gradient, 2):
         assert norms == pytest.approx([exact] * 3, rel=1e-6)
 

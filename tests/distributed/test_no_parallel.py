@@ -8,7 +8,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 def run_gate(style_options, input_is_sharded):
-    """A gate on a tp mesh: (output, its type, gradient of the weight)."""
+    """Run a gate on a tp mesh; returns (output, its type, gradient of the weight)."""
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=2)
     mesh = dims.get_mesh("tp")
     torch.manual_seed(0)

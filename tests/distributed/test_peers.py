@@ -1,4 +1,4 @@
-"""What ranks find out about one another before they train, and how they end together."""
+"""Ranks compare configs before training, and end together."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import torchtitan
-from torchtitan.distributed import peers as peers_module
-from torchtitan.distributed.peers import PeerError, Peers, _listen, _problem_of
-from torchtitan.distributed.process_group import find_peers
+from torchtitan.distributed.processes import peers as peers_module
+from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
+from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
 
 
@@ -163,7 +163,7 @@ def hear_of_failure_though_strangers_call():
 
 
 def test_strangers_that_find_the_port_are_not_listened_to():
-    """And it is open on the interface of MASTER_ADDR alone, which is localhost here."""
+    """The port is open only on the interface of MASTER_ADDR, which is localhost here."""
     answers = run_ranks(hear_of_failure_though_strangers_call, 2, init_process_group=False)
     assert answers[0] == ("rank 0 ends because rank 1 failed: the disk is gone", "127.0.0.1")
 

@@ -1,4 +1,4 @@
-"""Microbatches of any shapes through every schedule, against one process that takes them in turn."""
+"""Microbatches of any shapes in every schedule, compared with one process."""
 
 import functools
 from contextlib import nullcontext
@@ -96,7 +96,7 @@ def meta_model(attn_type="varlen"):
 
 @functools.cache
 def alone(num_microbatches, seed=0):
-    """(losses, outputs, gradients) of one process that takes the microbatches in turn."""
+    """Return (losses, outputs, gradients) of one process, microbatch by microbatch."""
     lengths = LENGTHS[:num_microbatches]
     model = fill(meta_model())
     losses, outputs = [], []
@@ -128,7 +128,7 @@ class Pipeline:
             fill(part)
 
     def inputs(self, lengths, seed=0):
-        """As the contract asks: arguments where the first stage is, targets where the last is."""
+        """Return arguments on the rank of the first stage, and targets on the rank of the last."""
         arg_mbs, kwarg_mbs, target_mbs = microbatches(self.parts[0], lengths, seed)
         return {
             "arg_mbs": arg_mbs if self.first else None,
@@ -198,7 +198,7 @@ def test_schedules_on_four_ranks():
 
 
 def run_whole_batches():
-    """As torch's own `step`: a batch is split into equal microbatches, outputs come in one piece."""
+    """Call `step` like torch's: a whole batch goes in, and whole outputs come out."""
     tokens = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
     pipeline = Pipeline(job_config("1F1B", 2, local_batch_size=4), attn_type="sdpa")
     model = fill(meta_model("sdpa"))
@@ -259,7 +259,7 @@ class FailsOn:
 
 
 def run_after_failures(name):
-    """Nothing is sent after the places where calls fail here, so the other rank ends its own."""
+    """Make calls fail after their last send, so that the other rank's calls end."""
     pipeline = Pipeline(job_config(name, 2))
     lengths = LENGTHS[:4]
     with pytest.raises(FailedOnPurpose) if pipeline.last else nullcontext():

@@ -38,7 +38,7 @@ def pipeline(schedule, dp_shard=1, dp_replicate=1, local_batch_size=8, pp=2):
 
 
 def train(dump_folder, overrides):
-    """The record of a run, with its validation loss, model size and final weights' names."""
+    """Return the record of a run, with its validation loss, model size and final weights' names."""
     trainer = make_trainer(dump_folder, [*COMMON, *overrides])
     record = {"loss": [], "grad_norm": [], "num_params": trainer.num_params}
     record["hashes"] = weights_of(trainer)
@@ -55,7 +55,7 @@ def train(dump_folder, overrides):
 
 
 def weights_of(trainer):
-    """Name -> sum of the values, in fp64, of this rank's parameters."""
+    """Return the sum of each of this rank's parameters in fp64, by name."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().sum().item()
         for part in trainer.model_parts
@@ -64,7 +64,7 @@ def weights_of(trainer):
 
 
 def forward_only(trainer):
-    """Mean logits of three microbatches of three lengths, or None."""
+    """Return mean logits of three microbatches of three lengths, or None."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for length in (7, 32, 12):
@@ -187,7 +187,7 @@ def test_validation_reports_the_mean_on_every_rank(tmp_path):
 
 
 def feed(dump_folder, overrides):
-    """(losses, gradient norms) of lists of unlike microbatches, with a loss of one's own."""
+    """Return (losses, gradient norms) for lists of unlike microbatches and a custom loss."""
     engine = make_trainer(dump_folder, [*PACKED, *overrides, "--training.local_batch_size=4"])
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
@@ -228,7 +228,7 @@ def drop_weights(process):
 
 
 def leak(dump_folder, overrides):
-    """What the isolation probe says of a model whose layer 3 lets every token see its row."""
+    """Return the isolation probe's verdict on a model whose layer 3 lets tokens see the whole row."""
     trainer = make_trainer(
         dump_folder, [*PACKED, *overrides, "--debug.check_document_isolation_freq=1"]
     )

@@ -1,4 +1,4 @@
-"""Initial weights are a function of seed and parameter name alone, on every layout."""
+"""Initial weights depend only on the seed and the parameter's name, on every layout."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 class ToyWithInit(Toy):
-    """Every way in which a model may draw its weights."""
+    """A model that draws weights in every supported way."""
 
     def init_weights(self):
         nn.init.normal_(self.tok_embeddings.weight)
@@ -222,7 +222,7 @@ def test_trunc_normal_outside_of_context_uses_torch_generator():
 
 
 def test_known_numbers_stay_as_they_are():
-    """A change of these changes the start of everybody's training runs."""
+    """If these numbers change, the initial weights of every training run change."""
     model = nn.ParameterDict({"w": torch.empty(2, 3)})
     with torch.no_grad(), seeded_init(model, 42):
         drawn = model["w"].uniform_()

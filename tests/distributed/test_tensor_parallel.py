@@ -75,9 +75,9 @@ _MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """attention: None takes what the model has without documents, else documents in this kernel.
+    """attention: the kernel for documents; None for the default kernel without documents.
 
-    compiled: by which backend.
+    compiled: the compiler's backend.
     """
 
     model: str
@@ -136,7 +136,7 @@ def named_whole(tensors):
 
 
 def train(run, degrees=(1, 1, 1)):
-    """Losses and norms of each step, first weights and gradients, last weights."""
+    """Return losses and norms of each step, first weights and gradients, last weights."""
     replicate, shard, tp = degrees
     dims = ParallelDims(replicate, shard, 1, tp, 1, 1, 1, replicate * shard * tp)
     model = build(run, dims)
@@ -207,7 +207,7 @@ def test_two_ranks_train_every_family_like_one_process(model):
 
 
 def pass_through_shards(overlap):
-    """For each length: the whole, what came out of the two round trips, and their gradients."""
+    """Return, for each length, the whole tensor, the results of two round trips, and their gradients."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shards = SequenceShards(init_device_mesh("cpu", (size,)), overlap)
     results = []
@@ -232,7 +232,7 @@ def test_shards_of_any_length_join_to_the_whole_with_its_gradients(overlap):
 
 
 def sum_summands():
-    """Torch's sum, ours, ours compiled, and bytes that selective checkpointing keeps of ours."""
+    """Return torch's sum, ours, ours compiled, and the bytes selective checkpointing keeps of ours."""
     torch.manual_seed(torch.distributed.get_rank())
     x, group = torch.randn(6, 5), torch.distributed.group.WORLD.group_name
     wait = torch.ops._c10d_functional.wait_tensor

@@ -1,4 +1,4 @@
-"""Trainer and engine under tensor parallelism: documents, checkpoints, losses and outputs of callers."""
+"""Trainer and engine under tensor parallelism: documents, checkpoints, callers' losses and outputs."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def batch():
 
 
 def answers_to_a_caller(folder, overrides):
-    """Logits, what output_fn made of them, and loss and gradients of a loss_fn."""
+    """Return logits, the results of an output_fn, and loss and gradients of a loss_fn."""
     trainer = make_trainer(folder, overrides)
     input_dict, labels = batch()
     (logits,) = trainer.forward_step(input_dict)

@@ -13,7 +13,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 def gradients(dp_replicate, dp_shard):
-    """Full gradients, after a step, of a fixed batch of 4 rows spread over the ranks."""
+    """Return full gradients after a step on a fixed batch of 4 rows, spread over the ranks."""
     world_size = dp_replicate * dp_shard
     parallel_dims = ParallelDims(dp_replicate, dp_shard, 1, 1, 1, 1, 1, world_size)
     config = JobConfig()

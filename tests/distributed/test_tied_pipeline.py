@@ -1,4 +1,4 @@
-"""A tied embedding in a pipeline, of which two stages have a copy each: its state, wherever it goes.
+"""A tied embedding in a pipeline, with copies on two stages: its weights, optimizer state and checkpoints.
 
 That it trains as in one process, and its copies stay equal, is in test_layout_matrix.
 """
@@ -32,7 +32,7 @@ FLAGS = ["--optimizer.eps=1e-3", "--training.max_norm=0.5", "--checkpoint.last_s
 
 
 def state_of(engine):
-    """Whole weights and optimizer state of this rank's stages, by their names in the whole model."""
+    """Return whole weights and optimizer state of this rank's stages, by names in the whole model."""
     state = {
         key: whole(value)
         for key, value in engine.optimizers.state_dict().items()
@@ -58,7 +58,7 @@ def test_copies_that_are_frozen_get_no_gradient():
 
 
 def joined(ranks):
-    """The states of all ranks together, which agree where they overlap."""
+    """Merge the states of all ranks, which must agree where they overlap."""
     together = {}
     for state in ranks:
         for name, tensor in state.items():
@@ -71,7 +71,7 @@ def parameters_of(engine):
 
 
 def alone(folder):
-    """Two steps, a save in both formats, and a third step: states after two and three, and its norm."""
+    """Run two steps, save in both formats, run a third; returns both states and the last norm."""
     engine = build(TIED, ONE_PROCESS, f"{folder}/alone", *FLAGS)
     for step in range(2):
         run_step(engine, ONE_PROCESS, step)
@@ -91,7 +91,7 @@ def in_pipelines(layouts, folder):
 
 
 def in_pipeline(layout, folder):
-    """What becomes of a run that goes on in a pipeline, stepped as a client does it by hand."""
+    """Continue a run in a pipeline, with a client's manual steps."""
     engine = build(TIED, layout, f"{folder}/{layout.name}", *FLAGS, "--debug.seed=8")
     found = {}
     assert engine.load(f"{folder}/alone/checkpoint/step-2")
@@ -161,7 +161,7 @@ def reference_policy(engine):
 
 
 def back_in_one_process(names, folder):
-    """The states that one process finds in the pipelines' checkpoints."""
+    """Return the states that one process loads from the pipelines' checkpoints."""
     found = []
     for name in names:
         engine = build(TIED, ONE_PROCESS, f"{folder}/back/{name}", *FLAGS, "--debug.seed=9")
@@ -186,7 +186,7 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(folder, what `alone` found, layout -> what the ranks found, layout -> what is back)."""
+    """(folder, result of `alone`, layout -> the ranks' results, layout -> states loaded back)."""
     folder = tmp_path_factory.mktemp("tied")
     (one,) = run_ranks(alone, 1, str(folder))
     ranks = run_ranks(in_pipelines, 2, PIPELINES, str(folder), timeout_seconds=240)

@@ -1,11 +1,11 @@
-"""Failures of one of two ranks: one of each kind here; `fail_anywhere` tries many, in every layout."""
+"""Failures of one of two ranks, one per kind; `fail_anywhere` tries many, in every layout."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.reliability import fail_anywhere
-from torchtitan.distributed.failure_watch import FailureWatch
+from torchtitan.distributed.processes.failure_watch import FailureWatch
 from torchtitan.testing.gloo import run_ranks
 
 
@@ -18,13 +18,13 @@ from torchtitan.testing.gloo import run_ranks
     ],
 )
 def test_failure_of_one_rank_is_raised_on_all_ranks(layout, kinds, is_guest):
-    """By an engine with a group of its own, and by a guest in its host's group."""
+    """For an engine with its own group, and for an engine in its host's group."""
     seconds = fail_anywhere.run(layout, kinds, seed=2, is_guest=is_guest)
     assert max(seconds) < fail_anywhere.LIMIT_SECONDS
 
 
 def errors_on_both_ranks() -> list[str]:
-    """Of a call that fails on both ranks, after the same collectives and then after others."""
+    """Return the errors of calls that fail on both ranks, after equal and then unequal collectives."""
     group, said = dist.new_group(), []
     watch = FailureWatch([group], dist.group.WORLD)
     for in_step in (True, False):

@@ -142,7 +142,7 @@ def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp
             assert outcome.exit_codes == [1, 1, 1, -signal.SIGKILL], outcome.output
             for rank, output in enumerate(outcome.outputs[:3]):
                 (line,) = [line for line in output.splitlines() if "error:" in line]
-                assert f"rank {rank} ends because rank 3 ended without a word" in line
+                assert f"rank {rank} ends because rank 3 ended without a message" in line
         job = jobs.start(arguments, tmp_path / "logs", **options)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while last_step(job.output()) < last + 4 and time.monotonic() < deadline:

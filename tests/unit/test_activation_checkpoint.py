@@ -194,7 +194,7 @@ KEPT = {
 
 
 class Calls(TorchDispatchMode):
-    """Names of what ran, beneath all that checkpointing answers from memory."""
+    """Records the names of the ops that really run, without those that checkpointing replays."""
 
     supports_higher_order_operators = True
 
@@ -227,7 +227,7 @@ def test_recomputation_on_an_accelerator_does_not_run_expensive_op_again(name, s
 
 
 class FlexBlock(nn.Module):
-    """Attention by the operator that compiled code calls, which has gradients on the CPU, too."""
+    """Attention by flex attention's operator, which has gradients on the CPU too."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +269,7 @@ def test_every_second_product_is_kept_with_a_bias_too(bias, saved_ops):
 
 
 class ReadsDevice(nn.Module):
-    """Multiplies by numbers that two reads return, different ones at each read."""
+    """Multiplies by the results of two reads, which return different numbers each time."""
 
     def __init__(self):
         super().__init__()

@@ -10,7 +10,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.data.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.stop import leave_signals_to_trainer
+from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 
 
 class Counting(IterableDataset):

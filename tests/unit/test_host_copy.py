@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
-from torchtitan.batch.mask import DocumentMask, VarlenMetadata, cp_shard, map_masks
+from torchtitan.batch.mask import DocumentMask, VarlenMetadata, map_masks
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs

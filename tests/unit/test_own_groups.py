@@ -1,11 +1,11 @@
-"""Aborting groups on an accelerator, rehearsed with stand-ins; gloo's is in tests/reliability."""
+"""Aborting groups on an accelerator, with stand-ins; tests/reliability aborts gloo groups."""
 
 from unittest import mock
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from torchtitan.distributed.own_groups import abort_groups
+from torchtitan.distributed.processes.own_groups import abort_groups
 
 
 def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():

@@ -1,4 +1,4 @@
-"""Which layers and stages a pipeline rank gets, and which configs don't fit."""
+"""The layers and stages of a pipeline rank, and the configs that are refused."""
 
 import dataclasses
 
@@ -235,11 +235,11 @@ def test_schedule_that_cannot_be_built_says_why(pp_mesh, caplog):
 def test_wrong_calls_of_a_schedule_say_what_to_give(pp_mesh):
     stages, _ = pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], []])
     schedule = build_pipeline_schedule(config_with(), stages, None)
-    with pytest.raises(ValueError, match="lists of one length"):
+    with pytest.raises(ValueError, match="lists of equal length"):
         schedule.step(kwarg_mbs=[{}, {}], target_mbs=[None])
     with pytest.raises(ValueError, match="needs target_mbs"):
         schedule.step(kwarg_mbs=[{}, {}])
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(ValueError, match="got lists together"):
         schedule.step(torch.zeros(2, 2), kwarg_mbs=[{}, {}])
     with pytest.raises(ValueError, match="set stage.hidden_states"):
         schedule.eval(kwarg_mbs=[{}, {}], input_shapes=[(1, 2), (1, 3)])

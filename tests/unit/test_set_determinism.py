@@ -14,7 +14,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 class SimulatedDims:
-    """What `set_determinism` may use of ParallelDims, at one coordinate of a simulated world."""
+    """The part of ParallelDims that `set_determinism` uses, for one rank of a simulated world."""
 
     def __init__(self, sizes, coordinate):
         self.meshes = {}
@@ -47,7 +47,7 @@ def seed_in_use():
 
 
 def seeds(sizes, distinct, seed):
-    """Seed of every coordinate, and the set of base seeds."""
+    """Return the seed of every rank, by coordinate, and the set of base seeds."""
     found, bases = {}, set()
     coordinates = [{}]
     for name, size in sizes.items():

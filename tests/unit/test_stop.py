@@ -1,4 +1,4 @@
-"""Requests to end a run: who may ask, what is agreed on, and how time is kept for the save."""
+"""Requests to end a run: their sources, the ranks' agreement, the time reserved for the save."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from torchtitan.config import JobConfig
-from torchtitan.distributed.stop import StopRequest
+from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.signals import SIGNALS
 

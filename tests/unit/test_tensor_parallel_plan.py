@@ -1,4 +1,4 @@
-"""The tensor-parallel table fits every family, and says so where it doesn't fit a model."""
+"""The tensor-parallel plan fits every family, and refuses a model that it doesn't fit."""
 
 import importlib
 
@@ -76,7 +76,7 @@ def test_linear_without_a_row_is_an_error_that_names_it():
 def test_parameter_that_a_row_leaves_out_is_named():
     model = tiny_model()
     model.layers["0"].attention.scales = nn.Parameter(torch.empty(4, device="meta"))
-    with pytest.raises(ValueError, match=r"does not say how layers.0.attention.scales is split"):
+    with pytest.raises(ValueError, match=r"does not say how to split layers.0.attention.scales"):
         apply_tp(model, mesh(), loss_parallel=True)
 
 
@@ -179,7 +179,7 @@ def test_asynchronous_tensor_parallelism_needs_compiled_blocks(inductor, caplog)
     config.compile.enable = True
     maybe_enable_async_tp(config, mesh())
     assert inductor._micro_pipeline_tp
-    assert "changes nothing on 'cpu'" in caplog.text
+    assert "has no effect on 'cpu'" in caplog.text
 
 
 def test_pass_for_asynchronous_tensor_parallelism_accepts_the_group(inductor, monkeypatch):

@@ -1,4 +1,4 @@
-"""What context parallelism does to a batch: pad rows, keep a rank's tokens, join outputs again.
+"""Context parallelism of a batch: pad rows, keep a rank's tokens and mask, join the ranks' outputs.
 
 B rows, T tokens per row, cp ranks.
 """
@@ -12,16 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.batch import Entries, TokenBatch
-from torchtitan.batch.mask import positions_of_rank, prepare_context_parallel_input, shards_of
+from torchtitan.batch.mask import (
+    DocumentMask,
+    Masks,
+    positions_of_rank,
+    shards_of,
+)
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.context_parallel import TokenShards
+from torchtitan.distributed.context_parallel import (
+    ContextPart,
+    TokenShards,
+    deal_chunks,
+    needed_keys,
+)
+from torchtitan.tools.host_copy import on_host, to_device
 
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """The choices of one job; its methods see whole rows, and return what this rank works on."""
+    """Shards the batches of a job: whole rows go in, this rank's tokens come out."""
 
     mesh: DeviceMesh
     load_balancer: str | None
@@ -29,7 +40,7 @@ class ContextSharding:
 
     @classmethod
     def of(cls, parallel_dims: ParallelDims, config: Parallelism) -> "ContextSharding | None":
-        """None without context parallelism."""
+        """Return the sharding of a job, or None without context parallelism."""
         if not parallel_dims.cp_enabled:
             return None
         return cls(
@@ -39,11 +50,11 @@ class ContextSharding:
         )
 
     def pad(self, batch: TokenBatch) -> TokenBatch:
-        """Lengthen rows at their end until they divide over the ranks.
+        """Pad rows at their end until the ranks can share them equally.
 
-        Nothing sees the added tokens, and they count in no loss.
-        Raises ValueError if the batch brings a kernel's attention masks, which cannot be
-        lengthened; a padding mask [B, T] can.
+        No token attends to the padding, and no loss includes it.
+        Raises ValueError if the batch has a kernel's attention masks, which cannot be padded; a
+        padding mask [B, T] can.
         """
         seq_len = batch.tokens.shape[1]
         multiple = sequence_multiple(self.load_balancer, self.mesh.size())
@@ -52,7 +63,7 @@ class ContextSharding:
             return batch
         if not isinstance(batch.entries.get("attention_masks"), Tensor | None):
             raise ValueError(
-                f"rows of {seq_len} tokens with attention_masks of their own don't divide over "
+                f"rows of {seq_len} tokens with their own attention_masks don't divide over "
                 f"{self.mesh.size()} context-parallel ranks; pad both to a multiple of "
                 f"{multiple} tokens"
             )
@@ -64,7 +75,7 @@ class ContextSharding:
         longer = batch.with_tokens(lengthen)
         cu_seqlens = batch.entries.get("cu_seqlens")
         if cu_seqlens is not None and cu_seqlens.dim() == 1 and batch.document_ids is not None:
-            # It counts through rows laid end to end, which are longer now.
+            # These lengths count through rows laid end to end, and the rows are longer now.
             entries = {key: x for key, x in longer.entries.items() if key != "cu_seqlens"}
             entries["document_ids"] = longer.document_ids
             longer = replace(longer, entries=entries)
@@ -73,30 +84,27 @@ class ContextSharding:
     def shard(
         self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
     ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
-        """Return the same four for this rank's tokens; masks and positions in the last one."""
+        """Return the four arguments for this rank's tokens.
+
+        Masks and positions are moved to the last one, `extra_kwargs`.
+        """
         extra_inputs = dict(extra_inputs)
         for key in ("positions", "attention_masks"):
             if key in extra_inputs:
                 extra_kwargs = {**extra_kwargs, key: extra_inputs.pop(key)}
-        whole = inputs
-        inputs, labels, extra_kwargs = prepare_context_parallel_input(
-            inputs,
-            labels,
-            extra_kwargs,
+        own, masks = cp_shard(
             self.mesh,
-            inputs.device,
+            (inputs,) if labels is None else (inputs, labels),
+            extra_kwargs.get("attention_masks"),
             self.load_balancer,
-            self.rotate_method,
+            rotate_method=self.rotate_method,
         )
-        masks = extra_kwargs["attention_masks"]
-        extra_kwargs["positions"] = positions_of_rank(
-            masks, extra_kwargs.get("positions"), inputs.shape[1]
-        )
+        positions = positions_of_rank(masks, extra_kwargs.get("positions"), own[0].shape[1])
         shards = shards_of(masks)
-        assert shards is not None, "prepare_context_parallel_input has made them"
-        whole_rows = TokenBatch(whole, entries=extra_inputs)
-        extra_inputs = dict(shard_batch(whole_rows, shards).entries)
-        return inputs, labels, extra_inputs, extra_kwargs
+        assert shards is not None, "masks from cp_shard know their shards"
+        own_entries = shard_batch(TokenBatch(inputs, entries=extra_inputs), shards).entries
+        extra_kwargs = {**extra_kwargs, "attention_masks": masks, "positions": positions}
+        return own[0], None if labels is None else own[1], dict(own_entries), extra_kwargs
 
 
 def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:
@@ -105,11 +113,11 @@ def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:
 
 
 def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int) -> Any:
-    """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...], others stay.
+    """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...].
 
-    n_tokens: T/cp. seq_len: what is left of T after padding is cut off. Collective over the
-    ranks that share the rows; they have to give outputs of the same structure. Each rank gets the
-    gradient for its own tokens.
+    Other values stay as they are. n_tokens: T/cp. seq_len: the rows' length without padding, which
+    is cut off. Collective over the ranks that share the rows; their outputs must have the same
+    structure. Each rank gets the gradient of its own tokens.
     """
 
     def join(x: Tensor) -> Tensor:
@@ -118,3 +126,118 @@ def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int)
         return shards.unshard(x)[:, :seq_len]
 
     return tree_map_only(torch.Tensor, join, outputs)
+
+
+def cp_shard(
+    cp_mesh: DeviceMesh,
+    inputs: tuple[Tensor, ...],
+    attention_masks: Any = None,
+    load_balancer_type: str | None = "headtail",
+    input_seq_dim: int = 1,
+    rotate_method: str | None = "allgather",
+) -> tuple[tuple[Tensor, ...], Masks]:
+    """Return this rank's part of each input, and the mask (or dict of masks) for it.
+
+    inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
+    attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
+    load_balancer_type: "headtail"; "ptrr", which balances the mask's work; None, consecutive parts.
+    rotate_method: None is "allgather" if all masks have known document boundaries, else "alltoall".
+
+    No communication. Raises ValueError if the load balancer cannot cut T into equal chunks, for a
+    padding mask [B, T], and for "allgather" with a mask whose document boundaries are unknown.
+    Waits for the device once if "allgather" or "ptrr" needs boundaries that only the device has,
+    which happens if a mask was not made from a batch on the host (see `tools.host_copy`).
+    """
+    n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
+    is_dict = isinstance(attention_masks, dict)
+    given = attention_masks if is_dict else {"": attention_masks}
+    if any(isinstance(mask, Tensor) for mask in given.values()):
+        raise ValueError(
+            "a padding mask [B, T] cannot be spread over context-parallel ranks; first make the "
+            "kernel's mask of it with the model's get_padding_masks(padding_mask)"
+        )
+    masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
+    boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}
+    unknown = [name for name, x in boundaries.items() if x is None]
+    if rotate_method is None:
+        rotate_method = "alltoall" if unknown else "allgather"
+    if rotate_method == "allgather" and unknown:
+        raise ValueError(
+            "parallelism.context_parallel_rotate_method = 'allgather' needs a mask from the model's "
+            "get_attention_masks, which has the document boundaries, got a "
+            f"{type(given[unknown[0]]).__name__}; set it to 'alltoall'"
+        )
+    starts: dict[str, Tensor] = {}
+    if rotate_method == "allgather" or load_balancer_type == "ptrr":
+        known = {name: x for name, x in boundaries.items() if x is not None}
+        starts = _starts_on_host(known, n_rows, seq_len)
+    # With several masks, balance the work of the widest.
+    widest = None
+    if attention_masks is not None and starts:
+        widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
+    chunks = deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
+    shards = TokenShards.of(chunks, cp_mesh)
+    sharded = {}
+    for name, mask in masks.items():
+        keys = None
+        if rotate_method == "allgather":
+            rank = cp_mesh.get_local_rank()
+            keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
+            keys = tree_map_only(Tensor, lambda x: to_device(x, inputs[0].device), keys)
+        sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
+    parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
+    return parts, sharded if is_dict else sharded[""]
+
+
+def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
+    """Return the column where each token's document begins, [1 or B, T], from `boundaries`.
+
+    Waits for the device once if the host has no copy of some of them.
+    """
+    starts = {name: on_host(x) for name, x in boundaries.items()}
+    on_device = {name: x for name, x in starts.items() if x.device.type != "cpu"}
+    if on_device:
+        sizes = [x.numel() for x in on_device.values()]
+        read = torch.cat([x.flatten() for x in on_device.values()]).cpu().split(sizes)
+        starts |= {
+            name: x.view(on_device[name].shape) for name, x in zip(on_device, read, strict=True)
+        }
+    for name, lengths in starts.items():
+        if lengths.dim() == 1:  # cumulative lengths, through all rows
+            size = n_rows * seq_len
+            first = lengths[:-1].repeat_interleave(lengths.diff(), output_size=size)
+            starts[name] = first.view(n_rows, seq_len) % seq_len
+    return starts
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor,
+    labels: Tensor | None,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    rotate_method: str | None = None,
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Return this rank's tokens, labels, and keyword arguments of the model's forward.
+
+    For clients of the interface. inputs: tokens [B, T]. labels: [B, T] or None, shifted already,
+    because a rank does not have the token after its part. extra_kwargs: changed in place and
+    returned; `attention_masks` and `positions` [1 or B, T] of whole rows are replaced by this
+    rank's. Missing positions stay missing, because the model takes them from the mask
+    (`positions_of_rank`). device: accepted for compatibility. rotate_method: as in `cp_shard`,
+    whose errors are raised.
+    """
+    parts, masks = cp_shard(
+        cp_mesh,
+        (inputs,) if labels is None else (inputs, labels),
+        extra_kwargs.get("attention_masks"),
+        load_balancer_type,
+        rotate_method=rotate_method,
+    )
+    extra_kwargs["attention_masks"] = masks
+    if extra_kwargs.get("positions") is not None:
+        extra_kwargs["positions"] = positions_of_rank(
+            masks, extra_kwargs["positions"], parts[0].shape[1]
+        )
+    return parts[0], None if labels is None else parts[1], extra_kwargs

@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.documents import document_starts
-from torchtitan.distributed.context_parallel import (
-    ContextPart,
-    TokenShards,
-    deal_chunks,
-    needed_keys,
-)
+from torchtitan.distributed.context_parallel import ContextPart, TokenShards
 from torchtitan.tools.compiler import load_flex_attention
 from torchtitan.tools.host_copy import fetch, on_host, to_device
 
@@ -240,118 +233,3 @@ def positions_of_rank(
     if positions is None:
         positions = torch.arange(seq_len, device=shards.mesh.device_type)[None]
     return shards.shard(positions) if positions.shape[1] == seq_len else positions
-
-
-def cp_shard(
-    cp_mesh: DeviceMesh,
-    inputs: tuple[Tensor, ...],
-    attention_masks: Any = None,
-    load_balancer_type: str | None = "headtail",
-    input_seq_dim: int = 1,
-    rotate_method: str | None = "allgather",
-) -> tuple[tuple[Tensor, ...], Masks]:
-    """Return this rank's part of each input, and the mask (or dict of masks) for it.
-
-    inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
-    attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
-    load_balancer_type: "headtail"; "ptrr", by the work that the mask means; None, consecutive
-        parts.
-    rotate_method: None is "allgather" for masks that say where documents begin, or "alltoall".
-    No communication. Raises ValueError if T does not divide, or if `rotate_method` is
-    "allgather" and a mask does not say where its documents begin.
-    Waits for the device once if only the device knows where documents begin and "allgather" or
-    "ptrr" needs to: for masks that were not made from a batch of the host (see
-    `tools.host_copy`).
-    """
-    n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
-    is_dict = isinstance(attention_masks, dict)
-    given = attention_masks if is_dict else {"": attention_masks}
-    if any(isinstance(mask, Tensor) for mask in given.values()):
-        raise ValueError(
-            "a padding mask [B, T] cannot be spread over context-parallel ranks as it is; make "
-            "the kernel's mask of it with the model's get_padding_masks(padding_mask) first"
-        )
-    masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
-    boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}
-    silent = [name for name, x in boundaries.items() if x is None]
-    if rotate_method is None:
-        rotate_method = "alltoall" if silent else "allgather"
-    if rotate_method == "allgather" and silent:
-        raise ValueError(
-            "parallelism.context_parallel_rotate_method = 'allgather' needs a mask made by the "
-            "model's get_attention_masks, which says where documents begin, got a "
-            f"{type(given[silent[0]]).__name__}; set it to 'alltoall'"
-        )
-    starts: dict[str, Tensor] = {}
-    if rotate_method == "allgather" or load_balancer_type == "ptrr":
-        known = {name: x for name, x in boundaries.items() if x is not None}
-        starts = _starts_on_host(known, n_rows, seq_len)
-    # With several masks, the one that is wider decides what is balanced.
-    widest = None
-    if attention_masks is not None and starts:
-        widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
-    chunks = deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
-    shards = TokenShards.of(chunks, cp_mesh)
-    sharded = {}
-    for name, mask in masks.items():
-        keys = None
-        if rotate_method == "allgather":
-            rank = cp_mesh.get_local_rank()
-            keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
-            keys = tree_map_only(Tensor, lambda x: to_device(x, inputs[0].device), keys)
-        sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
-    parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
-    return parts, sharded if is_dict else sharded[""]
-
-
-def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
-    """[1 or B, T], the column where each token's document begins, from what `boundaries` gives.
-
-    Waits for the device once if any is there and no copy of the host's.
-    """
-    starts = {name: on_host(x) for name, x in boundaries.items()}
-    away = {name: x for name, x in starts.items() if x.device.type != "cpu"}
-    if away:
-        sizes = [x.numel() for x in away.values()]
-        read = torch.cat([x.flatten() for x in away.values()]).cpu().split(sizes)
-        starts |= {name: x.view(away[name].shape) for name, x in zip(away, read, strict=True)}
-    for name, lengths in starts.items():
-        if lengths.dim() == 1:  # cumulative ones, through all rows
-            size = n_rows * seq_len
-            first = lengths[:-1].repeat_interleave(lengths.diff(), output_size=size)
-            starts[name] = first.view(n_rows, seq_len) % seq_len
-    return starts
-
-
-def prepare_context_parallel_input(
-    inputs: Tensor,
-    labels: Tensor | None,
-    extra_kwargs: dict[str, Any],
-    cp_mesh: DeviceMesh,
-    device: torch.device,
-    load_balancer_type: str | None = "headtail",
-    rotate_method: str | None = None,
-) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Return this rank's tokens, labels and the keyword arguments of the model's forward.
-
-    inputs: tokens [B, T]; labels: [B, T] or None, shifted already: a part does not see its right
-    neighbour. extra_kwargs: may hold `attention_masks` and `positions` [1 or B, T] of whole rows,
-    and gets those for the rank's own tokens. device: accepted for compatibility. rotate_method: as
-    in `cp_shard`.
-    Without positions none are added: the model has them from the mask (`positions_of_rank`), and
-    a caller with positions of its own passes them to the model as they are.
-    Changes and returns `extra_kwargs`. Raises like `cp_shard`.
-    """
-    parts, masks = cp_shard(
-        cp_mesh,
-        (inputs,) if labels is None else (inputs, labels),
-        extra_kwargs.get("attention_masks"),
-        load_balancer_type,
-        rotate_method=rotate_method,
-    )
-    extra_kwargs["attention_masks"] = masks
-    if extra_kwargs.get("positions") is not None:
-        extra_kwargs["positions"] = positions_of_rank(
-            masks, extra_kwargs["positions"], parts[0].shape[1]
-        )
-    return parts[0], parts[1] if labels is not None else None, extra_kwargs

@@ -26,7 +26,7 @@ from torchtitan.checkpoint.states import (
     shapes_of,
     shorten,
 )
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec

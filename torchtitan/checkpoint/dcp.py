@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
 from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
-from torchtitan.distributed.ranks import on_all_ranks
+from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from torchtitan.checkpoint.staging import HostCopies
-from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 

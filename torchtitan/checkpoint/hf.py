@@ -38,7 +38,7 @@ from torchtitan.checkpoint.states import (
     shorten,
 )
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
-from torchtitan.distributed.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger

@@ -40,7 +40,7 @@ from torchtitan.config.job_config import Checkpoint
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fault_tolerance import FTManager
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter

@@ -20,7 +20,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 

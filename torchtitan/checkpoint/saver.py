@@ -20,7 +20,7 @@ from torchtitan.checkpoint.folder import (
     remove_failed_save,
 )
 from torchtitan.checkpoint.staging import AsyncMode, HostCopies
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger

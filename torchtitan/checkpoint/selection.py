@@ -13,7 +13,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import WEIGHTS_ONLY, keys_outside_model, saved_shapes_in
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 

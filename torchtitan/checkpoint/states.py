@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
-from torchtitan.distributed.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.dtensor import whole_tensor
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import LocalShard, local_shard
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter

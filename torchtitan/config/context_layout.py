@@ -1,11 +1,11 @@
-"""The row lengths that context parallelism takes."""
+"""The row lengths that context parallelism accepts."""
 
-# Tokens that the "ptrr" balancer moves together: the block size of flex attention's masks.
+# The "ptrr" balancer moves chunks of this many tokens, the block size of flex attention's masks.
 PTRR_CHUNK = 128
 
 
 def sequence_multiple(load_balancer: str | None, cp: int) -> int:
-    """Return the number that T has to be a multiple of, for rows of T tokens on cp ranks.
+    """Return the number that must divide T, for rows of T tokens on cp ranks.
 
     Raises ValueError for an unknown load balancer.
     """

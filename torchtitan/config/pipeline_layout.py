@@ -1,41 +1,42 @@
-"""How many stages a pipeline has, and the names of the modules in each."""
+"""The stages of a pipeline: their number, their ranks, and the names of the modules in each."""
 
 import math
 from itertools import islice
 
 from torchtitan.config.job_config import Parallelism
 
-# Schedules of torch.distributed.pipelining, by where the stages of a rank stand:
-SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # one stage per rank
+# Schedules of torch.distributed.pipelining, by the stages that rank r holds:
+SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # stage r
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two per rank: r and its mirror image
-# The order of its actions comes from parallelism.pipeline_parallel_schedule_csv.
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
+# Reads the order of its actions from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-# They compute the gradients of inputs and of weights separately, which compiled modules cannot.
+# These compute the gradients of inputs and of weights separately; compiled modules cannot.
 ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
-    """Whether `name` is among them; like torch, without regard to case."""
+    """Return True if `name` is one of `schedules`; like torch, ignore case."""
     return name.lower() in {schedule.lower() for schedule in schedules}
 
 
 def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
-    """The pipeline rank that holds the end of the model."""
+    """Return the pipeline rank that holds the end of the model."""
     return 0 if is_one_of(schedule, V_SCHEDULES) else pp_degree - 1
 
 
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
-    """The stages that a pipeline rank holds, in the order of the model.
+    """Return the stages that a pipeline rank holds, in the order of the model.
 
-    Raises ValueError if they cannot be shared out evenly, or not as the schedule needs it.
+    Raises ValueError if ranks would hold unequal numbers of stages, or a number that the schedule
+    doesn't take.
     """
     if num_stages % pp_degree:
         raise ValueError(
-            f"the stages of a pipeline must be shared out evenly, got {num_stages} stages for "
-            f"parallelism.pipeline_parallel_degree = {pp_degree}; make it a multiple"
+            f"every rank of a pipeline must hold the same number of stages, got {num_stages} stages for "
+            f"parallelism.pipeline_parallel_degree = {pp_degree}; make the stages a multiple of it"
         )
     if not is_one_of(schedule, V_SCHEDULES):
         return list(range(pp_rank, num_stages, pp_degree))
@@ -48,7 +49,7 @@ def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: i
 
 
 def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
-    """Return the names of the modules in each stage of a decoder, as the config asks for them.
+    """Return the names of the modules in each stage of a decoder, from the config.
 
     Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
     """
@@ -66,7 +67,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
         if per_stage < 1:
             raise ValueError(
                 "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got "
-                f"{per_stage}; leave it out to have it chosen"
+                f"{per_stage}; leave it out to use the default"
             )
         effective = n_layers + sum(weights)
         num_stages = math.ceil(effective / per_stage)
@@ -109,7 +110,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """Refuse lists that don't name every module once: one in no list would silently be left out."""
+    """Refuse lists that don't name every module once: an unlisted module would silently be dropped."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     if missing := [name for name in expected if name not in listed]:
@@ -132,10 +133,11 @@ def generate_llm_fqn_per_model_part(
 ) -> list[list[str]]:
     """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
-    input_weight: how many layers the embedding counts for in the first stage.
-    output_weight: how many layers norm and output count for in the last stage.
-    The first stages get the layers that are left over.
-    Raises ValueError if a stage would be empty or too small for what it has to hold.
+    input_weight: the cost of the embedding, in layers; it is in the first stage.
+    output_weight: the cost of norm and output, in layers; they are in the last stage.
+    If layers cannot be spread equally, the first stages get one more.
+    Raises ValueError if there are more stages than layers (with the weights), or if the embedding
+    or the output weighs more than a stage's share.
     """
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")
@@ -145,13 +147,13 @@ def generate_llm_fqn_per_model_part(
     effective = num_layers + input_weight + output_weight
     if num_stages > effective:
         raise ValueError(
-            f"{num_stages} stages are more than {num_layers} layers and the weights "
+            f"{num_stages} stages are more than {num_layers} layers plus the weights "
             f"{input_weight} and {output_weight} of embedding and output"
         )
     quota, left_over = divmod(effective, num_stages)
     for name, weight in (("embedding", input_weight), ("output", output_weight)):
         if weight > quota:
-            raise ValueError(f"the {name} weighs {weight}, more than the {quota} of a stage")
+            raise ValueError(f"the {name} weighs {weight} layers, more than a stage's {quota}")
     counts = [quota + (stage < left_over) for stage in range(num_stages)]
     counts[0] -= input_weight
     counts[-1] -= output_weight

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.batch.documents import SAMPLE_IDS
-from torchtitan.distributed.stop import leave_signals_to_trainer
+from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
 from torchtitan.tools.utils import get_device_type

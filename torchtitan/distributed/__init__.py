@@ -1,14 +1,15 @@
-"""How a model is spread over processes: meshes, data parallelism, checkpointed activations."""
+"""Spreading a model over processes: meshes, sharding, pipelines, activation checkpointing."""
 
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.lazy_names import load_on_access
 
 __all__ = ["NoParallel", "ParallelDims"]
-# Their modules take long to load: a config error, and a job without what they do, need not wait.
+# Loaded at first use, because these modules are slow to import: a config error is reported before,
+# and a job without the feature never loads its module.
 _MODULE_OF = {
     "LocalFloat8Linear": ".float8_tensor_parallel",  # torchao
     "float8_shards_for": ".float8_tensor_parallel",
-    "NoParallel": ".no_parallel",  # DTensor
+    "NoParallel": ".tensor_parallel",  # DTensor
     "apply_ac": ".activation_checkpoint",  # the compiler
     "FSDPModule": ".fsdp",  # DTensor
     "apply_ddp": ".fsdp",

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less of the forward pass, compute it again in backward."""
+"""Activation checkpointing: store fewer activations in forward, recompute the rest in backward."""
 
 import functools
 import os
@@ -25,10 +25,10 @@ from torchtitan.distributed.device_reads import reading_contexts
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
-# Only matrices of these shapes are always computed again: (in_features, out_features).
+# (in_features, out_features) of the linear layers whose products are always recomputed.
 _Shapes = frozenset[tuple[int, int]]
 
-# Matrix products, of which every second one is kept -> the position of their right operand.
+# Matrix products, every second of which is kept -> the position of the right operand.
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
@@ -47,21 +47,21 @@ def apply_ac(
     base_folder: str = "",
     reads_device: bool = False,
 ) -> None:
-    """Checkpoint the blocks in `model.layers`, in place, as `ac_config.mode` says.
+    """Checkpoint the blocks in `model.layers`, in place. The mode is `ac_config.mode`:
 
     full: every block keeps only its input.
-    selective: with selective_ac_option a number n, every n-th block is checkpointed in full
-    (0 or 1: all); with "op", outputs of the ops in `op_sac_save_list` are kept, of matrix
-    products every second one, and all else is computed again.
+    selective: if selective_ac_option is a number n, every n-th block keeps only its input (0 or
+    1: every block). If it is "op", every block keeps the outputs of the ops in
+    `op_sac_save_list`, except for every second matrix product, and recomputes the rest.
     memory_budget: the compiler decides what to keep; blocks aren't wrapped.
 
     reads_device: blocks call `read_once`, and are not compiled as a whole.
 
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
-    name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches something but a Linear.
+    name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
     """
-    # Of the compiled variants of a wrapped block, dynamo should take the first that fits, not the
-    # one used last: forward and recompute may use different ones, and must not change places.
+    # Read in torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
+    # its list, so forward and recomputation could pick different variants. This fixes the order.
     host.change(False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option
@@ -79,7 +79,7 @@ def apply_ac(
             f"block), got {option!r}"
         )
     every = max(int(option), 1) if mode == "selective" and not by_op else 1
-    # A packet stands for its overloads: those are what runs.
+    # What runs is an overload, so a packet in the list stands for all of its overloads.
     saved_ops = frozenset(
         op if overload is None else getattr(op, overload)
         for op in op_sac_save_list or ()
@@ -87,7 +87,7 @@ def apply_ac(
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
-        # By the block's number in the whole model, so that pipeline stages wrap the same blocks.
+        # Number the blocks of the whole model, so that any split into stages wraps the same ones.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
         if number % every:
             continue
@@ -116,7 +116,7 @@ def _set_memory_budget(
 ) -> None:
     if not model_compile_enabled:
         raise ValueError(
-            "activation_checkpoint.mode = 'memory_budget' is carried out by the compiler; set "
+            "activation_checkpoint.mode = 'memory_budget' needs the compiler; set "
             "compile.enable = true with 'model' among compile.components, or choose another mode"
         )
     if ac_config.visualize_memory_budget_pareto:
@@ -150,13 +150,14 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """What makes the contexts of one forward pass and of its recomputation.
+    """Return the factory of the contexts for a block's forward and for its recomputation.
 
-    One object for all blocks of one policy: dynamo compiles again for each other object.
+    Cached, so that all blocks with the same policy share one object: dynamo would compile again
+    for every new object.
     """
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # in forward, in recompute
+        num_products: Counter[bool] = Counter()  # key: is this the recomputation?
 
         def policy(
             ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
@@ -183,13 +184,13 @@ def _context_fn(
 
 
 class _RecomputeMode(_CachedTorchDispatchMode):
-    """Torch's mode for recomputation, which also runs ops that forward didn't.
+    """A recomputation mode that also runs ops that the forward pass did not run.
 
-    From torch 2.13 on, torch's mode raises on them. Hooks that exist only in backward, of FLOP
-    counters for example, run views that forward did not.
+    Read in torch 2.13: `_CachedTorchDispatchMode` raises on such ops. We override its dispatch
+    because hooks that exist only in backward (a FLOP counter's, say) run additional views.
     """
 
-    # Torch registers flex attention and compiled regions for its own mode's exact type.
+    # Torch registers flex attention and compiled regions for the exact type of its own mode.
     supports_higher_order_operators = True
     maybe_saved_ops: frozenset[Any]
 

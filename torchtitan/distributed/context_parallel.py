@@ -1,15 +1,18 @@
 """Context parallelism: the ranks of a mesh axis hold different tokens of the same rows.
 
 B rows, T tokens per row, cp ranks, H query heads, K key/value heads, D head size. A row is cut
-into equal chunks, and each rank holds equally many of them: a batch [B, T] becomes [B, T/cp] on
-each rank. Attention exchanges what it needs; everything else works on the rank's own tokens.
+into equal chunks, and each rank holds the same number of chunks: a batch [B, T] becomes
+[B, T/cp] on each rank. Only attention communicates; all other layers work on the rank's tokens.
 
     allgather   every rank gathers the keys and values of all tokens for its own queries
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both give what one process gives, under every mask that keeps documents apart. The mask that goes
-to attention has a `ContextPart`, which says which tokens the rank holds.
+Both methods compute what one process computes, under every mask that keeps documents apart. The
+mask passed to attention has a `ContextPart`, which says which tokens the rank holds.
+
+This file has the chunks of a row and the communication of attention. `batch.context` shards a
+batch and its masks, and `config.context_layout` has the row lengths.
 """
 
 import functools
@@ -19,27 +22,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
-from torchtitan.distributed.collectives import AllToAll, start_all_gather, start_reduce_scatter
+from torchtitan.distributed.collectives import (
+    OPS,
+    AllToAll,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
-# The reference has these here; they are about masks, too, which stand above this package.
+# The reference has these two functions here. Ours need masks, which are in a higher layer.
 __getattr__ = load_on_access(
     __name__,
     {
-        "cp_shard": "torchtitan.batch.mask",
-        "prepare_context_parallel_input": "torchtitan.batch.mask",
+        "cp_shard": "torchtitan.batch.context",
+        "prepare_context_parallel_input": "torchtitan.batch.context",
     },
 )
-
-# Selective checkpointing and the compiler know collectives by these operators.
-_OPS = torch.ops._c10d_functional
 
 
 # ---- which tokens a rank holds ----
@@ -47,16 +51,16 @@ _OPS = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Which chunks of a row each rank of the axis holds.
+    """The chunks of a row that each rank of the axis holds.
 
-    chunks: int64 [cp, n]; rank r holds chunks[r], in this order, of the cp * n equal chunks of a
-        row.
-    place_of_chunk: int64 [cp * n], where each chunk stands in `chunks`, read row after row.
-    mesh, group_name: the axis, and its process group. Both tensors are on its device: every
-        attention layer reads them.
+    chunks: int64 [cp, n]. A row is cut into cp * n equal chunks, and rank r holds chunks[r], in
+        this order.
+    place_of_chunk: int64 [cp * n], the position of each chunk in the flattened `chunks`.
+    mesh, group_name: the axis, and its process group. Both tensors are on the axis's device,
+        because every attention layer reads them.
     """
 
-    # Only plain fields: compiled blocks cannot trace a cached_property, and FSDP makes copies
+    # Plain fields only: compiled blocks cannot trace a cached_property, and FSDP copies the object
     # with dataclasses.replace.
     chunks: Tensor
     place_of_chunk: Tensor
@@ -65,7 +69,7 @@ class TokenShards:
 
     @classmethod
     def of(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
-        """chunks: on the host."""
+        """Return the shards for `chunks`, a tensor in host memory."""
         place_of_chunk = chunks.flatten().argsort()
         on_device = (to_device(x, mesh.device_type) for x in (chunks, place_of_chunk))
         return cls(*on_device, mesh, mesh.get_group().group_name)
@@ -79,15 +83,15 @@ class TokenShards:
         return _take_chunks(x, self.chunks.to(x.device), self.mesh.get_local_rank(), dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return all tokens in their order from those of each rank, [.., T/cp, ..] -> [.., T, ..].
+        """Return all ranks' tokens in row order, [.., T/cp, ..] -> [.., T, ..].
 
-        Every rank of the axis has to call this, with tensors of one shape. The gradient of its own
-        tokens goes back: all ranks are to compute the same of what is returned.
+        Collective over the axis, with tensors of one shape. Each rank gets the gradient of its own
+        tokens, not a sum over ranks, so all ranks must compute the same from the result.
         """
         return _Unshard.apply(x, self, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Sort tokens [T, ...] that stand rank after rank, as gathering leaves them."""
+        """Return tokens [T, ...] in row order, given in rank order as an all-gather returns them."""
         return self._permute_chunks(x, self.place_of_chunk)
 
     def by_rank(self, x: Tensor) -> Tensor:
@@ -105,7 +109,7 @@ class _Unshard(torch.autograd.Function):
         ctx.shards, ctx.dim = shards, dim
         x = x.movedim(dim, 0)
         gathered = start_all_gather(x, shards.cp, shards.group_name)
-        return shards.in_order(_OPS.wait_tensor(gathered)).movedim(0, dim)
+        return shards.in_order(OPS.wait_tensor(gathered)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -113,15 +117,17 @@ class _Unshard(torch.autograd.Function):
 
 
 def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
-    """[.., T, ..] -> [.., T/cp, ..], the tokens of a rank; `chunks` on the device of x."""
+    """Return the tokens of a rank, [.., T, ..] -> [.., T/cp, ..]; `chunks` is on x's device."""
     x = x.unflatten(dim, (chunks.numel(), -1))
     return x.index_select(dim, chunks[rank]).flatten(dim, dim + 1)
 
 
 def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
-    """Chunks [cp, n] of each rank.
+    """Return the chunks that each rank holds, [cp, n] on the host.
 
-    starts: [1 or B, T] on the host, the first key that each query sees; only "ptrr" looks at it.
+    starts: [1 or B, T] on the host, the first key that each query sees; only "ptrr" needs it.
+    Raises ValueError for an unknown balancer, for rows that it cannot cut into equal chunks, and
+    for "ptrr" without `starts`.
     """
     multiple = sequence_multiple(load_balancer, cp)
     if seq_len % multiple:
@@ -133,14 +139,14 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
     if not load_balancer:
         return ranks[:, None]
     if load_balancer == "headtail":
-        # Causal work grows along a row: one chunk of each end makes two of the middle.
+        # Causal work grows along a row: a chunk from each end costs as much as two from the middle.
         return torch.stack((ranks, 2 * cp - 1 - ranks), dim=1)
     if starts is None:
         raise ValueError(
-            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, and there "
-            "is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances the work of the mask, but "
+            "there is no mask; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    # Deal out from the chunk that costs most, back and forth over the ranks.
+    # Deal the chunks out, the most expensive first, back and forth over the ranks.
     columns = torch.arange(seq_len, device="cpu")
     work = (columns - starts + 1).sum(dim=0).view(-1, PTRR_CHUNK).sum(dim=1)
     rounds = work.sort(descending=True, stable=True).indices.view(-1, cp)
@@ -153,12 +159,12 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 
 @dataclass(frozen=True)
 class ContextPart:
-    """How attention works on rows of which this rank holds only some tokens.
+    """The communication of attention on rows of which this rank holds only some tokens.
 
     shards: how the rows' tokens are spread.
     rotate_method: "allgather" or "alltoall".
-    keys: for "allgather", which keys this rank's queries need.
-    gathering: keys and values on their way; see `start_gathering`.
+    keys: for "allgather", the keys that this rank's queries need.
+    gathering: keys and values that are being gathered; see `start_gathering`.
     """
 
     shards: TokenShards
@@ -169,7 +175,7 @@ class ContextPart:
     # ---- alltoall ----
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """[B, heads, T/cp, ...] -> [B, heads/cp, T, ...]; heads a multiple of cp."""
+        """Trade tokens for heads: [B, heads, T/cp, ...] -> [B, heads/cp, T, ...]; cp divides heads."""
         n_rows, n_heads = x.shape[:2]
         parts = x.unflatten(1, (self.shards.cp, -1)).permute(1, 3, 0, 2, *range(4, x.dim() + 1))
         return self.shards.in_order(self._exchange(parts).flatten(0, 1)).movedim(0, 2)
@@ -181,14 +187,14 @@ class ContextPart:
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """[cp, ...]: part p goes to rank p, and comes back as the part of the rank it is from."""
+        """Send part p of [cp, ...] to rank p; part r of the result comes from rank r."""
         one_each = [1] * self.shards.cp
         return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
     def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
-        """How often each key head is needed so that every rank has those of its query heads.
+        """Return how often to repeat each key head so that each rank gets its query heads' keys.
 
-        Raises ValueError if the query heads don't divide over the ranks.
+        Raises ValueError if cp doesn't divide the query heads.
         """
         cp = self.shards.cp
         if n_heads % cp:
@@ -203,11 +209,11 @@ class ContextPart:
     # ---- allgather ----
 
     def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
-        """Send keys and values [B, K, T/cp, D or Dv] to all ranks; returns what to attend with.
+        """Start to gather keys and values [B, K, T/cp, D or Dv]; returns the part to attend with.
 
-        On accelerators, other work can be done between this and attention while the keys travel,
-        and in backward that work's gradients while the keys' gradients do. On the CPU both are
-        there before anything goes on.
+        On accelerators, communication overlaps with whatever is computed between this call and
+        attention, and in backward with that work's gradients. On the CPU the call returns only
+        when the keys have arrived.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
@@ -216,7 +222,7 @@ class ContextPart:
         return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
 
     def gathered_keys(self) -> Tensor:
-        """Keys and values [keys, K, D + Dv], one after the other as `keys` wants them."""
+        """Return the keys and values [keys, K, D + Dv] that `keys` lists, in its order."""
         own, gathered = self.gathering
         shards = self.shards
         rows = _GatheredRows.apply(own, gathered, shards.cp, shards.group_name)
@@ -224,11 +230,14 @@ class ContextPart:
 
 
 class NeededKeys(NamedTuple):
-    """Stretches of one document that a rank's packed queries [B * T/cp] fall into.
+    """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
-    cu_seq_q, cu_seq_k: int32 [stretches + 1], where each one's queries and keys begin; the last
-        query of a stretch sees its last key. max_q, max_k: the longest.
-    index: int64 [keys], place of each key among the packed tokens of all ranks, rank after rank.
+    A stretch is a run of consecutive queries of one document. The last query of a stretch sees the
+    stretch's last key.
+
+    cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
+        max_q, max_k: the longest.
+    index: int64 [keys], the position of each key in all ranks' packed tokens, in rank order.
     """
 
     cu_seq_q: Tensor
@@ -241,10 +250,10 @@ class NeededKeys(NamedTuple):
 def needed_keys(
     starts: Tensor, n_rows: int, chunks: Tensor, rank: int, window: int | None
 ) -> NeededKeys:
-    """What a rank needs, on the host, where sizes that follow from values cost no wait.
+    """Return the keys that a rank needs.
 
-    starts: [1 or B, T], the first key that each query sees but for the window. chunks: [cp, n].
-    Both on the host.
+    starts: [1 or B, T], the first key that each query sees if there is no window. chunks:
+        [cp, n]. All tensors are on the host, where sizes that depend on values cost no wait.
     """
     if starts.any():
         return _needed_keys(starts.expand(n_rows, -1), chunks, rank, window)
@@ -252,7 +261,7 @@ def needed_keys(
     return _needed_keys_of_whole_rows(n_rows, starts.shape[1], layout, rank, window)
 
 
-# Bounded, and of plain numbers and tensors of the host: it keeps no process group alive.
+# The cache is bounded, and holds only numbers and host tensors: it keeps no process group alive.
 @functools.lru_cache(maxsize=8)
 def _needed_keys_of_whole_rows(
     n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
@@ -269,7 +278,7 @@ def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) 
     row = torch.arange(n_rows, device="cpu").repeat_interleave(seq_len // len(chunks))
     start = _take_chunks(starts, chunks, rank, dim=1).flatten()
 
-    # A stretch ends where the next query is of another row, document or chunk.
+    # A stretch ends where the next query belongs to another row or document, or isn't adjacent.
     begins = torch.ones_like(place, dtype=torch.bool)
     begins[1:] = (row[1:] != row[:-1]) | (start[1:] != start[:-1]) | (place[1:] != place[:-1] + 1)
     first = begins.nonzero().flatten()
@@ -280,12 +289,12 @@ def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) 
         first_key = torch.maximum(first_key, place[first] - window + 1)
     n_keys = place[end - 1] + 1 - first_key
 
-    # Number the keys of all stretches, and look up each one's column and row by its stretch.
+    # Number the keys of all stretches; a key's row and column follow from its stretch.
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    # By column: its rank's first token among all ranks' packed tokens, laid end to end, and how
-    # many tokens of its row stand before it there.
+    # By column, in the first row: the token's position in all ranks' packed tokens, which is where
+    # its rank's tokens begin, plus the tokens of its row before it on that rank.
     columns = torch.arange(seq_len, device="cpu")
     by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
     n_local = seq_len // len(chunks)
@@ -308,9 +317,9 @@ def _cumulative(lengths: Tensor) -> Tensor:
 def apply_cp_to_attention_module(
     attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
 ) -> None:
-    """Not needed here, and refused: attention learns from its mask that tokens are spread.
+    """Raises NotImplementedError, or ValueError for an unknown `attention_type`.
 
-    Raises NotImplementedError, or ValueError for an unknown `attention_type`.
+    Attention modules need no change, because the mask tells them that tokens are spread.
     """
     if attention_type not in ("sdpa", "flex", "varlen"):
         raise ValueError(f"attention_type must be sdpa, flex or varlen, got {attention_type!r}")
@@ -325,16 +334,16 @@ def apply_cp_to_attention_module(
 
 
 class _GatheredRows(torch.autograd.Function):
-    """[n, ...] of each rank -> [cp * n, ...] on all, which are on their way as `gathered`.
+    """Wait for the all-gather of x, [n, ...] of each rank -> [cp * n, ...], started as `gathered`.
 
-    Each rank gets the sum of its own rows' gradients. On accelerators backward does not wait for
-    them: `_WaitForGradient`, which x has to come from, does. On the CPU they are there at once.
+    The gradient of x is the sum over ranks of its rows' gradients. Backward only starts that sum;
+    `_WaitForGradient`, which x must come from, waits for it.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return _OPS.wait_tensor(gathered)
+        return OPS.wait_tensor(gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -342,7 +351,7 @@ class _GatheredRows(torch.autograd.Function):
 
 
 class _WaitForGradient(torch.autograd.Function):
-    """x itself; its gradient is one that a collective is still working on."""
+    """Return x; in backward, wait for its gradient, which a collective may still be computing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -350,4 +359,4 @@ class _WaitForGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _OPS.wait_tensor(grad)
+        return OPS.wait_tensor(grad)

@@ -22,9 +22,9 @@ def set_determinism(
 ) -> int:
     """Seed the random generators; returns the base seed, the same on every rank.
 
-    The base seed is `debug.seed`, or else what rank 0's generator was seeded with; a single rank
-    without `debug.seed` keeps its generators as they are. Ranks that differ along
-    `distinct_seed_mesh_dims` draw different numbers from torch's generator, all others the same.
+    The base seed is `debug.seed`, or else the seed of rank 0's generator. A single rank without
+    `debug.seed` keeps its generators as they are. Ranks draw different numbers from torch's
+    generator if they differ along `distinct_seed_mesh_dims`, and the same numbers otherwise.
     `debug.deterministic` restricts torch to deterministic kernels.
     """
     if debug_config.deterministic:
@@ -32,7 +32,7 @@ def set_determinism(
     seed = base_seed = agree_on_seed(parallel_dims, device, debug_config)
     has_peers = parallel_dims.world_size > 1
     if has_peers:
-        # Plus this rank's number along the given mesh axes, the first one varying fastest.
+        # Add this rank's index along the given mesh axes, where the first axis varies fastest.
         stride = 1
         for name in distinct_seed_mesh_dims:
             mesh = parallel_dims.get_optional_mesh(name)
@@ -44,10 +44,11 @@ def set_determinism(
     elif debug_config.seed is None:
         return base_seed
     torch.manual_seed(seed)
-    # For child processes: this interpreter's hashes were fixed when it started.
+    # For child processes only: this interpreter fixed its hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
-    # DTensor has its own generator, where the device has one (the CPU does not). A job with only
-    # pipeline ranks makes no DTensors.
+    # DTensor has a generator of its own, except on the CPU. A job whose only parallelism is the
+    # pipeline makes no DTensors. Read in torch 2.13: seeding replaces the private `_rng_tracker`,
+    # which we restore with the last engine, because nothing else resets it.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
@@ -63,7 +64,7 @@ def set_determinism(
 
 
 def agree_on_seed(parallel_dims: ParallelDims, device: torch.device, debug_config: Debug) -> int:
-    """Return the base seed of `set_determinism`, and seed nothing."""
+    """Return the base seed of `set_determinism` without seeding anything."""
     if debug_config.seed is not None:
         return debug_config.seed
     seed_bytes = torch.get_rng_state()[:8]  # the CPU generator's state begins with its seed
@@ -85,10 +86,10 @@ def use_deterministic_kernels(warn_only: bool) -> None:
     )
     host.change_attribute(torch.backends.cudnn, "deterministic", True)
     host.change_attribute(torch.backends.cudnn, "benchmark", False)
-    # cuBLAS picks its workspace by stream unless told; see torch's reproducibility notes.
+    # By default cuBLAS picks its workspace by stream; see torch's reproducibility notes.
     host.change_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Autotuning may choose another kernel in each run. A process that has not loaded the
-    # attention module has compiled no kernel with it.
+    # Compile flex attention again without autotuning, which may choose another kernel in each run.
+    # If the attention module isn't loaded, no kernel has been compiled yet.
     attention = sys.modules.get("torchtitan.models.attention")
     if attention is not None:
         host.change_attribute(

@@ -1,4 +1,4 @@
-"""What the host reads from the device in a forward pass, without waiting again to recompute it."""
+"""Reading from the device once per forward pass: recomputation reuses the values read."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def read_once(read: Callable[[], T]) -> T:
-    """What `read` returns; in the recomputation of a checkpointed block, what it returned in forward.
+    """Return `read()`; in the recomputation of a checkpointed block, the value that forward read.
 
-    Both passes have to make the same calls in the same order. Without `reading_contexts` around
-    them every call reads.
+    Forward and recomputation must make the same calls in the same order. Outside
+    `reading_contexts` every call reads.
     """
     reads = _Reads.current.get()
     return read() if reads is None else reads.take(read)
@@ -23,14 +23,14 @@ def read_once(read: Callable[[], T]) -> T:
 def reading_contexts(
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
 ) -> "tuple[_Reads, _Reads]":
-    """Contexts for `checkpoint(context_fn=...)`: those of `context_fn`, with `read_once` in force."""
+    """Return contexts for `checkpoint(context_fn=...)`: `context_fn`'s, in which `read_once` works."""
     forward, recompute = context_fn()
     values: list[Any] = []
     return _Reads(values, False, forward), _Reads(values, True, recompute)
 
 
 class _Reads:
-    """The context of a forward pass or of its recomputation; a pair shares `values`."""
+    """The context of a forward pass or of its recomputation; both share the list `values`."""
 
     current: ContextVar["_Reads | None"] = ContextVar("reads", default=None)
 

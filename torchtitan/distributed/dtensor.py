@@ -1,4 +1,4 @@
-"""Telling DTensors apart without loading them, and computing with a rank's part of one."""
+"""Recognising DTensors without importing them, and computing with a rank's part of a DTensor."""
 
 import importlib
 import sys
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor.
+    """Return True if `x` is a DTensor.
 
-    Does not load DTensor's module, which takes a third as long as `import torch` and which a run
-    of one process may not need: before someone loads it, there is no DTensor.
+    Does not import DTensor's module, because that takes a third as long as `import torch` and a
+    run of one process may not need it. While the module isn't loaded, no DTensor exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def load_dtensor(part: str = "") -> ModuleType:
-    """The module `torch.distributed.tensor`, for functions that work on a DTensor or make one.
+    """Import `torch.distributed.tensor`, or its submodule `part`, such as ".parallel".
 
-    part: of it, such as ".parallel". Slow the first time; see `is_dtensor`.
+    Slow the first time; see `is_dtensor`.
     """
     return importlib.import_module(f"torch.distributed.tensor{part}")
 
@@ -30,28 +30,30 @@ def load_dtensor(part: str = "") -> ModuleType:
 def local_shape_and_offsets(
     shape: torch.Size, mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What this rank holds of a DTensor of this shape, and where that begins."""
+    """Return the shape of this rank's part of a DTensor, and where the part begins in the whole."""
     utils = load_dtensor()._utils
     return utils.compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """`x` as a plain tensor; collective if it is a DTensor, which is then gathered."""
+    """Return `x` as a plain tensor. A DTensor is gathered, which is collective."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of `x` if it is a DTensor, sharing its memory; else `x`."""
+    """Return this rank's part of a DTensor, sharing its memory; a plain `x` is returned as it is."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
-    """This rank's part of a parameter, a plain tensor to compute with; unchanged if no DTensor.
+    """Return this rank's part of a DTensor parameter as a plain tensor to compute with.
 
-    Where ranks hold the parameter whole, each uses it on its own tokens, heads or hidden units:
-    the gradient is summed over these ranks.
-    added_once: the parameter (a bias) is added to each summand of a sum over these ranks, so each
-        rank gets 1 / ranks of it.
+    A plain parameter, or None, is returned as it is.
+
+    Ranks that hold the whole parameter each use it on their own tokens, heads or hidden units, so
+    its gradient is summed over these ranks.
+    added_once: for a bias that each of these ranks adds to its summand of one sum. Each rank gets
+        the bias divided by the number of ranks.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -65,7 +67,7 @@ def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Te
 
 
 class _SumGradient(torch.autograd.Function):
-    """The tensor itself; its gradient summed over a group."""
+    """Return x; in backward, sum its gradient over a group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Overlap of one microbatch's experts with another one's attention in DualPipeV: not available.
+"""Overlapping one microbatch's experts with another microbatch's attention: not available.
 
-The schedule DualPipeV itself runs, without that overlap. The names exist so that programs written
-against the reference can import them; those that would have to overlap raise NotImplementedError
+The schedule DualPipeV runs, but without that overlap. The names exist so that programs written
+against the reference can import them. Names that stand for the overlap raise NotImplementedError
 when used.
 """
 
@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.distributed.expert_parallel import BaseExpertParallel, ExpertParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 
 
 def get_dual_pipe_v_flag(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
-    """Whether experts and attention of two microbatches overlap: False, in every job."""
+    """Return False: experts and attention of two microbatches never overlap."""
     return False
 
 
@@ -29,27 +29,17 @@ def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class DualPipeExpertParallel(ExpertParallel):
-    """Raises NotImplementedError when built."""
-
-    def __init__(self, inner_ep: BaseExpertParallel) -> None:
-        overlap_callback()
+    __init__ = overlap_callback
 
 
 class HookCoordinator:
-    """Raises NotImplementedError when built."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        overlap_callback()
+    __init__ = overlap_callback
 
 
 class SyncHook:
-    """Raises NotImplementedError when used."""
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        overlap_callback()
+    apply = staticmethod(overlap_callback)
 
 
 def _count_moe_modules(model: nn.Module) -> int:
-    """How many blocks of the model have experts."""
+    """Return how many blocks of the model have experts."""
     return sum(bool(getattr(module, "moe_enabled", False)) for module in model.modules())

@@ -1,23 +1,23 @@
 """Expert parallelism: each rank of a mesh holds some of the experts, and tokens travel to them.
 
 R ranks of the `ep` axis, E experts of which each rank holds e = E / R, N (token, expert) pairs of
-one rank, D model dim. Around the experts of a layer, which compute on pairs grouped by expert:
+one rank, D model dim. The experts of a layer compute on pairs grouped by expert. Before and after
+them come two exchanges:
 
-    dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for the e experts here
-    combine    the way back
+    dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for this rank's e experts
+    combine    sends the results back: [M, D] -> [N, D]
 
-Every rank enters every exchange, in backward too, with no pairs if it has none. An expert's
-gradient thus comes from the pairs of all R ranks; what remains is to sum it over the ranks that
-hold the same experts, which is FSDP's work.
+Every rank enters every exchange, in backward too, even without any pairs. An expert's gradient
+thus covers the pairs of all R ranks; FSDP sums it over the ranks that hold the same experts.
 
-Under tensor parallelism all ranks of its axis have the same pairs. Either each dispatches a share
-of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp` of
-the same ranks (`ExpertTensorParallel`). In both cases, and in `TensorParallel`, what a rank gets
-is one summand of the result, and the gradient of its input one summand of the whole gradient.
+Under tensor parallelism all ranks of its axis have the same pairs. Either each rank dispatches a
+share of the pairs (`ReordererSequenceParallel`), or experts are split by hidden units over an axis
+`etp` of the same ranks (`ExpertTensorParallel`). In both cases, and with `TensorParallel`, a rank's
+result is one summand of the whole result, and so is the gradient of its input.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,14 @@ from torchtitan.distributed.token_groups import (
 )
 
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
-"""`GroupedExperts`' parameters -> the dimension of their hidden units, None where there is none."""
+"""Parameters of `GroupedExperts` -> their dimension of hidden units; None for a parameter without."""
 
 
 class TensorParallel(ParallelStyle):
-    """Splits experts by hidden units over a 1-D mesh; nothing is communicated.
+    """Splits experts by hidden units over a 1-D mesh, without communication.
 
-    hidden_dims: as `SWIGLU_HIDDEN_DIMS`, which is the default. Applying the style raises ValueError
-        for a parameter that is not in it.
+    hidden_dims: a mapping like `SWIGLU_HIDDEN_DIMS`, the default. Applying the style raises
+        ValueError for a parameter that is not in it.
     """
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
@@ -52,26 +52,26 @@ class TensorParallel(ParallelStyle):
         self.hidden_dims = hidden_dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, lambda name: [_hidden_dim(self.hidden_dims, name)])
+        _split(module, device_mesh, [], self.hidden_dims)
         return module
 
 
 class BaseExpertParallel(ParallelStyle, ABC):
     """Splits a module of experts, and wraps its forward in dispatch and combine.
 
-    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). One object
-    serves one module: it remembers the last dispatch for its combine.
+    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Each module
+    needs its own object, because combine uses what the last dispatch stored.
     """
 
     @abstractmethod
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Replace the module's own parameters by their shares."""
+        """Replace the module's own parameters by this rank's shares."""
 
     @abstractmethod
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
     ) -> tuple[Tensor, Tensor]:
-        """Return what the experts here compute on: tokens [M, D] and their counts [e]."""
+        """Return the input of this rank's experts: tokens [M, D] and their counts [e]."""
 
     @abstractmethod
     def _token_combine(
@@ -90,7 +90,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Deals whole experts to the ranks of a 1-D mesh: rank r holds those from r * e on."""
+    """Deals whole experts to the ranks of a 1-D mesh: rank r holds experts r * e to (r + 1) * e - 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,9 +102,10 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Begin the exchange of the counts [E] that the next dispatch will be called with.
+            """Start to exchange the counts [E] that the next dispatch will be called with.
 
-            What is issued from here to the dispatch keeps the device busy while the host waits.
+            Work issued between this call and the dispatch keeps the device busy while the host
+            waits for the counts.
             """
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
@@ -112,7 +113,7 @@ class ExpertParallel(BaseExpertParallel):
         return super()._apply(module, device_mesh)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        _split(mod, device_mesh, lambda parameter_name: [0])
+        _split(mod, device_mesh, [0])
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
@@ -143,7 +144,7 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(ExpertParallel):
-    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each along `etp`.
+    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each expert along `etp`.
 
     hidden_dims: as for `TensorParallel`.
     """
@@ -153,15 +154,15 @@ class ExpertTensorParallel(ExpertParallel):
         self.hidden_dims = hidden_dims
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
-        _split(mod, device_mesh, lambda parameter: [0, _hidden_dim(self.hidden_dims, parameter)])
+        _split(mod, device_mesh, [0], self.hidden_dims)
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Has each rank of a 1-D mesh reorder a share of the tokens, which all ranks have.
+    """Has each rank of a 1-D mesh reorder a share of the tokens, all of which every rank has.
 
-    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens:
-    each rank sorts the pairs of T / R tokens, rounded up; the last ranks may have fewer. Pairs
-    keep their numbers among all T * k.
+    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens.
+    Each rank sorts the pairs of T / R tokens, rounded up; the last ranks may have fewer. Pairs
+    keep their numbers among all T * k pairs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -194,34 +195,35 @@ class DeepEPExpertParallel(ExpertParallel):
         )
 
 
-def _hidden_dim(hidden_dims: Mapping[str, int | None], name: str) -> int | None:
-    if name not in hidden_dims:
-        raise ValueError(
-            f"hidden_dims does not say along which dimension the experts' {name!r} has its hidden "
-            f"units, only {', '.join(map(repr, hidden_dims))}; add it, with None if it has none"
-        )
-    return hidden_dims[name]
-
-
 def _split(
-    experts: nn.Module, mesh: DeviceMesh, dims_of: Callable[[str], list[int | None]]
+    experts: nn.Module,
+    mesh: DeviceMesh,
+    dims: list[int | None],
+    hidden_dims: Mapping[str, int | None] | None = None,
 ) -> None:
-    """Split every parameter: `dims_of(its name)` has a dimension for each axis of the mesh."""
+    """Split every parameter along `dims`, then along its entry in `hidden_dims` if given."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        share = split_parameter(f"the experts' {name}", parameter, mesh, dims_of(name))
+        if hidden_dims is not None and name not in hidden_dims:
+            raise ValueError(
+                f"hidden_dims has no entry for the experts' parameter {name!r}, only for "
+                f"{', '.join(map(repr, hidden_dims))}; add its dimension of hidden units, or None"
+            )
+        all_dims = dims if hidden_dims is None else [*dims, hidden_dims[name]]
+        share = split_parameter(f"the experts' {name}", parameter, mesh, all_dims)
         experts.register_parameter(name, share)
 
 
 def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks among which experts are dealt, of a mesh [ep] or [ep, etp]."""
+    """Return the axis along which experts are dealt, of a mesh [ep] or [ep, etp]."""
     return mesh if mesh.ndim == 1 else mesh["ep"]
 
 
 @dataclass
 class _Exchange:
-    """Tokens per expert, as exchanged: `sent` [E] by this rank, `received` [R * e] by its experts.
+    """An exchange of token counts per expert.
 
-    splits: their sums per rank [2, R], in host memory once `copied` has happened.
+    sent: [E], this rank's counts. received: [R * e], every rank's counts for this rank's experts.
+    splits: [2, R], the sums of both per rank; in host memory, valid after `copied`.
     """
 
     sent: Tensor
@@ -230,7 +232,7 @@ class _Exchange:
     copied: torch.Event | None
 
     def wait_for_splits(self) -> list[list[int]]:
-        """Rows that go to each rank, and that come from each. The one wait for the device."""
+        """Return how many rows go to, and come from, each rank. Waits for the device."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.splits.tolist()

@@ -1,4 +1,4 @@
-"""Where fault-tolerant training with torchft would come in. Only "off" is available so far."""
+"""The interface of fault-tolerant training with torchft, which is not available yet."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,13 +13,13 @@ has_torchft: bool = importlib.util.find_spec("torchft") is not None
 
 
 class FTManager:
-    """Says whether torchft takes part.
+    """The torchft manager of a job that doesn't use torchft.
 
-    Raises ImportError if it is asked for and not installed, NotImplementedError if it is.
+    If the config enables torchft, raises ImportError where it isn't installed, and
+    NotImplementedError where it is.
     """
 
     def __init__(self, ft_config: FaultTolerance) -> None:
-        self._manager: Any = None
         if not ft_config.enable:
             return
         if not has_torchft:
@@ -30,24 +30,23 @@ class FTManager:
 
     @property
     def enabled(self) -> bool:
-        return self._manager is not None
+        return False
 
     @property
     def manager(self) -> Any:
-        assert self._manager is not None, "there is no torchft manager: it is not enabled"
-        return self._manager
+        raise AssertionError("there is no torchft manager: torchft is not enabled")
 
     @property
     def loss_sync_pg(self) -> Any:
-        """The process group over replicas for averaging losses; None when not enabled."""
+        """The process group of replicas, over which losses are averaged; None, as torchft is off."""
         return None
 
     def get_dp_info(self, dp_degree: int, dp_rank: int) -> tuple[int, int]:
-        """Data-parallel degree and rank, counted over all replicas."""
+        """Return the data-parallel degree and rank over all replicas."""
         return dp_degree, dp_rank
 
     def maybe_set_all_reduce_hook(self, model_parts: list[nn.Module]) -> None:
-        """Average gradients over replicas; there is one replica."""
+        """Does nothing: with one replica there is nothing to average gradients over."""
 
 
 def maybe_semi_sync_training(
@@ -58,7 +57,7 @@ def maybe_semi_sync_training(
     optimizer: Any,
     fragment_fn: Callable[..., list[nn.Module]] | None = None,
 ) -> AbstractContextManager:
-    """A context in which replicas synchronise as `semi_sync_method` says; a null one when off."""
+    """Return a null context. Raises NotImplementedError if the config has a `semi_sync_method`."""
     if ft_config.enable and ft_config.semi_sync_method is not None:
         raise NotImplementedError(
             f"fault_tolerance.semi_sync_method = {ft_config.semi_sync_method!r} is not available "

@@ -1,14 +1,14 @@
 """float8 linear layers that are split over the ranks of a tensor-parallel mesh.
 
-Layers with one scale per tensor use the scale of the whole tensor: wherever ranks hold parts of an
-input, a weight or a gradient, the largest of their magnitudes is found by an all-reduce of one
-number. Every value then is rounded as in one process. If all linear layers of a block are of this
-kind, it gathers its hidden states and gradients in float8, half the bytes of bf16.
+Layers with one scale per tensor use the scale of the whole tensor: where ranks hold parts of an
+input, a weight or a gradient, an all-reduce of one number finds the largest magnitude. Every value
+is thus rounded as in one process. If all linear layers of a block have one scale per tensor, the
+block gathers its hidden states and gradients in float8, half the bytes of bf16.
 
-Layers with one scale per row compute the scales of this rank's part, which are at least as fine;
-their hidden states travel in high precision.
+Layers with one scale per row compute the scales of this rank's part, which are at least as fine.
+Their hidden states are gathered in high precision.
 
-B rows, T tokens, t = T / tp of them on this rank, K inputs, N outputs (both of this rank's part).
+B rows, T tokens, t = T / tp tokens on this rank, K inputs and N outputs of this rank's part.
 """
 
 from typing import Any
@@ -27,10 +27,9 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import amax_to_scale
 
+from torchtitan.distributed.collectives import OPS
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, all_gather, reduce_scatter
-
-_OPS = torch.ops._c10d_functional
 
 
 def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
@@ -48,11 +47,12 @@ def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
 class LocalFloat8Linear(Float8Linear):
     """A Float8Linear that computes with this rank's part of its parameters.
 
-    Split along its inputs, its result is one summand, and the bias is spread over all of them.
+    If the layer is split along its inputs, its result is one summand, and each rank's summand
+    includes the bias divided by the number of ranks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., K], or in float8. Returns [..., N]."""
+        """x: [..., K], in high precision or float8. Returns [..., N]."""
         mesh, (placement,) = self.weight.device_mesh, self.weight.placements
         weight = local_parameter(self.weight)
         if has_one_scale_per_tensor(self):
@@ -77,9 +77,9 @@ def to_float8(
     mm_config: LinearMMConfig,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """`x` rounded to float8 with one scale for its parts on all ranks of `group`.
+    """Return `x` rounded to float8, with one scale for the parts on all ranks of `group`.
 
-    Unchanged if it is in float8 already.
+    group: None if no other rank has a part. An `x` that is in float8 already is returned as it is.
     """
     if isinstance(x, Float8TrainingTensor):
         return x
@@ -90,21 +90,21 @@ def to_float8(
     }[role]
     largest = x.abs().max()
     if group is not None:
-        largest = _OPS.wait_tensor(_OPS.all_reduce(largest, "max", group))
+        largest = OPS.wait_tensor(OPS.all_reduce(largest, "max", group))
     scale = amax_to_scale(largest, cast.target_dtype, config.round_scales_to_power_of_2)
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 
 
-# allow_in_graph: torch.compile puts these functions into its graph unopened and traces what they do
-# later. A tensor in float8 then looks like any other to it.
+# allow_in_graph: dynamo puts a call of these functions into its graph without looking inside, so it
+# never meets a float8 tensor's subclass; a later stage of torch.compile traces their operations.
 
 
 @torch._dynamo.allow_in_graph
 class _TensorwiseLinear(torch.autograd.Function):
-    """x [..., K] times weight [N, K] transposed, of which this rank has a part.
+    """Multiply x [..., K] by this rank's part [N, K] of a weight, transposed.
 
-    split_dim: of the weight: 0, each rank computes some outputs; 1, it adds up some inputs; None,
-        all compute everything.
+    split_dim: how ranks split the weight. 0: each computes some of the outputs; 1: each sums over
+        some of the inputs; None: every rank has the whole weight.
     """
 
     @staticmethod
@@ -142,9 +142,9 @@ class _TensorwiseLinear(torch.autograd.Function):
 
 
 class Float8SequenceShards(SequenceShards):
-    """Shards of hidden states, and of gradients, that are gathered in float8.
+    """`SequenceShards` that gathers hidden states and gradients in float8.
 
-    linear: any of the linear layers that compute with them.
+    linear: any of the block's linear layers; its config says how to round.
     """
 
     def __init__(self, mesh: DeviceMesh, linear: Float8Linear):
@@ -166,7 +166,7 @@ def _gather_in_float8(
     shard = to_float8(shard, role, ranks[0], *configs)
     if shard.device.type != "cpu":
         return all_gather(shard, 1, seq_len, *ranks)
-    # gloo knows no float8; bytes are all the same to it.
+    # gloo has no float8, so the values travel as bytes.
     data = all_gather(shard._data.view(torch.uint8), 1, seq_len, *ranks).view(shard._data.dtype)
     return Float8TrainingTensor(data, shard._scale, shard._orig_dtype, configs[0], role)
 
@@ -199,17 +199,20 @@ class _Float8Reduce(torch.autograd.Function):
         return whole, None, None, None
 
 
-# The linear layers of a block that read what is gathered, and those whose result is reduced.
+# The linear layers of a block that read gathered hidden states, and those whose result is reduced.
 _READ = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
 _REDUCED = ("attention.wo", "feed_forward.w2")
 
 
 def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
-    """What gathers the block's hidden states in float8; None if not all its layers take that."""
+    """Return shards that gather the block's hidden states in float8.
+
+    Returns None unless all of its linear layers have one scale per tensor, and wo and w2 no bias.
+    """
     modules = dict(block.named_modules())
     linears = [modules.get(name) for name in _READ + _REDUCED]
     fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)
-    # A bias would have to sum a gradient in float8.
+    # The gradient of a bias would be a sum in float8.
     if not fits or any(modules[name].bias is not None for name in _REDUCED):
         return None
     return Float8SequenceShards(mesh, linears[0])

@@ -1,11 +1,11 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
-All three SUM gradients over ranks; `scale_gradients` makes that a mean. The loss is a sum over
-tokens divided by the number of valid tokens in the global batch, so the sum over ranks is the
-gradient of the global mean, however unevenly the valid tokens are spread.
+All three SUM gradients over ranks; `scale_gradients` can turn the sum into a mean. The loss is a
+sum over tokens divided by the number of valid tokens in the global batch. The sum over ranks is
+therefore the gradient of the global mean, however unevenly the valid tokens are spread.
 
-The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`
-and `output`, or `score` in its place, each but `layers` possibly None on a pipeline stage.
+The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`,
+and `output` or `score`. On a pipeline stage all but `layers` may be None.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.own_groups import making_groups
+from torchtitan.distributed.processes.own_groups import making_groups
 from torchtitan.tools import host
 from torchtitan.tools.logging import logger
 
@@ -44,7 +44,7 @@ _BUCKET_BYTES = 100 * 2**20
 
 
 class CpuAllGather(DefaultAllGather):
-    """How FSDP gathers parameters that lie on the CPU. The input is a part of the output."""
+    """Gathers FSDP's parameters on the CPU. The input tensor is a part of the output tensor."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class CpuAllGather(DefaultAllGather):
 
 
 class CpuReduceScatter(DefaultReduceScatter):
-    """How FSDP sums gradients that lie on the CPU, in the order of ranks."""
+    """Sums FSDP's gradients on the CPU, in rank order."""
 
     def __call__(
         self,
@@ -89,44 +89,48 @@ def apply_fsdp(
     gradient_divide_factor: int | None = None,
     register_buffers: bool = False,
 ) -> None:
-    """Shard the model in place: embeddings, each block, and norm with output are one unit each.
+    """Shard the model in place. Embeddings, each block, and norm with output are one unit each.
 
-    dp_mesh: one axis for FSDP; two, replicas outermost, for HSDP. Size 1 works, without
-    communication. Parameters are gathered in `param_dtype`, gradients reduced in `reduce_dtype`.
-    reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward
-    and gathers them again in backward; "never" keeps them; "default" is "never" under pipeline
-    parallelism, where every microbatch would gather again, else "always". A number n keeps them
-    spread over n successive ranks of the shard axis, say those of a node, where backward gathers
-    them. Experts, of which each rank has its own, are then freed as by "always".
-    ep_degree: ranks among which the experts of a block were dealt. Above 1, each block's experts
-    are a unit, sharded on `edp_mesh`, whose last axis holds the ranks with the same experts.
+    dp_mesh: [shard] for FSDP, [replicate, shard] for HSDP. Size 1 works, without communication.
+    param_dtype, reduce_dtype: parameters are gathered in the first, gradients reduced in the second.
+    reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
+        and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
+        parallelism, where every microbatch would gather again, and "always" otherwise. A number n
+        keeps them spread over n successive ranks of the shard axis, such as the ranks of a node,
+        and backward gathers them from there; experts are then freed as with "always", because
+        each rank has its own.
+    ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's
+        experts are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same
+        experts.
     gradient_divide_factor: accepted for compatibility; gradients are never divided.
-    register_buffers: have what is sent and received allocated by the process group.
+    register_buffers: let the process group allocate the buffers that are sent and received.
 
     Raises ValueError for another policy, and for a number that does not divide the shard axis.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
     if cpu_offload and dp_mesh.device_type == "cpu":
-        logger.info("training.enable_cpu_offload has no effect: parameters are on the CPU anyway")
+        logger.info(
+            "training.enable_cpu_offload has no effect: the parameters are on the CPU already"
+        )
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
 
     reshard = _reshard_after_forward(reshard_after_forward_policy, pp_enabled, dp_mesh)
     shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
-    # Backward begins with the last unit: freeing it after forward would only gather it again.
+    # Backward begins with the last unit, so freeing it after forward would only cost a gather.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
     output = model.output or getattr(model, "score", None)
     if embeddings is not None and output is not None and embeddings.weight is output.weight:
-        # A parameter belongs to one unit, so the modules that share it are one unit too.
+        # A parameter belongs to one unit, so modules that share a parameter have to be in one unit.
         tied = [module for module in (embeddings, norm, output) if module is not None]
         fully_shard(tied, reshard_after_forward=reshard_last, **options)
         norm = output = None
     elif embeddings is not None:
         shard_unit(embeddings, reshard_after_forward=reshard, **options)
-    # Hidden states come in param_dtype from the embeddings, or by the root's cast. Position
-    # tables come in fp32 and have to stay so: bf16 cannot tell a cosine from its neighbours'.
+    # No cast of a block's inputs: hidden states are in param_dtype already (from the embeddings or
+    # the root's cast), and position tables must stay in fp32, because bf16 is too coarse for them.
     block_options = options | {
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
@@ -154,8 +158,8 @@ def apply_fsdp(
         if register_buffers:
             logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
     elif register_buffers:
-        # NCCL registers such memory with the network; where it cannot, torch allocates. It has no
-        # memory to give before its communicator is there, which the first collective makes.
+        # NCCL registers such memory with the network; where it cannot, torch allocates. NCCL can
+        # allocate only once its communicator exists, which the first collective makes.
         for mesh in (dp_mesh, edp_mesh):
             if mesh is not None:
                 group = mesh.get_group(mesh.ndim - 1)
@@ -165,20 +169,20 @@ def apply_fsdp(
 
 
 def _units_of(model: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP gathers and reduces one at a time; none if it is not used."""
+    """Return the modules that FSDP gathers and reduces one at a time; none without FSDP."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _expert_placement(
     experts: nn.Module, ep_degree: int, edp_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Shard] | None:
-    """How FSDP splits parameters [E, M, ...]: along M if there are more ranks than experts."""
+    """Return FSDP's placement of parameters [E, M, ...]: Shard(1) if ranks outnumber experts."""
     num_shards = edp_mesh.size(edp_mesh.ndim - 1)
     if num_shards * ep_degree <= experts.num_experts:
         return None
 
     def placement(parameter: nn.Parameter) -> Shard:
-        # FSDP pads uneven shares along the first dim only; there, some ranks then hold nothing.
+        # FSDP pads uneven shards along dim 0 only, where some ranks then hold nothing.
         return Shard(0 if parameter.to_local().shape[1] % num_shards else 1)
 
     return placement
@@ -187,14 +191,14 @@ def _expert_placement(
 def _prefetch_in_order(
     embeddings: nn.Module | None, blocks: list[nn.Module], output: nn.Module | None
 ) -> None:
-    """Have each unit gather the next one's parameters, too.
+    """Make each unit prefetch the parameters of the next unit.
 
-    FSDP by itself gathers when the host comes to a unit, which is early enough as long as the
-    host runs ahead of the device. Where experts are dealt, it waits in each block.
+    By default FSDP gathers when the host reaches a unit, which is early enough while the host runs
+    ahead of the device. With dealt experts the host waits for the device in each block.
     """
     units = [[block, block.moe.experts] if block.moe_enabled else [block] for block in blocks]
     units = [[embeddings], *units, [output]]
-    # Leaves out None, and modules that belong to another's unit.
+    # Leave out None, and modules that are part of another module's unit.
     units = [[module for module in unit if isinstance(module, FSDPModule)] for unit in units]
     for unit, following in pairwise(unit for unit in units if unit):
         unit[0].set_modules_to_forward_prefetch(following)
@@ -202,7 +206,7 @@ def _prefetch_in_order(
 
 
 def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """What `fully_shard` takes: whether to, or to how many ranks, of which there are more."""
+    """Return `fully_shard`'s argument: True, False, or the number of ranks to reshard to."""
     num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
     if isinstance(policy, int) or policy.isdecimal():
         kept_on = int(policy)
@@ -224,15 +228,16 @@ def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceM
 
 
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
-    """`fully_shard`, for reshard_after_forward=num_ranks: all units share one mesh for that.
+    """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
 
-    torch makes a mesh for each unit, with its own process groups, and on this rank's dp_mesh
-    only: all ranks of the world have to make process groups together.
+    Read in torch 2.13: `_get_post_forward_mesh_info` makes a mesh with new process groups for each
+    unit, on this rank's dp_mesh only. We replace it because process groups have to be made by all
+    ranks of the world together.
     """
     axis = dp_mesh.ndim - 1
     names = "fsdp_between", "fsdp_within"
     sizes = dp_mesh.size(axis) // num_ranks, num_ranks
-    # No rank communicates on the outer one.
+    # No rank communicates on the outer axis.
     with making_groups():
         mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
     mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -249,35 +254,35 @@ def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., An
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
-    """Have every FSDP module of the model sum gradients over ranks instead of averaging them."""
+    """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
         unit.set_gradient_divide_factor(1.0)
-        # A factor is otherwise applied inside the collective, which gloo cannot do.
+        # Otherwise the collective applies the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free all gathered parameters, so that every parameter is its shard; no-op without FSDP.
+    """Free all gathered parameters, so that the model has its sharded parameters again.
 
-    A forward without backward leaves the last unit gathered. Its parameters are then plain
-    tensors, which optimizers and checkpoints don't know.
+    A forward without backward leaves the last unit gathered, with plain parameters that optimizers
+    and checkpoints don't know. No-op without FSDP.
     """
     for unit in _units_of(model):
         unit.reshard()
-        # Backward goes through the forwards since the last backward to gather ahead, and would
-        # gather what a forward without backward used last.
+        # Read in torch 2.13: backward prefetches parameters in the recorded order of the forwards
+        # since the last backward. Without clearing it, a forward without backward is prefetched too.
         for group in _param_groups(unit):
-            if hasattr(group.comm_ctx, "post_forward_order"):  # there was a forward
+            if hasattr(group.comm_ctx, "post_forward_order"):  # set by the first forward
                 group.comm_ctx.post_forward_order.clear()
                 group._post_forward_indices.clear()
 
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
-    """What this rank would hold besides, if forwards did not free the parameters they gather."""
+    """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
     total = 0
     for unit in _units_of(model):
         for group in _param_groups(unit):
-            if group.post_forward_mesh_info is None:  # its forward frees nothing
+            if group.post_forward_mesh_info is None:  # forward keeps the parameters already
                 continue
             for parameter in group.fsdp_params:
                 dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
@@ -287,7 +292,11 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, each unit is gathered by its first forward and stays so; freed at the end."""
+    """Inside, each unit stays gathered after its first forward; all are freed at the end.
+
+    Read in torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
+    gathered if `post_forward_mesh_info` is None. We set it because only some forwards keep weights.
+    """
     before = [
         (group, group.post_forward_mesh_info)
         for unit in _units_of(model)
@@ -304,6 +313,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP's private parameter groups of a unit (torch 2.13), which have no public access."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -311,11 +321,11 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
-    """While `later`, have backward add up gradients on each rank, for a later backward to reduce.
+    """While `later`, backward accumulates gradients on each rank; a later backward reduces them.
 
-    whole: reduce nothing. Otherwise HSDP's gradients are still reduce-scattered among the ranks of
-        a copy, and wait as shards to be summed over the copies; FSDP and DDP do as always.
-    keeps_weights: backward does not free what the next forward gathers again.
+    whole: reduce nothing at all. Otherwise only HSDP is affected: gradients are still
+        reduce-scattered within a replica, and their shards wait to be summed over replicas.
+    keeps_weights: backward does not free parameters, which the next forward would gather again.
     """
     if not whole:
         if isinstance(model, FSDPModule):
@@ -328,18 +338,19 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 
 
 def recover_model(model: nn.Module) -> None:
-    """Make the model ready for its next forward after a forward or backward failed half-way.
+    """Make the model ready for the next forward after a forward or backward failed half-way.
 
-    FSDP would go on with the weights it had gathered then. No-op without FSDP.
+    Otherwise FSDP would continue with the weights that it had gathered. No-op without FSDP.
     """
-    # FSDP knows its own root from the first forward on; before that, it has gathered nothing.
+    # `_is_root` is None until the first forward (torch 2.13), before which nothing is gathered.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
         _reset_iter_state(model)
-    # Drop gradients of gathered parameters: the next backward would reduce them with its own.
+    # Drop gradients of gathered parameters, which the next backward would reduce with its own.
+    # `reset_iter_state` of torch 2.13 leaves them, and they are in private fields only.
     for unit in _units_of(model):
         for group in _param_groups(unit):
             for fsdp_param in group.fsdp_params:
@@ -350,7 +361,7 @@ def recover_model(model: nn.Module) -> None:
 
 
 def _reset_iter_state(model: FSDPModule) -> None:
-    """What `FSDPModule.reset_iter_state` does, for torch 2.11, which lacks it."""
+    """Do what `FSDPModule.reset_iter_state` does, on torch 2.11, which lacks that method."""
     root = model._get_fsdp_state()
     if root._device.type != "cpu":
         root._device_handle.synchronize()  # collectives run on streams of their own
@@ -371,24 +382,24 @@ def _reset_iter_state(model: FSDPModule) -> None:
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
-    """Replicate the model in place on a 1-D mesh; gradients are summed over it in backward.
+    """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh.
 
-    The model keeps plain parameters under their old names. `enable_compile` says that blocks
-    are compiled, and lets the compiler split graphs where DDP's buckets end.
+    The model keeps plain parameters under their old names. enable_compile: blocks are compiled, so
+    let the compiler split graphs where DDP's buckets end.
     """
     if enable_compile:
         host.change_attribute(torch._dynamo.config, "optimize_ddp", "ddp_optimizer")
-    # Buffers stay each rank's own: what some count, experts' tokens, is summed over ranks later.
+    # Buffers are not broadcast: each rank counts its experts' tokens in one, summed over ranks later.
     replicate(model, process_group=dp_mesh.get_group(), bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP's mean cannot become a sum in its communication hook: there, gradients of earlier
-    # microbatches, reduced before, are already added in. Scaling what enters backward can.
+    # DDP averages. Its communication hook cannot undo that, because it also gets the gradients of
+    # earlier microbatches, reduced before. So scale gradients where backward begins.
     scale_gradients(model, float(dp_mesh.size()))
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply all gradients of the model by `factor`, however it is spread over ranks.
+    """Multiply all gradients of the model by `factor`, however the model is spread over ranks.
 
-    The gradients of its output are multiplied, where backward begins; of a pipeline, give the last
+    Scales the gradient of the model's output, where backward begins. For a pipeline, pass the last
     stage.
     """
 
@@ -401,9 +412,9 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients over the ranks of a 1-D mesh, in place; none counts as zero.
+    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero.
 
-    For modules that DDP cannot follow: in a pipeline's stages, forwards and backwards of several
+    For pipeline stages, where DDP does not work because forwards and backwards of several
     microbatches alternate.
     """
     grads = []
@@ -411,7 +422,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grads.append(local_tensor(parameter.grad))
-    for bucket in torch._utils._take_tensors(grads, _BUCKET_BYTES):  # of one dtype each
+    for bucket in torch._utils._take_tensors(grads, _BUCKET_BYTES):  # one dtype per bucket
         flat = torch.cat([grad.flatten() for grad in bucket])
         torch.distributed.all_reduce(flat, group=mesh.get_group())
         for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -419,7 +430,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The tensor itself in forward; its gradient times a factor in backward."""
+    """Return the tensor; in backward, multiply its gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:

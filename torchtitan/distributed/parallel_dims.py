@@ -1,10 +1,10 @@
 """The degrees of parallelism and the device meshes that follow from them.
 
-One world of ranks is cut in three ways, outermost axis first:
+The world of ranks is cut in three ways, outermost axis first:
 
-    dataloading   pp, batch, cp, tp               who reads which data
-    dense         pp, dp_replicate, fsdp, tp      where ordinary parameters live
-    sparse        pp, dp_replicate, efsdp, ep, etp   where expert parameters live
+    dataloading   pp, batch, cp, tp                  which rank reads which data
+    dense         pp, dp_replicate, fsdp, tp         which rank holds which ordinary parameters
+    sparse        pp, dp_replicate, efsdp, ep, etp   which rank holds which expert parameters
 
 with batch = dp_replicate * dp_shard, fsdp = dp_shard * cp, efsdp = fsdp * tp / (ep * etp).
 The loss is reduced over `loss`, which is batch and cp flattened into one axis.
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.distributed.own_groups import making_meshes
+from torchtitan.distributed.processes.own_groups import making_meshes
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
-# None means "ask at use". It exists so that a test or a client can pin the meshes' device type.
+# The device type of meshes; None to detect it at use. A test or a client may set it.
 device_type: str | None = None
 
 _AXES_OF_CUT: dict[str, tuple[str, ...]] = {
@@ -34,14 +34,14 @@ def _is_above_one(degree: str) -> property:
 
 @dataclass
 class ParallelDims:
-    """Degrees of parallelism of a world of `world_size` ranks; meshes are built when asked for.
+    """Degrees of parallelism of a world of `world_size` ranks; meshes are built at first use.
 
-    dp_shard = -1 takes the ranks that the other degrees leave. Expert parallelism (ep, etp)
-    reuses ranks of fsdp and tp, so it is no factor of the world size. always_fsdp: let FSDP hold
-    the parameters even where there is nothing to shard.
+    dp_shard = -1 takes all ranks that the other degrees leave. Expert parallelism (ep, etp)
+    reuses ranks of fsdp and tp, so its degrees are not factors of the world size. always_fsdp:
+    let FSDP hold the parameters even if there is nothing to shard.
 
-    Raises AssertionError (this is what clients of the interface catch) for degrees below 1,
-    degrees that don't multiply to the world size, and etp that is neither tp nor 1.
+    Raises AssertionError (which clients of the interface catch) for degrees below 1, for degrees
+    whose product is not the world size, and for etp that is neither tp nor 1.
     """
 
     dp_replicate: int
@@ -63,7 +63,7 @@ class ParallelDims:
             degree = getattr(self, name)
             assert degree >= 1, f"parallel degree {name} must be at least 1, got {degree}"
         assert self.dp_shard == -1 or self.dp_shard >= 1, (
-            f"parallel degree dp_shard must be at least 1, or -1 for the ranks that are left, "
+            f"parallel degree dp_shard must be at least 1, or -1 to take all remaining ranks, "
             f"got {self.dp_shard}"
         )
         others = self.dp_replicate * self.cp * self.tp * self.pp
@@ -81,12 +81,12 @@ class ParallelDims:
             )
 
     def build_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of all ranks, after building every other mesh from it.
+        """Build the 1-D mesh of all ranks, which is returned, and all other meshes from it.
 
-        Enters collectives: all ranks must call it. Raises ValueError if the experts' ranks
-        cannot be cut out of the ranks that share dense parameters.
+        Collective: all ranks must call it. Raises ValueError if ep * etp does not divide the
+        number of ranks that share dense parameters.
         """
-        # Here, as it registers the fake backend of unused axes; torch keeps it among its testing helpers.
+        # Registers the fake backend of unused axes. Torch has it among its testing helpers only.
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
         fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
@@ -116,7 +116,7 @@ class ParallelDims:
             )
             cuts: dict[str, DeviceMesh] = {}
             for cut, axes in _AXES_OF_CUT.items():
-                # An axis that no rank communicates on gets torch's fake backend: no communicator.
+                # An axis without communication gets torch's fake backend, hence no communicator.
                 unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
                 cuts[cut] = world_mesh._unflatten(
                     0, tuple(sizes[name] for name in axes), axes, backend_override=unused
@@ -129,7 +129,7 @@ class ParallelDims:
         for name, size in sizes.items():
             mesh = loss_mesh
             if name != "loss":
-                # Of the cuts that have this axis, the first one.
+                # From the first cut that has this axis.
                 mesh = next(cuts[cut] for cut, axes in _AXES_OF_CUT.items() if name in axes)[name]
             assert mesh.size() == size, f"{name}: {mesh.size()} != {size}"
             self._meshes[name] = mesh
@@ -138,14 +138,14 @@ class ParallelDims:
         return world_mesh
 
     def _axis_exists(self, name: str, size: int) -> bool:
-        # While ep is on, experts have their own meshes, even at size 1. While it is off, the dense
-        # meshes serve them, whatever size efsdp comes out at.
+        # With ep, experts have their own meshes, even of size 1. Without ep, experts are on the dense
+        # meshes, whatever the size of efsdp.
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
-        """The mesh of one axis, or of several given outermost first; None if one of them is off.
+        """Return the mesh of one axis, or of several, outermost first; None if one of them is off.
 
-        Raises ValueError for an unknown axis, and for axes that no cut of the world has together.
+        Raises ValueError for an unknown axis, and for axes that are not all in one cut of the world.
         """
         if not self._meshes:
             self.build_mesh()
@@ -172,7 +172,7 @@ class ParallelDims:
         )
 
     def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
-        """As `get_optional_mesh`, but an axis that is off raises ValueError."""
+        """Like `get_optional_mesh`, but raises ValueError if an axis is off."""
         mesh = self.get_optional_mesh(dims)
         if mesh is None:
             raise ValueError(
@@ -182,18 +182,18 @@ class ParallelDims:
         return mesh
 
     def get_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh to shard ordinary parameters on: fsdp, below dp_replicate if that is on.
+        """Return the mesh to shard ordinary parameters on: [fsdp], or [dp_replicate, fsdp].
 
-        Unlike `get_mesh` it also gives an fsdp axis of size 1, on which FSDP runs without
-        communication: wanted by expert parallelism without data parallelism, and by clients
-        that handle every model as an FSDP one.
+        Unlike `get_mesh` it also returns an fsdp axis of size 1, on which FSDP runs without
+        communication. Expert parallelism without data parallelism needs that, and so do clients
+        that treat every model as an FSDP model.
         """
         if not self._meshes:
             self.build_mesh()
         return self._mesh_of(["dp_replicate", "fsdp"] if self.dp_replicate_enabled else ["fsdp"])
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
-        """Every axis of more than one rank, by name."""
+        """Return every axis that has more than one rank, by name."""
         if not self._meshes:
             self.build_mesh()
         return {n: m for n, m in self._meshes.items() if m.ndim == 1 and m.size() > 1}
@@ -227,29 +227,29 @@ class ParallelDims:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP holds the parameters.
+        """True if FSDP holds the parameters: to shard them, or where DDP cannot sum gradients.
 
-        It does in order to shard them, or to sum over ranks what DDP cannot: DDP knows only plain
-        parameters of one mesh (no split matrices, no dealt experts).
+        DDP works only for plain parameters of one mesh, so not for matrices that tensor
+        parallelism splits, nor for experts that are dealt to ranks.
         """
         replicates_split = self.dp_replicate_enabled and self.tp_enabled
         return self.always_fsdp or self.fsdp_enabled or replicates_split or self.ep_enabled
 
     @property
     def fsdp_gradient_divide_factor(self) -> int:
-        """Ranks whose gradients are reduced together."""
+        """The number of ranks whose gradients are reduced together."""
         return self.dp_replicate * self.dp_shard * self.cp
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Ranks that work on the same samples."""
+        """The number of ranks that work on the same samples."""
         return self.cp * self.tp * self.pp
 
     @property
     def seq_len_divisor(self) -> int:
-        """A multiple that every layout of these degrees takes, except load balancer "ptrr".
+        """A divisor of row lengths that suits these degrees with any load balancer except "ptrr".
 
-        Only for clients that ask for the reference's number: here tp takes rows of any length, and
-        what cp needs depends on the balancer (`sequence_multiple`).
+        The reference's number, for its clients. Here tp takes rows of any length, and the divisor
+        for cp depends on the balancer (`sequence_multiple`).
         """
         return self.tp * (self.cp * 2)

@@ -1,8 +1,8 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
-`pipeline_llm` is what a train spec names as `pipelining_fn`; the schedule that it returns is
-described in `pipeline_schedule`. Every train spec names this module, and a config error is to be told
-before slow modules are loaded: FSDP, and torch's schedules, are loaded inside functions.
+A train spec names `pipeline_llm` as its `pipelining_fn`. `pipeline_schedule` describes the schedule
+that it returns. FSDP and torch's schedules are imported inside functions: every train spec imports
+this module, and config errors have to be reported before slow modules are loaded.
 """
 
 import copy
@@ -50,15 +50,15 @@ def pipeline_llm(
 ) -> "tuple[PipelineSchedule, list[nn.Module], bool, bool]":
     """Return (schedule, this rank's parts, holds first stage?, holds last stage?) of a decoder.
 
-    Each part is a copy of the model with other parts' modules left out, and then parallelized.
-    Raises ValueError where model, ranks and schedule don't fit together.
+    Each part is a parallelized copy of the model, without the modules of the other parts.
+    Raises ValueError if model, ranks and schedule don't fit together.
     """
     parallelism = job_config.parallelism
     n_layers = getattr(model_args, "n_layers", None)
     if n_layers is None:
         raise ValueError(
             f"a model is cut into pipeline stages by its layers, but {type(model_args).__name__} "
-            "has no n_layers; add it, or give the train spec a pipelining_fn of its own"
+            "has no n_layers; add it, or give the train spec its own pipelining_fn"
         )
     *module_names, last = modules_of_stages(parallelism, n_layers)
     if getattr(model_args, "value_head", False):
@@ -72,7 +72,7 @@ def pipeline_llm(
     )
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
-    # FSDP casts what a stage computes with; without it nothing is cast under a pipeline.
+    # Only FSDP casts a stage's parameters and inputs; autocast is off under a pipeline.
     training, uses_fsdp = job_config.training, isinstance(parts[0], distributed.FSDPModule)
     dtype = training.mixed_precision_param if uses_fsdp else training.dtype
     for stage in stages:
@@ -94,11 +94,11 @@ def pipeline_module_split(
     device: torch.device,
     module_names_per_stage: list[list[str]],
 ) -> "tuple[list[VariableShapeStage], list[nn.Module]]":
-    """Return this rank's stages and their modules, copies of the model without other stages' parts.
+    """Return this rank's stages and their modules: copies of the model, without the other stages.
 
-    Names are children of the model, or `<child>.<key>` for entries of a ModuleDict, which keep
-    their keys, or of a ModuleList. Other children become None; buffers stay everywhere.
-    Raises ValueError if the stages cannot be shared out to the ranks.
+    module_names_per_stage: names of children of the model, or `<child>.<key>` for an entry of a
+    ModuleDict, which keeps its key, or of a ModuleList. Other children become None. Every stage
+    keeps all buffers. Raises ValueError if the schedule cannot place the stages on the ranks.
     """
     num_stages = len(module_names_per_stage)
     ids = stage_ids_of_rank(pp_schedule, pp_mesh.get_local_rank(), pp_mesh.size(), num_stages)
@@ -138,8 +138,8 @@ def build_pipeline_schedule(
 ) -> "PipelineSchedule":
     """Return the schedule that the config names, for this rank's stages.
 
-    Raises FileNotFoundError if its CSV file is missing, ConfigError (a ValueError) if the local
-    batch does not divide into microbatches or the name is of no schedule that can be run.
+    Raises FileNotFoundError if the schedule's CSV file is missing, and ConfigError (a ValueError)
+    for an unknown schedule or a local batch that does not divide into microbatches.
     """
     parallelism, rows = job_config.parallelism, job_config.training.local_batch_size
     csv_path = parallelism.pipeline_parallel_schedule_csv or ""
@@ -154,8 +154,8 @@ def build_pipeline_schedule(
     if n_microbatches < num_stages:
         logger.warning(
             "%d pipeline microbatches (training.local_batch_size = %d by "
-            "parallelism.pipeline_parallel_microbatch_size = %d) leave ranks idle: with %d stages "
-            "give at least as many",
+            "parallelism.pipeline_parallel_microbatch_size = %d) leave ranks idle: %d stages need at "
+            "least as many microbatches",
             n_microbatches,
             rows,
             microbatch_size,

@@ -1,8 +1,8 @@
-"""Running a pipeline: torch's schedules, on lists of microbatches of any number and any shapes.
+"""Running torch's pipeline schedules on any number of microbatches, of any shapes.
 
 Any schedule of torch.distributed.pipelining runs here. The caller splits the batch: each microbatch
-has its own positions and masks, and its own number of rows and tokens. Nothing is padded, on the
-wire or in compute, and stages don't negotiate shapes (see `pipeline_stage`).
+has its own positions and masks, and its own number of rows and tokens. No microbatch is padded, and
+stages don't negotiate shapes (see `pipeline_stage`).
 
 B rows, T tokens of a microbatch's input.
 """
@@ -39,7 +39,7 @@ from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, Va
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
-_MAX_SCHEDULES = 16  # kept for numbers of microbatches that come again
+_MAX_SCHEDULES = 16  # cached, one per number of microbatches
 
 
 class PipelineSchedule:
@@ -48,13 +48,13 @@ class PipelineSchedule:
     All ranks of the pipeline call `step` and `eval` together, with the same number of
     microbatches. That number may change from call to call.
 
-    name: of torch's schedule, in any case.
-    stages: this rank's, in the order of the model.
+    name: the name of torch's schedule, in upper or lower case.
+    stages: this rank's stages, in the order of the model.
     loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here.
-    n_microbatches: into how many a whole batch is split.
-    csv_path: a file with an order of actions, in place of the named schedule's.
-    replicas: set it where other ranks hold the same stages unsharded and read other data; the
-        gradients of each step are summed over these ranks.
+    n_microbatches: the number of microbatches that a whole batch is split into.
+    csv_path: a file with an order of actions, which replaces the named schedule's order.
+    replicas: a mesh of ranks that hold the same stages unsharded and read different data. Each step
+        sums gradients over it. None by default.
     """
 
     def __init__(
@@ -77,30 +77,30 @@ class PipelineSchedule:
         self.has_last_stage = any(stage.is_last for stage in self.stages)
         self._is_connected = False
         self._schedule_for = functools.lru_cache(_MAX_SCHEDULES)(self._make_schedule)
-        # Refuse now what torch's schedule refuses.
+        # If torch's schedule refuses these stages, it raises here.
         self._schedule_for(n_microbatches, False)
 
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
-        With lists, microbatch i being the i-th entry of each:
+        Either takes lists, where entry i of each list belongs to microbatch i:
 
             step(arg_mbs=[(inputs,), ...], kwarg_mbs=[{...}, ...], target_mbs=[...], losses=[])
 
-        arg_mbs: inputs [B, T]; read on the rank of the first stage.
+        arg_mbs: inputs [B, T]; only the rank of the first stage reads them.
         kwarg_mbs: keywords of the model's forward, on every rank.
-        target_mbs: what the loss function gets, on the rank of the last stage; any objects.
-        losses: a list that takes the losses there.
-        return_outputs: whether the outputs are kept and returned, in order, on the rank of the
-            last stage. True by default, as in torch; logits are large.
-        loss_fn: used in this call in place of the schedule's own.
-        input_shapes: (B, T) of every microbatch, on all ranks or on none; without, the rank of
-            the first stage tells the others, which wait for it.
-        context_mbs: for every microbatch a callable whose context managers its forward and
-            backward run in, on each stage.
+        target_mbs: targets of the loss function, any objects; on the rank of the last stage.
+        losses: a list, to which the rank of the last stage appends the losses.
+        return_outputs: keep the outputs, and return them in order, on the rank of the last stage.
+            True by default, as in torch. Logits are large.
+        loss_fn: replaces the schedule's loss function in this call.
+        input_shapes: (B, T) of every microbatch, on all ranks or on none. If it is missing, the
+            rank of the first stage broadcasts it, and the other ranks wait.
+        context_mbs: a factory of context managers per microbatch. On each stage, the microbatch's
+            forward and backward each run in a new context.
 
-        Or with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, which is
-        split into `n_microbatches`; the outputs come back in one piece.
+        Or takes a whole batch, `step(inputs, target=labels, losses=[], **keywords)`. The batch is
+        split into `n_microbatches`, and the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
@@ -108,22 +108,22 @@ class PipelineSchedule:
 
     @torch.no_grad()
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
-        """Only the forward of all microbatches; arguments and results are those of `step`.
+        """Run only the forward of all microbatches; arguments and results are those of `step`.
 
-        Without targets no loss is computed.
+        Computes no loss if there are no targets.
         """
         return self._run(True, *args, **kwargs)
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> Tensor:
-        """Give all ranks of the pipeline the tensor of the rank with the last stage, in place."""
+        """Broadcast the tensor of the last stage's rank to the pipeline's ranks, in place."""
         dist.broadcast(tensor, self._global_rank_of(self.num_stages - 1), group=self.group)
         return tensor
 
     def tree_from_last_stage(self, tree: Any) -> Any:
-        """The tree of the rank with the last stage, on all ranks of the pipeline. Collective.
+        """Return the tree of the last stage's rank on all ranks of the pipeline. Collective.
 
-        tree: of tensors, which come on this rank's device without gradients, and other objects that
-            can be pickled. Ignored on the other ranks.
+        tree: a tree of tensors and other objects that can be pickled; ignored on the other ranks.
+        Tensors are returned on this rank's device, detached.
         """
         device = self.stages[0].device
         box = [None]
@@ -157,8 +157,8 @@ class PipelineSchedule:
         is_split = not (arg_mbs is None and kwarg_mbs is None and target_mbs is None)
         if is_split and (args or kwargs or target is not None):
             raise ValueError(
-                f"give a pipeline either lists of microbatches or a whole batch, got both: lists, "
-                f"{len(args)} positional argument(s), target and keywords {sorted(kwargs)}"
+                f"give a pipeline either lists of microbatches or a whole batch, got lists together "
+                f"with {len(args)} positional argument(s), keywords {sorted(kwargs)} or target"
             )
         if not is_split:
             n = self.n_microbatches
@@ -176,8 +176,8 @@ class PipelineSchedule:
         lengths = {name: len(entries) for name, entries in lists.items() if entries is not None}
         if not lengths or len(set(lengths.values())) > 1 or 0 in lengths.values():
             raise ValueError(
-                f"a pipeline step needs lists of one length, at least 1, got {lengths}; give every "
-                "microbatch one entry in each"
+                f"a pipeline step needs lists of equal length, at least 1, got {lengths}; give every "
+                "microbatch one entry in each list"
             )
         n = next(iter(lengths.values()))
         if self.has_first_stage and arg_mbs is None:
@@ -208,23 +208,23 @@ class PipelineSchedule:
             outputs = list(last.output_chunks)
             return outputs if is_split else torch.cat(outputs)
         except BaseException:
-            # Torch's schedule would go on with the losses and counts of the call that failed.
+            # Make new schedules, because torch's keep the losses and counts of the failed call.
             self._schedule_for.cache_clear()
             raise
         finally:
-            schedule._loss_fn = None  # it may hold on to this call's tensors
+            schedule._loss_fn = None  # it may reference this call's tensors
             for stage in self.stages:
                 stage.end_step()
                 if forward_only:
-                    # Backward would have freed what forward gathered, and until then neither
-                    # the optimizer nor a checkpoint sees the parameters that forward uses.
+                    # Without backward, parameters stay gathered, and neither the optimizer nor a
+                    # checkpoint knows gathered parameters.
                     reshard_model(stage.submod)
 
     def _connect(self) -> None:
-        """Make the group's communicator while all ranks are here.
+        """Make the group's communicator, with all ranks taking part.
 
-        NCCL makes it at first use, which would be a send to one neighbour while the other ranks
-        are still waiting for their first input.
+        NCCL makes it at first use. Without this, that is a send to one neighbour, while the other
+        ranks still wait for their first input.
         """
         if not self._is_connected:
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
@@ -246,8 +246,10 @@ class PipelineSchedule:
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
-        """Sum the gradients that appear inside: all of them over replicas, a tied embedding's over
-        its two copies. Earlier steps' were summed then."""
+        """Sum the gradients computed inside: over replicas, and a tied embedding's over its copies.
+
+        Gradients of earlier steps are summed already, so they are set aside and added at the end.
+        """
         parts = [stage.submod for stage in self.stages]
         copies = tied_copies.copies_in(parts)
         parameters = copies
@@ -268,7 +270,7 @@ class PipelineSchedule:
                 other_rank = self.stages[0].stage_index_to_group_rank[other]
                 tied_copies.sum_gradients(copies, self.group, other_rank)
         except BaseException:
-            # Drop what the failed step left, and keep what the steps before it did.
+            # Drop the gradients of the failed step, and keep those of the steps before it.
             for parameter, gradient in zip(parameters, earlier, strict=True):
                 parameter.grad = gradient
             raise
@@ -279,16 +281,19 @@ class PipelineSchedule:
     # ---- torch's schedules ----
 
     def _make_schedule(self, n: int, forward_only: bool) -> Any:
-        """Torch's schedule for n microbatches, also where torch does not take that number.
+        """Return torch's schedule for n microbatches, even if torch does not accept that number.
 
-        1F1B with fewer microbatches than stages becomes GPipe, which is the same order then. A
-        schedule with several stages per rank is made for the next number that it takes, and the
-        microbatches that don't exist are left out of its order.
+        1F1B with fewer microbatches than stages becomes GPipe, whose order is the same then. A
+        schedule with several stages per rank is made for the next number that torch accepts, and
+        actions of microbatches that don't exist are removed.
+
+        Read in torch 2.13, whose schedules fix a number and one shape when they are made. We patch
+        the private fields and methods below because microbatches differ in number and shape.
         """
         schedule_class = self.schedule_class
         if issubclass(schedule_class, PipelineScheduleSingle):
-            # 1F1B pairs its sends with receives of backward: none come without backward, and with
-            # too few microbatches the neighbour is not at its own pair, where NCCL would hang.
+            # 1F1B pairs a send of forward with a receive of backward. Without backward there is no
+            # partner, and with too few microbatches the neighbour issues another pair: NCCL hangs.
             if schedule_class is Schedule1F1B and (forward_only or n < self.num_stages):
                 schedule_class = ScheduleGPipe
             schedule = schedule_class(self.stages[0], n, loss_fn=self.loss_fn, scale_grads=False)
@@ -314,14 +319,14 @@ class PipelineSchedule:
                 for rank, actions in schedule.pipeline_order_with_comms.items()
             }
         schedule._has_backward = not forward_only
-        # Torch would find out shapes here, and allocate for them.
+        # Torch's methods would infer shapes, and allocate buffers for them.
         schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
-        # Torch 2.14 would join outputs, which may differ in length.
+        # Torch 2.14's method would concatenate outputs, which may differ in length.
         schedule._merge_outputs = list
         return schedule
 
     def _num_to_plan_for(self, n: int) -> int:
-        """The smallest number of microbatches, n or more, that torch's schedule takes."""
+        """Return the smallest number of microbatches, n or more, that torch's schedule accepts."""
         if self.csv_path:
             with open(self.csv_path, newline="") as file:
                 actions = [_Action.from_str(cell) for row in csv.reader(file) for cell in row]
@@ -336,7 +341,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             return max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # Torch deals microbatches in equal rounds, of about one per rank.
+            # Torch runs microbatches in equal rounds of about one microbatch per rank.
             num_ranks = self.stages[0].group_size
             return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
         return n
@@ -346,12 +351,15 @@ _FORWARD_ONLY_ACTIONS = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
 def _parts_of(action: _Action) -> tuple[_Action, ...]:
-    """The two actions that an overlapped one consists of; else itself."""
+    """Return the two actions that an overlapped action consists of, or the action itself."""
     return action.sub_actions or (action,)
 
 
 def _filter_actions(actions: list[_Action], n: int, forward_only: bool) -> list[_Action]:
-    """Those of the first n microbatches; of two overlapped actions, the one that is wanted."""
+    """Return the actions of the first n microbatches; only forward's if `forward_only`.
+
+    An overlapped action is replaced by its wanted part if the other part is not wanted.
+    """
 
     def is_wanted(action: _Action) -> bool:
         exists = action.microbatch_index is None or action.microbatch_index < n
@@ -375,9 +383,9 @@ def _run_microbatches(
     losses: list[Any] | None,
     return_outputs: bool,
 ) -> None:
-    """Torch's `step` where it takes lists (from 2.14 on), else what `step` calls with its lists."""
+    """Call torch's `step` if it takes lists (torch 2.14), else the private method behind it."""
     if "arg_mbs" not in inspect.signature(schedule.step).parameters:
-        # This `step` would pass the lists on to the model, as keywords.
+        # `step` of torch 2.13 would pass the lists to the model, as keywords.
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         return
     lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}

@@ -1,7 +1,7 @@
-"""One stage of a pipeline: a part of the model, and what it sends to its neighbours.
+"""A pipeline stage: a part of the model, and the messages to its neighbours.
 
-Hidden states [B, T, dim] go forward from stage to stage and their gradients go back. The shape of a
-microbatch's input [B, T] says how much a stage receives, so that microbatches may differ in shape.
+Hidden states [B, T, dim] go forward from stage to stage, and their gradients go back. The size of a
+message follows from the shape [B, T] of the microbatch's input, so microbatches may differ in shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ class HiddenStates:
 class VariableShapeStage(PipelineStage):
     """One stage of a pipeline whose microbatches may differ in shape.
 
-    Torch's stage allocates its receive buffers once, of one shape. This one allocates them for
-    each microbatch; forward and backward are torch's.
+    hidden_states: size and dtype of the stage's input and output; a stage with None cannot run.
 
-    hidden_states: what goes in and out; None if unknown (such a stage cannot be run).
+    Read in torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
+    override its private methods to allocate for each microbatch; forward and backward are torch's.
     """
 
     def __init__(self, *args: Any, hidden_states: HiddenStates | None = None, **kwargs: Any):
@@ -48,18 +48,18 @@ class VariableShapeStage(PipelineStage):
         self._contexts: Sequence[ContextFactory] = ()
         self._received: dict[int, Tensor] = {}  # microbatch -> hidden states
         self._received_gradients: dict[int, Tensor] = {}
-        # Torch 2.14 can be told to use a communicator per direction.
+        # Torch 2.14 has an option for one communicator per direction.
         self._forward_group = getattr(self, "_downstream_group", self.group)
         self._backward_group = getattr(self, "_upstream_group", self.group)
-        # Torch checks every tensor against one shape: 2.13 on demand, 2.11 see below.
+        # Don't check tensors against one shape. This is torch 2.13's switch; for 2.11 see below.
         self._runtime_validate = False
         if hasattr(self, "_stage_meta"):
-            # Only its length is read: how many gradients go back.
+            # Torch reads only the length, which is the number of gradients to send back.
             self._stage_meta.inputs = (None,)
         if torch.__version__ < "2.13":
-            # Torch 2.11's separate pass for weights fails at autograd functions written in Python,
-            # and adds the gradients of a function's outputs together. With a builder, backward
-            # computes weights' gradients at once, and what it builds is called in that pass.
+            # Torch 2.11's separate pass for weight gradients fails at autograd functions written in
+            # Python, and adds the gradients of a function's outputs together. With a builder,
+            # backward computes weight gradients too, and the separate pass calls a no-op.
             self.dw_builder = lambda: lambda: None
 
     def begin_step(
@@ -68,11 +68,11 @@ class VariableShapeStage(PipelineStage):
         has_backward: bool,
         contexts: Sequence[ContextFactory] | None = None,
     ) -> None:
-        """contexts: one per microbatch, entered around its forward and its backward."""
+        """Prepare for a call. contexts: one per microbatch, for its forward and its backward."""
         if self.hidden_states is None:
             raise ValueError(
-                f"pipeline stage {self.stage_index} does not know what it receives: its model has "
-                "no model_args.dim; set stage.hidden_states"
+                f"pipeline stage {self.stage_index} does not know the size of hidden states: its "
+                "model has no model_args.dim; set stage.hidden_states"
             )
         self.has_backward = has_backward
         self.chunks = len(input_shapes)
@@ -81,7 +81,7 @@ class VariableShapeStage(PipelineStage):
         self.end_step()
 
     def end_step(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self.clear_runtime_states()
         self.bwd_cache.clear()
         self._received.clear()
@@ -96,7 +96,7 @@ class VariableShapeStage(PipelineStage):
         return [self._p2p(dist.irecv, received, self.stage_index - 1, self._forward_group)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        # From the stage before, where this rank holds it too.
+        # Called if this rank also holds the stage before.
         self._received[mb_index] = prev_stage_outputs.detach()
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
@@ -112,24 +112,24 @@ class VariableShapeStage(PipelineStage):
         with self._contexts[fwd_chunk_id]():
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
-            # The next stage allocated this much: anything else would be garbage there, or a hang.
+            # The next stage allocated a buffer for this. Another size would be garbage, or a hang.
             input_shape = self._input_shapes[fwd_chunk_id]
             expected = self.hidden_states.shape(input_shape)
             if (output.shape, output.dtype) != (expected, self.hidden_states.dtype):
                 raise RuntimeError(
-                    f"pipeline stage {self.stage_index} must put out {self.hidden_states.dtype} of "
+                    f"pipeline stage {self.stage_index} must return {self.hidden_states.dtype} of "
                     f"shape {tuple(expected)} for an input of {input_shape}, got "
                     f"{output.dtype} of shape {tuple(output.shape)}"
                 )
         if self.is_last and not self.has_backward:
-            del self.fwd_cache[fwd_chunk_id]  # otherwise logits would pile up
+            del self.fwd_cache[fwd_chunk_id]  # don't accumulate logits
         else:
             stage_output, inputs = self.fwd_cache[fwd_chunk_id]
-            # Torch expects a flat tuple of tensors, and a head returns a tuple inside it. No
-            # gradient flows to keywords, so only the first input is kept.
+            # Torch expects a flat tuple of tensors, but a head's output is nested. Keep only the
+            # first input, because keywords get no gradient.
             tensors = tuple(x for x in tree_leaves(stage_output) if isinstance(x, Tensor))
-            # Zero-bubble schedules detach outputs in place, which views don't allow, such as the
-            # whole rows that tensor parallelism joins.
+            # Zero-bubble schedules detach outputs in place, which fails for views, such as the whole
+            # rows that tensor parallelism joins.
             tensors = tuple(x.clone() if x._is_view() else x for x in tensors)
             self.fwd_cache[fwd_chunk_id] = tensors, inputs[:1]
         return output
@@ -141,7 +141,7 @@ class VariableShapeStage(PipelineStage):
         (output,), _ = keep(fwd_chunk_id)
         return [self._p2p(dist.isend, output.detach(), self.stage_index + 1, self._forward_group)]
 
-    # ---- backward: the same, against the direction of forward ----
+    # ---- backward: the same, in the other direction ----
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
@@ -174,8 +174,8 @@ class VariableShapeStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._contexts[bwd_chunk_id]():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        # Torch's separate pass for weights leaves gradients in any layout, transposed for example,
-        # where autograd lays them out like the parameter. Fused optimizers ignore strides.
+        # Torch's separate pass for weight gradients returns them in any layout, transposed for
+        # example. Autograd uses the parameter's layout, and fused optimizers ignore strides.
         for parameter in self.submod.parameters():
             gradient = parameter.grad
             if gradient is not None and gradient.stride() != parameter.stride():

@@ -1,12 +1,12 @@
 """Initial weights that don't depend on how the model is spread over ranks.
 
-An element's value depends only on (seed, name of the parameter, number of earlier draws into it,
-global index of the element). Every layout and every number of ranks thus starts from the same
-weights, bit for bit, and each rank generates no more than its own shard.
+An element's value depends only on the seed, the parameter's name, the number of earlier draws into
+the parameter, and the element's global index. Every layout and every number of ranks thus starts
+from the same weights, bit for bit, and each rank generates only its own shard.
 
-The numbers come from a counter: SplitMix64's output function (Steele, Lea, Flood 2014, with the
-constants of Stafford's variant 13) of `key + index * golden`, where the key hashes the rest. A
-stateful generator could not jump to an element in the middle.
+The random numbers are a function of the index: SplitMix64's output function (Steele, Lea, Flood
+2014, with the constants of Stafford's variant 13) of `key + index * golden`, where `key` is a hash
+of the other three. A stateful generator could not jump to an element in the middle.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from torchtitan.distributed.dtensor import is_dtensor, local_shape_and_offsets, 
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.tools.logging import logger, warn_once
 
-# What wrappers of modules put into names.
+# What activation checkpointing and compile add to names.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
-# A CPU chunk and its temporaries stay in the L2 cache; an accelerator wants few, large kernels.
+# On the CPU a chunk and its temporaries fit the L2 cache; accelerators prefer few, large kernels.
 _CHUNK_ELEMENTS_CPU = 2**14
 _CHUNK_ELEMENTS_ACCELERATOR = 2**24
 
@@ -41,22 +41,22 @@ _active: "seeded_init | None" = None
 
 
 def name_without_wrappers(name: str) -> str:
-    """The name of a parameter or buffer as the model has it without compile and checkpointing."""
+    """Return a parameter's or buffer's name in the model without compile and checkpointing."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class seeded_init(TorchDispatchMode):
-    """Context in which the model's `init_weights()` gives the same weights on every layout.
+    """Context in which the model's `init_weights()` sets the same weights on every layout.
 
-    Inside, in-place `normal_` and `uniform_` (and all of `torch.nn.init` that ends in them) and
-    our `trunc_normal_` fill parameters of `model` from `seed`, the parameter's name and the
+    Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
+    and our `trunc_normal_` fill parameters of `model` from `seed`, the parameter's name and the
     element's global index. Parameters may be plain or DTensors, in any dtype. Tied parameters
-    go by the first of their names, on two pipeline stages too. Any other random draw goes to
-    torch's generator, with one warning, since its result depends on the layout.
+    use the first of their names, even on two pipeline stages. Other random draws use torch's
+    generator, with one warning, because their result depends on the layout.
 
-    Enter after the parameters exist for real (`to_empty`), under `torch.no_grad()`.
+    Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -92,14 +92,14 @@ class seeded_init(TorchDispatchMode):
         if isinstance(tensor, Tensor) and tensor.is_meta:
             return func(*args, **kwargs)
         transform = None
-        if func in _TRANSFORMS and kwargs.get("generator") is None:  # else the caller's numbers
+        if func in _TRANSFORMS and kwargs.get("generator") is None:
             options = {name: value for name, value in kwargs.items() if name != "generator"}
             transform = _TRANSFORMS[func](*numbers, **options)
         if transform is None or not self.fill(tensor, transform):
             warn_once(
                 logger,
                 f"initialisation draws with {func} from torch's generator (shape "
-                f"{list(tensor.shape) if isinstance(tensor, Tensor) else tensor}): the result "
+                f"{list(tensor.shape) if isinstance(tensor, Tensor) else tensor}), so the result "
                 f"depends on the number of ranks. Draw whole parameters with normal_, uniform_ "
                 f"or torchtitan.models.utils.trunc_normal_ instead",
             )
@@ -107,7 +107,7 @@ class seeded_init(TorchDispatchMode):
         return tensor
 
     def fill_outside(self, tensor: Any, transform: _Transform) -> bool:
-        """`fill` with this mode off, which would otherwise look at each of its operations."""
+        """Call `fill` with this mode off, so that it doesn't intercept every operation."""
         super().__exit__(None, None, None)
         try:
             return self.fill(tensor, transform)
@@ -115,7 +115,7 @@ class seeded_init(TorchDispatchMode):
             super().__enter__()
 
     def fill(self, tensor: Any, transform: _Transform) -> bool:
-        """Fill this rank's part of a parameter; False if `tensor` is no parameter of the model."""
+        """Fill this rank's part of a parameter; returns False if the model has no such parameter."""
         name = self._name_by_id.get(id(tensor)) or self._name_by_memory.get(_memory_of(tensor))
         if name is None:
             return False
@@ -136,10 +136,10 @@ class seeded_init(TorchDispatchMode):
 def trunc_normal_(
     tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Tensor:
-    """Fill with N(mean, std) cut off at the absolute bounds a and b; returns the tensor.
+    """Fill with N(mean, std) truncated to the absolute bounds [a, b]; returns the tensor.
 
-    Computed in at least fp32 and rounded to the tensor's dtype at the end: in bf16 the tails of
-    the inverse error function would be lost. Call under `torch.no_grad()`.
+    Computes in at least fp32, and rounds to the tensor's dtype at the end, because bf16 loses the
+    tails of the inverse error function. Call under `torch.no_grad()`.
     """
     if _active is not None and not tensor.is_meta:
         if _active.fill_outside(tensor, _truncated_normal(mean, std, a, b)):
@@ -152,7 +152,8 @@ def trunc_normal_(
 def _truncated_normal(
     mean: float = 0.0, std: float = 1.0, a: float = -math.inf, b: float = math.inf
 ) -> _Transform:
-    # Inverse of the distribution function, through erf, between its values at the bounds.
+    # Inverse transform sampling: the inverse of the normal distribution function, between its
+    # values at the bounds, written with erf.
     low, high = (
         math.erf((bound - mean) / (std * math.sqrt(2))) if std else 0.0 for bound in (a, b)
     )
@@ -164,7 +165,7 @@ def _truncated_normal(
     return transform
 
 
-# What a random op makes of uniform numbers; other ops are left to torch.
+# Random op -> the transform of uniform numbers that replaces it. Other ops are left to torch.
 _TRANSFORMS: dict[Any, Callable[..., _Transform]] = {
     torch.ops.aten.normal_.default: _truncated_normal,
     torch.ops.aten.uniform_.default: lambda low=0.0, high=1.0: (
@@ -174,18 +175,18 @@ _TRANSFORMS: dict[Any, Callable[..., _Transform]] = {
 
 
 def _uniform(index: Tensor, key: int) -> Tensor:
-    """Numbers in (0, 1) that look random, one per index. [n] int64 (overwritten) -> [n] float64."""
-    bits = index.mul_(_signed(_GOLDEN)).add_(_signed(key))  # wraps around, as it should
+    """Return pseudo-random numbers in (0, 1). [n] int64 (overwritten) -> [n] float64."""
+    bits = index.mul_(_signed(_GOLDEN)).add_(_signed(key))  # overflow wraps, as intended
     shifted = torch.empty_like(bits)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         bits.bitwise_xor_(_shift_right(bits, shift, shifted)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31, shifted))
-    # The upper 52 bits and a half: exact in float64, and never 0 or 1.
+    # The upper 52 bits plus one half: exact in float64, and never 0 or 1.
     return _shift_right(bits, 12, shifted).double().add_(0.5).mul_(2.0**-52)
 
 
 def _shift_right(bits: Tensor, count: int, out: Tensor) -> Tensor:
-    """Shift that fills with zeros; torch's own repeats the sign."""
+    """Shift right and fill with zeros, where torch's operator fills with the sign bit."""
     torch.bitwise_right_shift(bits, count, out=out)
     return out.bitwise_and_((1 << (64 - count)) - 1)
 
@@ -195,7 +196,7 @@ def _signed(bits: int) -> int:
 
 
 def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
-    """Index in the flattened whole parameter of every local element, in order. [n] int64 each."""
+    """Yield every local element's index in the flattened whole parameter, in order, as [n] int64."""
     offsets: tuple[int, ...] = (0,) * local.ndim
     if is_dtensor(tensor):
         shape, offsets = local_shape_and_offsets(
@@ -205,7 +206,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     if local.numel() == 0:
         return
     device, whole = local.device, tensor.shape
-    # Rows are runs of the last dim: the index where each begins, then elements in them.
+    # First the index at which each row (along the last dim) begins, then the elements of rows.
     row_starts = torch.zeros(1, dtype=torch.int64, device=device)
     for size, offset, whole_size in zip(local.shape[:-1], offsets, whole, strict=False):
         along = torch.arange(offset, offset + size, device=device)
@@ -222,7 +223,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
 
 
 def _memory_of(tensor: Any) -> tuple | None:
-    """Identifies the tensor by where it lies, so that `parameter.data` is recognised too."""
+    """Return the tensor's memory location, by which `parameter.data` is recognised too."""
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
         return None

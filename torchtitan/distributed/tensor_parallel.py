@@ -1,8 +1,8 @@
 """Tensor parallelism: every weight matrix is split over the ranks of one mesh.
 
 Parameters become DTensors on the mesh. Activations stay plain tensors: each module computes with
-its rank's part of its parameters, and `sequence_parallel` moves hidden states between modules. In
-a block of a decoder (B rows, T tokens, t = T / tp of them on this rank, M model dim):
+this rank's part of its parameters, and `sequence_parallel` moves hidden states between modules. In
+a block of a decoder (B rows, T tokens, t = T / tp tokens on this rank, M model dim):
 
     attention_norm, ffn_norm    [B, t, M]                            parameters whole
     gather                      [B, t, M] -> [B, T, M]
@@ -11,9 +11,9 @@ a block of a decoder (B rows, T tokens, t = T / tp of them on this rank, M model
     wo, w2                      -> one summand of [B, T, M]          split by columns
     reduce                      -> [B, t, M]
 
-Tokens or heads that a parameter has worked on are this rank's only, so the gradient of one that
-every rank holds whole is always summed over ranks. A value that each rank computes alike from
-everything (an auxiliary loss, say) has to be divided by the number of ranks.
+A parameter that every rank holds whole is used on different tokens or heads by each rank, so its
+gradient is always summed over ranks. A value that every rank computes from all tokens (such as an
+auxiliary loss) must therefore be divided by the number of ranks.
 """
 
 import functools
@@ -27,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan import distributed
 from torchtitan.config import JobConfig
@@ -41,7 +49,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.norm import RMSNorm, rms_norm
 
 Row = Mapping[str, int | None]
-"""One module's parameters: name -> the dimension it is split along, None where it stays whole."""
+"""A module's parameters: name -> the dimension to split, or None to keep the parameter whole."""
 
 _DEGREE_OF_AXIS = {
     "ep": "parallelism.expert_parallel_degree",
@@ -53,11 +61,11 @@ _DEGREE_OF_AXIS = {
 def split_parameter(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh, dims: Sequence[int | None]
 ) -> nn.Parameter:
-    """This rank's share of a parameter: split along `dims[i]` over the i-th axis of the mesh.
+    """Return this rank's share of a parameter, split along `dims[i]` over axis i of the mesh.
 
-    Values of a parameter that is not on the meta device are taken as equal on every rank.
+    A parameter that is not on the meta device must have the same values on every rank.
 
-    Raises ValueError, with `name`, for a dimension that the axis does not divide.
+    Raises ValueError, with `name`, for a dimension that the size of the axis does not divide.
     """
     for axis, dim in enumerate(dims):
         if dim is not None and parameter.shape[dim] % mesh.size(axis):
@@ -81,22 +89,22 @@ def distribute_modules(
     overlap: bool = False,
     float8_gather: bool = False,
 ) -> None:
-    """Split the model's parameters over a 1-D mesh, in place, as its modules' rows say.
+    """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`.
 
-    plan: module name, in which `*` stands for a layer's number -> row. It may have rows for
-        modules that this model, or this pipeline stage, doesn't have.
+    plan: module name (where `*` stands for a layer's number) -> row. It may have rows for modules
+        that this model, or this pipeline stage, doesn't have.
     loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
-        whole plain ones.
-    overlap: write the blocks' collectives as asynchronous tensor parallelism needs them.
-    float8_gather: blocks gather hidden states in float8 where all their linear layers take that.
+        whole plain logits.
+    overlap: use the form of collectives that asynchronous tensor parallelism needs in blocks.
+    float8_gather: gather hidden states in float8 in blocks whose linear layers all support it.
 
-    Parameters that are DTensors already are left as they are. Values of others that are not on
-    the meta device are taken as equal on every rank; nothing is communicated. Modules that share
-    a parameter go on sharing it.
+    Parameters that are DTensors already are left as they are. Other parameters that are not on
+    the meta device must have the same values on every rank; nothing is communicated. Modules that
+    share a parameter still share it afterwards.
 
-    Raises ValueError for a module with parameters and no row, a parameter that its module's row
-    leaves out, a size that the mesh doesn't divide, and a class that cannot compute with a part
-    of its parameters (an output projection made float8, say).
+    Raises ValueError for a module with parameters and no row, a parameter that is missing in its
+    module's row, a size that the mesh doesn't divide, and a class that cannot compute with a part
+    of its parameters (such as a float8 output projection).
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -115,7 +123,7 @@ def distribute_modules(
                     f"{name}.{parameter_name}", parameter, mesh, dims
                 )
             module.register_parameter(parameter_name, replaced[parameter])
-        _compute_locally(name, module, row)
+        _compute_locally(name, module)
     if model.output is not None:
         model.output.__class__ = VocabularyOutput
         model.output.keeps_shards = loss_parallel
@@ -124,12 +132,13 @@ def distribute_modules(
         block.sequence = model.sequence
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
     if float8_gather:
-        shards_for = distributed.float8_shards_for
-        in_float8 = {block: shards_for(block, mesh) for block in model.layers.values()}
-        in_float8 = {block: shards for block, shards in in_float8.items() if shards is not None}
-        for block, shards in in_float8.items():
-            block.sequence = shards
-        logger.info("%d of %d blocks gather in float8", len(in_float8), len(model.layers))
+        in_float8 = 0
+        for block in model.layers.values():
+            shards = distributed.float8_shards_for(block, mesh)
+            if shards is not None:
+                block.sequence = shards
+                in_float8 += 1
+        logger.info("%d of %d blocks gather in float8", in_float8, len(model.layers))
 
 
 def _find_row(
@@ -139,38 +148,39 @@ def _find_row(
     if pattern is None:
         raise ValueError(
             f"the tensor-parallel plan has no row for {name!r}, a {type(module).__name__} with "
-            f"parameters {', '.join(parameters)}; add one that says how they are split"
+            f"parameters {', '.join(parameters)}; add a row that says how to split them"
         )
     row = plan[pattern]
     missing = [key for key in parameters if key not in row]
     if missing:
         raise ValueError(
-            f"the tensor-parallel plan's row {pattern!r} does not say how {name}.{missing[0]} is "
-            f"split, only {', '.join(row)}; add it"
+            f"the tensor-parallel plan's row {pattern!r} does not say how to split "
+            f"{name}.{missing[0]}, only {', '.join(row)}; add it"
         )
     return row
 
 
-def _compute_locally(name: str, module: nn.Module, row: Row) -> None:
-    """Have the module's forward read this rank's part of its parameters.
+def _compute_locally(name: str, module: nn.Module) -> None:
+    """Make the module's forward read this rank's part of its parameters, by changing its class.
 
-    The module gets another class, not a wrapper: names stay, and compiled blocks share their code.
+    `nn.Module` has no other way to replace a forward that compiled blocks can share, and a wrapper
+    would change parameter names. `__class__ =` is safe because the new class adds no attributes.
     """
     if getattr(module, "reads_local_parameters", False):
         return
-    # None before torchao is loaded, which takes seconds.
+    # Not imported, because that takes seconds: without it no module is a Float8Linear.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
-        module.__class__ = SummandLinear if row["weight"] == 1 else LocalLinear
+        module.__class__ = LocalLinear
     elif type(module) in (nn.RMSNorm, RMSNorm):
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
     elif torchao is None or type(module) is not torchao.Float8Linear:
         raise ValueError(
-            f"tensor parallelism cannot split {name!r}, a {type(module).__name__}: its forward has "
-            "to read parameters through local_parameter() and its class to say so with "
-            "reads_local_parameters = True; or set parallelism.tensor_parallel_degree = 1"
+            f"tensor parallelism cannot split {name!r}, a {type(module).__name__}: make its forward "
+            "read parameters through local_parameter(), and set reads_local_parameters = True in its "
+            "class; or set parallelism.tensor_parallel_degree = 1"
         )
     elif name == "output":
         raise ValueError(
@@ -190,22 +200,17 @@ class LocalRMSNorm(nn.RMSNorm):
 
 
 class LocalLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, local_parameter(self.weight), local_parameter(self.bias))
-
-
-class SummandLinear(nn.Linear):
-    """Split along its inputs: the result is one summand, the bias spread over all of them."""
+    """If the layer is split along its inputs, a rank's result is one summand, with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = local_parameter(self.bias, added_once=True)
+        bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
         return linear(x, local_parameter(self.weight), bias)
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which each rank holds the rows of some tokens. [B, T] -> [B, T, M].
+    """An embedding whose rows are split over ranks. [B, T] -> [B, T, M].
 
-    The result is one summand: zero for tokens that other ranks hold.
+    The result is one summand, which is zero for tokens whose rows are on other ranks.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -217,13 +222,13 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyOutput(nn.Linear):
-    """An output projection of which each rank holds the rows of some tokens. [B, T, M] -> logits.
+    """An output projection whose vocabulary is split over ranks. [B, T, M] -> logits [B, T, V].
 
-    keeps_shards: logits [B, T, V] are a DTensor, each rank with its vocabulary entries.
-        Otherwise each rank gets a plain tensor of all.
-
-    A head is called as head(h, this rank's weight, its bias, group=...) in place of all that.
+    keeps_shards: return a DTensor, in which each rank has the logits of its vocabulary entries.
+        Otherwise each rank returns a plain tensor of all logits.
     in_fp32: as in `OutputProjection`.
+
+    With a head, returns head(h, this rank's weight, its bias, group=...) instead.
     """
 
     keeps_shards: bool = True
@@ -242,15 +247,62 @@ class VocabularyOutput(nn.Linear):
         return join_shards(logits, logits.ndim - 1, self.out_features, *ranks)
 
 
+# ---- a style for other programs ----
+
+
+class NoParallel(ParallelStyle):
+    """Every rank of the mesh computes the whole module, on parameters that are DTensors.
+
+    For modules that are too small to split, such as a router gate or a norm in a tensor-parallel
+    block. It puts all parameters of the block on one mesh.
+
+    input_layout: the layout of the module's first input, if that is a plain tensor.
+    output_layout: the layout of the output, which is returned as a plain local tensor unless
+        `use_local_output` is False.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layout: Placement | None = None,
+        output_layout: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        whole = self.desired_input_layout = Replicate()
+        self.input_layout, self.output_layout = input_layout or whole, output_layout or whole
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def redistributed(x: DTensor, layout: Placement) -> DTensor:
+            if x.placements == (layout,):
+                return x
+            return x.redistribute(placements=(layout,), async_op=True)
+
+        def gather_first_input(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+            first, *others = inputs
+            if not isinstance(first, DTensor):
+                first = DTensor.from_local(first, mesh, (self.input_layout,), run_check=False)
+            return (redistributed(first, self.desired_input_layout), *others)
+
+        def lay_out_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            output = redistributed(output, self.output_layout)
+            return output.to_local() if self.use_local_output else output
+
+        return distribute_module(
+            module, device_mesh, input_fn=gather_first_input, output_fn=lay_out_output
+        )
+
+
 # ---- overlapping communication with matrix products ----
 
 
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
-    """Have the compiler overlap gathers and reductions with matrix products, if the job wants it.
+    """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    Its pass replaces a gather and the products that read it, or a product and the reduction of
-    its result, by one operator that sends in pieces through symmetric memory (torch's
-    `fx_passes/micro_pipeline_tp.py`). The ranks have to reach each other's memory: one node.
+    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces a gather and the
+    products that read it, or a product and the reduction of its result, by one operator that sends
+    in pieces through symmetric memory. The ranks must share memory, so they must be on one node.
     Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:
@@ -260,13 +312,12 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     host.change_attribute(load_inductor().config, "_micro_pipeline_tp", True)
     if tp_mesh.device_type != "cuda":
         logger.warning(
-            "parallelism.enable_async_tensor_parallel changes nothing on %r: its operators are for "
-            "CUDA",
+            "parallelism.enable_async_tensor_parallel has no effect on %r: its operators need CUDA",
             tp_mesh.device_type,
         )
         return
     with warnings.catch_warnings():
-        # It warns that it is deprecated, yet the pass skips groups without it (torch 2.13).
+        # This function warns that it is deprecated, yet the pass skips groups without it (2.13).
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

@@ -1,9 +1,9 @@
-"""Taking stacked weights apart and putting them together, whole or sharded, without copies.
+"""Splitting and joining stacked weights, plain or DTensors, without copies.
 
-Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one.
-The functions here make views of the local memory of a DTensor: what a reader writes into a view is
-in the parameter, and no rank handles more than it holds. The letters: E experts, R rows, C columns.
-A train spec names this module, so DTensor is not imported here; see `is_dtensor`.
+Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one. The
+functions here return views of a DTensor's local memory, so that a reader that fills a view fills
+the parameter, and no rank handles more than its own part. E experts, R rows, C columns. DTensor is
+not imported here, because every train spec imports this module; see `is_dtensor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torchtitan.distributed.dtensor import (
 
 
 class LocalShard(NamedTuple):
-    """A block of a larger tensor of `shape`, in which it begins at `offsets` (one per dim)."""
+    """A block of a larger tensor of `shape`; the block begins at `offsets` (one per dim)."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(tensor: Tensor) -> LocalShard | None:
-    """What this rank holds of a DTensor, or all of a plain one; None if it holds nothing."""
+    """Return this rank's part of a DTensor, None if that is empty; all of a plain tensor."""
     if not is_dtensor(tensor):
         return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
     local = tensor.to_local()
@@ -40,7 +40,7 @@ def local_shard(tensor: Tensor) -> LocalShard | None:
 
 
 class StackLayout(NamedTuple):
-    """How a DTensor [E, R, C] lies on the ranks; `rows` are the E that this rank holds."""
+    """The layout of a DTensor [E, R, C]. rows: the entries along E that this rank holds."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -51,10 +51,10 @@ class StackLayout(NamedTuple):
 
 
 def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
-    """Views of those entries along dim 0 that this rank holds, and what `stack` needs.
+    """Return views of this rank's entries along dim 0 of [E, R, C], and the layout for `stack`.
 
-    stacked: [E, R, C]. The views are [R, C]: plain if the rank holds them whole, else DTensors
-    on the mesh axes that split them. The layout is None for a plain tensor.
+    The views are [R, C]: plain tensors if this rank holds them whole, else DTensors on the mesh
+    axes that split them. The layout is None if `stacked` is a plain tensor.
     """
     if not is_dtensor(stacked):
         return dict(enumerate(stacked.unbind(0))), None
@@ -85,9 +85,9 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
 
 
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
-    """The inverse of `unstack`; a view if the entries are the views that `unstack` gave.
+    """The inverse of `unstack`; returns a view if the entries are views from `unstack`.
 
-    Raises ValueError that names the missing entries of `name`.
+    Raises ValueError with the numbers of missing entries of `name`.
     """
     numbers = sorted(entries)
     is_sharded = layout is not None and numbers == list(layout.rows)
@@ -107,14 +107,14 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """[E, R, C] each -> [E, sum of R, C], a copy unless there is only one."""
+    """Join tensors [E, R, C] into [E, sum of R, C]; a copy, unless there is only one tensor."""
     if len(tensors) == 1:
         return tensors[0]
     return _along_rows(tensors[0], lambda *local: torch.cat(local, dim=1), *tensors)
 
 
 def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
-    """The inverse of `join_rows` for parts of equal size. Views, unless ranks split the rows."""
+    """The inverse of `join_rows` for equal parts; returns views, unless ranks split the rows."""
     if n_parts == 1:
         return [joined]
     return [
@@ -124,27 +124,27 @@ def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
 
 
 def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
-    """The same block where `join_rows` of `n_parts` tensors [E, R, C] has it; this is number `part`."""
+    """Return a shard of [E, R, C] as a shard of the `join_rows` result, where it is part `part`."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     offsets = entry, part * n_rows + row, column
     return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
 
 
 def transposed_shard(shard: LocalShard) -> LocalShard:
-    """The same block where `swap_rows_and_columns` has it."""
+    """Return a shard of [E, R, C] as a shard of the `swap_rows_and_columns` result."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     swapped = shard.tensor.transpose(1, 2)
     return LocalShard(swapped, (entry, column, row), (n_entries, n_columns, n_rows))
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
-    """The block's parts of the entries along dim 0, by their numbers."""
+    """Return the shard's part of each entry along dim 0, by the entry's number."""
     views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
 
 def swap_rows_and_columns(tensor: Tensor) -> Tensor:
-    """A view [E, C, R] of a tensor [E, R, C]."""
+    """Return a view [E, C, R] of a tensor [E, R, C]."""
     if not is_dtensor(tensor):
         return tensor.transpose(1, 2)
     swapped = {0: 0, 1: 2, 2: 1}
@@ -157,9 +157,9 @@ def swap_rows_and_columns(tensor: Tensor) -> Tensor:
 
 
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`change` of the local tensors, which all have the layout of `like`, with whole rows [dim 1].
+    """Apply `change` to the local tensors, which all have the layout of `like`.
 
-    Rows are gathered where ranks split them.
+    Dim 1 (rows) is gathered first if ranks split it.
     """
     if not is_dtensor(like):
         return change(*tensors)
@@ -194,9 +194,9 @@ def _from_local(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """A DTensor of this shape, which uneven shards don't tell.
+    """Return a DTensor of this shape, which can't be inferred from uneven shards.
 
-    stride: of the whole tensor, None if contiguous; `contiguous()` of the result goes by it.
+    stride: of the whole tensor, None if contiguous. `contiguous()` of the result depends on it.
     """
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
@@ -206,7 +206,7 @@ def _from_local(
 
 
 def _on_dim(placement: Any, dim: int) -> Any:
-    """The same split on another dim; a strided one stays strided."""
+    """Return the same kind of split (strided or not) along another dim."""
     if placement.dim == dim:
         return placement
     split_factor = getattr(placement, "split_factor", None)

@@ -1,14 +1,15 @@
-"""One tied embedding in a pipeline: two copies of a parameter, on the first and the last stage.
+"""A tied embedding in a pipeline: two copies of a parameter, on the first and the last stage.
 
-Without a pipeline the embedding and the output projection share one tensor. The stages that hold
-them have a copy each, on two ranks, or on one where the stages form a V. The two stay one parameter:
+Without a pipeline the embedding and the output projection share one tensor. In a pipeline the first
+and the last stage each have a copy, on two ranks, or on one rank if the stages form a V. The copies
+act as one parameter:
 
     initial weights     both are drawn under the first name                     `name_in_whole_model`
     gradients           both get the sum, in each call of the schedule          `sum_gradients`
-    gradient norm       counts it once                                          `second_copies`
-    optimizers          one each; same gradient, same state, same update
+    gradient norm       includes the parameter once                             `second_copies`
+    optimizers          each copy has its own: same gradient, same state, same update
     checkpoints         weights under both names, as without a pipeline; optimizer state under the
-                        first                                                   `name_in_whole_model`
+                        first name                                              `name_in_whole_model`
 """
 
 import weakref
@@ -26,38 +27,34 @@ _holders_of_second: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
-    """Remember that a stage's part holds a copy, if the whole model's two modules share a tensor."""
-    modules = [getattr(whole_model, name.split(".")[0], None) for name in (FIRST, SECOND)]
-    weights = [getattr(module, "weight", None) for module in modules]
-    if weights[0] is None or weights[0] is not weights[1]:
-        return
-    has_first, has_second = (
-        getattr(part, name.split(".")[0], None) is not None for name in (FIRST, SECOND)
-    )
-    if has_first == has_second:  # a stage between the two; or all of the model
-        return
+    """Mark a stage's part that holds a copy, if the whole model's two modules share a tensor."""
+    names = "tok_embeddings", "output"
+    first, second = (getattr(getattr(whole_model, x, None), "weight", None) for x in names)
+    has_first, has_second = (getattr(part, x, None) is not None for x in names)
+    if first is None or first is not second or has_first == has_second:
+        return  # not tied; or a stage with neither module, or the whole model
     part.tied_copy = FIRST if has_first else SECOND
     if has_second:
         _holders_of_second.add(part)
 
 
 def copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The copies that these parts hold: none, one, or both."""
+    """Return the copies that these parts hold: none, one, or both."""
     return [part.get_parameter(part.tied_copy) for part in parts if hasattr(part, "tied_copy")]
 
 
 def holds_second(part: nn.Module) -> bool:
-    """Whether the part has the copy whose name is not the parameter's, and which is not counted."""
+    """Return True if the part holds the second copy, which norms and optimizer states leave out."""
     return getattr(part, "tied_copy", None) == SECOND
 
 
 def name_in_whole_model(part: nn.Module, name: str) -> str:
-    """What a parameter of a part is called where the two copies are one tensor."""
+    """Return a parameter's name in the whole model, where the two copies are one tensor."""
     return FIRST if name == SECOND and holds_second(part) else name
 
 
 def second_copies() -> set[int]:
-    """The ids of this process's parameters whose gradient another stage counts."""
+    """Return the ids of this process's second copies, whose gradient the first copy's norm includes."""
     return {id(copy) for copy in copies_in(_holders_of_second)}
 
 
@@ -65,17 +62,17 @@ def second_copies() -> set[int]:
 def sum_gradients(
     copies: list[nn.Parameter], group: dist.ProcessGroup | None, other_rank: int
 ) -> None:
-    """Give each copy the sum of both copies' gradients, in place; none counts as zero.
+    """Replace each copy's gradient by the sum of both gradients; a missing gradient is zero.
 
-    copies: those that this rank holds. other_rank: in `group`, the one with the other copy, which
-        calls this at the same time; unused where this rank holds both.
-    Both ranks add the same two numbers, so the sums are the same bit for bit.
+    copies: the copies that this rank holds. other_rank: the rank in `group` with the other copy,
+        which must call this at the same time; unused if this rank holds both.
+    Both ranks add the same two numbers, so the sums are equal bit for bit.
     """
     for parameter in copies:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     own, *others = (local_tensor(parameter.grad) for parameter in copies)
-    if not own.numel():  # an uneven shard, of the other copy too
+    if not own.numel():  # an empty shard, and the other copy's is empty too
         return
     if not others:
         other = torch.empty_like(own, memory_format=torch.contiguous_format)
@@ -90,5 +87,5 @@ def sum_gradients(
         own += other
         other.copy_(own)
     for parameter in copies:
-        if not parameter.requires_grad:  # frozen; the exchange was for the rank that waits for it
+        if not parameter.requires_grad:  # frozen; exchanged only because the other rank waits
             parameter.grad = None

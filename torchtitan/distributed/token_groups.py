@@ -1,7 +1,7 @@
 """Regrouping tokens by expert: plain torch on every device.
 
-R source ranks, E experts on this rank. Tokens come ordered by [rank][expert] and leave ordered
-by [expert][rank], each expert's in a slot of aligned size.
+R source ranks, E experts on this rank. The input is ordered by [rank][expert], the output by
+[expert][rank], and each expert's tokens are in a slot of aligned size.
 """
 
 import sys
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from torchtitan.tools import host
 
-# In tokens, for kernels that want groups to begin at multiples of 16 bytes: 8 elements of bf16.
-# Converters to 8 bits raise it.
+# In tokens, for kernels whose groups must begin at multiples of 16 bytes: 8 elements of bf16.
+# Converters to 8 bits increase it.
 TOKEN_GROUP_ALIGN_SIZE_M = 8
 ValidTokenGroupAlignmentSize = Literal[8, 16, 32]
 
 
 def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSize) -> None:
-    """Pad the tokens of each expert up to a multiple of 8, 16 or 32 from here on."""
+    """From now on, pad the tokens of each expert to a multiple of 8, 16 or 32."""
     if alignment_size not in (8, 16, 32):
         raise ValueError(
             f"the alignment of expert groups must be 8, 16 or 32, got {alignment_size}"
@@ -28,7 +28,7 @@ def set_token_group_alignment_size_m(alignment_size: ValidTokenGroupAlignmentSiz
 
 
 def kernel_alignment(device: torch.device) -> int:
-    """The multiple of tokens to which each group is padded for this device's grouped kernels."""
+    """Return the multiple to which each expert's tokens are padded for the device's kernels."""
     return 1 if device.type == "cpu" else TOKEN_GROUP_ALIGN_SIZE_M
 
 
@@ -38,9 +38,9 @@ def permute_tokens(
     """Reorder x [N, D] from [rank][expert] to [expert][rank], with padding to aligned slots.
 
     counts: [R * E] int.
-    Returns (shape of x with the zero row that padding comes from, padded x [M, D], the row of
-    each of its M rows, slot sizes [E] int32). M depends only on N, so nothing waits for the
-    device; rows past the sum of the sizes belong to no expert.
+    Returns (shape of x with one more row of zeros, from which padding is copied; reordered x [M, D];
+    the input row of each of its M rows; slot sizes [E] int32). M depends only on N, so the host
+    doesn't wait for the device. Rows after the last slot belong to no expert.
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
     padded_len = (padded_len + alignment - 1) // alignment * alignment
@@ -53,8 +53,8 @@ def permute_tokens(
 
 def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
     """Undo `permute_tokens`: [M, D] -> [N, D], without padding."""
-    # Padding, which may hold anything, goes to the last row, which is cut. D may differ from the
-    # input's.
+    # Padding, which may have any values, is written to the last row, which is dropped. D may differ
+    # from the input's.
     unpermuted = out.new_empty(input_shape[0], out.shape[-1])
     return unpermuted.index_copy(0, _rows(indices, input_shape), out)[:-1]
 
@@ -71,14 +71,14 @@ def generate_permute_indices(
     alignment: int,
     use_cpu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (indices, sizes, ends) of the aligned slots, all int32; no sync with the device.
+    """Return (indices, sizes, ends) of the aligned slots, all int32, without waiting for the device.
 
-    tokens_per_expert_group: [R * E] int, tokens from each rank for each expert.
+    tokens_per_expert_group: [R * E] int, the number of tokens from each rank for each expert.
     max_len: length of the regrouped buffer.
-    alignment: slot sizes are multiples of it; an expert without tokens has one such slot, too.
+    alignment: slot sizes are multiples of it; an expert without tokens has a slot of this size.
 
-    indices [max_len]: which token stands in each place, -1 for none. sizes [E], ends [E]: of
-    the slots, in order.
+    indices [max_len]: the token at each place of the buffer, -1 for none. sizes [E], ends [E]: the
+    slots' sizes and ends, in order.
     """
     if use_cpu:
         tokens_per_expert_group = tokens_per_expert_group.cpu()
@@ -107,12 +107,12 @@ def fill_indices_wrapper(
     block_size: int = 128,
     max_blocks: int = 1024,
 ) -> Tensor:
-    """Return which token stands in each of `max_len` places: [max_len] int32, -1 for none.
+    """Return the token at each of `max_len` places: [max_len] int32, -1 for none.
 
-    tokens_per_expert_group: [R * E], tokens from each rank for each expert.
+    tokens_per_expert_group: [R * E], the number of tokens from each rank for each expert.
     start_index_values: [R * E], where these tokens begin in the input.
     write_offsets: [E], where each expert's slot begins in the output; ascending.
-    block_size, max_blocks: accepted for compatibility; they tune a kernel that isn't here.
+    block_size, max_blocks: accepted for compatibility; they tune a kernel that we don't have.
     """
 
     def by_expert(values: Tensor) -> Tensor:  # [R * E] -> [E, R]
@@ -122,8 +122,8 @@ def fill_indices_wrapper(
     starts = write_offsets.unsqueeze(1) + lengths.cumsum(1) - lengths
     runs = starts.flatten()
     place = torch.arange(max_len, device=runs.device)
-    # Each place is in the run that began last before it. Of runs that begin together that is the
-    # last one; only it can have tokens, since the others end where they begin.
+    # A place belongs to the last run that begins at or before it. If several runs begin at the same
+    # place, all but the last are empty.
     run = torch.searchsorted(runs, place, right=True) - 1
     run_or_first = run.clamp(min=0)
     within = place - runs[run_or_first]
@@ -140,7 +140,7 @@ def fill_indices_cpu(
     num_ranks: int,
     max_len: int,
 ) -> Tensor:
-    """Return what `fill_indices_wrapper` does, on the CPU whatever the inputs' device."""
+    """`fill_indices_wrapper`, computed on the CPU whatever the inputs' device."""
     return fill_indices_wrapper(
         tokens_per_expert_group.cpu(),
         start_index_values.cpu(),

@@ -1,7 +1,6 @@
-"""What a step needs of its ranks: contexts to run in, reductions to one number, gradient clipping.
+"""Contexts for forward and backward, reductions of one number over ranks, gradient clipping.
 
-Process groups and seeds are in `process_group` and `determinism`; other programs import their
-names from here.
+Other programs also import the names of `process_group` and `determinism` from here.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.determinism import set_determinism  # noqa: F401
 from torchtitan.distributed.dtensor import is_dtensor, load_dtensor, local_tensor, whole_tensor
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.process_group import (  # noqa: F401
+from torchtitan.distributed.processes.process_group import (  # noqa: F401
     init_distributed,
     init_fake_mode,
     set_pg_timeouts,
@@ -34,13 +33,13 @@ from torchtitan.tools.utils import get_device_info
 
 
 class TrainContext(Protocol):
-    """Called without arguments; returns a context manager to run forward and backward in."""
+    """A factory of context managers to run forward and backward in."""
 
     def __call__(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 def get_train_context(enable_loss_parallel: bool) -> TrainContext:
-    """A context factory; with loss parallel, cross entropy works on vocabulary-sharded logits."""
+    """Return a context factory; with loss parallel, cross entropy takes vocabulary-sharded logits."""
     if not enable_loss_parallel:
         return contextlib.nullcontext
     return load_dtensor(".parallel").loss_parallel
@@ -49,17 +48,17 @@ def get_train_context(enable_loss_parallel: bool) -> TrainContext:
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> contextlib.AbstractContextManager[None]:
-    """One context manager, to be entered around every forward.
+    """Return a context manager that is entered around every forward.
 
-    Autocast to `mixed_precision_param` without FSDP; nothing under FSDP, which casts parameters
-    itself. Tensor and pipeline parallelism without FSDP run in full precision.
+    Without FSDP it is autocast to `mixed_precision_param`. With FSDP, which casts parameters itself,
+    it does nothing. Tensor and pipeline parallelism without FSDP run in full precision.
     """
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
     if dtype == torch.bfloat16 and device_type == "cpu" and not cpu_multiplies_bf16():
         warn_once(
             logger,
-            "training.mixed_precision_param = 'bfloat16' on a CPU without bf16 matmul "
-            "instructions: correct, but slower than float32, in which it multiplies; set "
+            "training.mixed_precision_param = 'bfloat16' on a CPU without bf16 matmul instructions "
+            "is correct, but slower than float32, because products are computed in float32; set "
             'training.mixed_precision_param = "float32" for speed',
         )
     if parallel_dims.uses_fsdp or dtype == torch.float32:
@@ -82,8 +81,8 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: set[Tensor],
     cp_rotate_method: str,
 ) -> Generator[None, None, None]:
-    """Torch's own context-parallel context: shards `cp_buffers` on `cp_seq_dims` while inside."""
-    # Experimental: torch may rename them, which is to break only those who call this.
+    """Return torch's own context-parallel context, which shards `cp_buffers` on `cp_seq_dims`."""
+    # Imported here, because torch may rename these experimental functions.
     experimental = load_dtensor(".experimental")
     experimental._attention.set_rotate_method(cp_rotate_method)
     return experimental.context_parallel(
@@ -94,33 +93,13 @@ def create_context_parallel_ctx(
     )
 
 
-# ---- one number from all ranks ----
-
-
-def dist_max(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Largest `x` (one element) over the ranks of `mesh`; an int where `x` is integer."""
-    return _dist_reduce(x, "max", mesh, extra_pg)
-
-
-def dist_sum(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Sum of `x` (one element) over the ranks of `mesh`; an int where `x` is integer."""
-    return _dist_reduce(x, "sum", mesh, extra_pg)
-
-
-def dist_mean(
-    x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
-) -> float:
-    """Mean of `x` (one element) over the ranks of `mesh`."""
-    return _dist_reduce(x, "avg", mesh, extra_pg)
+# ---- reductions of one number ----
 
 
 def _dist_reduce(
-    x: Tensor, op: str, mesh: DeviceMesh | None, extra_pg: dist.ProcessGroup | None
+    op: str, x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
 ) -> float:
+    """Reduce `x` (one element) over the ranks of `mesh`, after `extra_pg`; an int for integer `x`."""
     x = whole_tensor(x)
     if extra_pg is not None:
         x = funcol.all_reduce(x, reduceOp=op, group=extra_pg)
@@ -128,6 +107,11 @@ def _dist_reduce(
         return x.item()
     assert x.numel() == 1, f"expected one element, got shape {tuple(x.shape)}"
     return funcol.all_reduce(x, reduceOp=op, group=mesh).item()
+
+
+dist_max = functools.partial(_dist_reduce, "max")
+dist_sum = functools.partial(_dist_reduce, "sum")
+dist_mean = functools.partial(_dist_reduce, "avg")
 
 
 # ---- gradient clipping ----
@@ -145,9 +129,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
-    The norm is that of the whole model: sharded gradients count in full, and with `pp_mesh`
-    those of all pipeline stages (then all ranks of it must call), a tied embedding of the first and
-    the last once. Parameters may lie on different meshes, and be plain tensors too unless
+    The norm is that of the whole model: of all shards of a gradient and, with `pp_mesh`, of all
+    pipeline stages, where a tied embedding counts once. Collective over the meshes of the gradients
+    and `pp_mesh`. Parameters may be on different meshes; plain tensors are allowed unless
     `ep_enabled`.
 
     Returns a plain scalar tensor. Raises RuntimeError if the norm is not finite and
@@ -156,12 +140,12 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     counted_elsewhere = set() if pp_mesh is None else second_copies()
-    # DTensor's own norm would reduce each matrix by itself that is split along its rows. Key: the
-    # axes whose ranks hold different parts.
+    # Group gradients by the mesh axes that split them, so that each group needs one reduction.
+    # DTensor's own norm would reduce every matrix separately.
     parts: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for parameter in with_grad:
         grad = _without_partial_sums(parameter.grad)
-        # Experts are on another mesh, and nothing would say which ranks hold a plain tensor.
+        # Experts are on another mesh, so it would be unknown which ranks hold a plain tensor.
         assert not ep_enabled or (is_dtensor(grad) and is_dtensor(parameter)), (
             f"with expert parallelism every parameter is a DTensor, "
             f"got {type(parameter)} of shape {tuple(parameter.shape)}"
@@ -171,9 +155,9 @@ def clip_grad_norm_(
 
     norms = []
     for axes, grads in parts.items():
-        # Rows first on the CPU, whose kernel adds up a whole fp32 tensor in a few fp32 sums: of 6 million
-        # elements the norm comes out 2e-4 too small, and otherwise for each way of sharding it. This
-        # brings that to 5e-7, in a thirtieth of the time.
+        # On the CPU, first compute the norm of each row. The CPU kernel sums a whole fp32 tensor in a
+        # few fp32 accumulators: for 6 million elements the norm is 2e-4 too small, by an amount that
+        # depends on the sharding. By rows the error is 5e-7, in a thirtieth of the time.
         rows = [
             torch.linalg.vector_norm(grad, norm_type, dim=-1)
             if grad.device.type == "cpu" and grad.ndim > 1
@@ -185,7 +169,7 @@ def clip_grad_norm_(
         for mesh, axis in axes:
             norm = _norm_over(norm, norm_type, (mesh, axis))
         norms.append(norm)
-    if not norms:  # a rank with nothing to count still takes part in the reductions
+    if not norms:  # a rank without gradients still takes part in the reduction over stages
         norms = [torch.zeros((), device=get_device_info()[0])]
     total_norm = norms[0]
     if len(norms) > 1:
@@ -196,7 +180,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the norm of the gradients is {total_norm.item()}, so they can't be clipped"
         )
-    # A foreach kernel takes the tensors of one mesh.
+    # Foreach kernels need all tensors on one mesh.
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in with_grad:
         mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None
@@ -210,7 +194,7 @@ _clip_grad_norm_with_ep = functools.partial(clip_grad_norm_, ep_enabled=True)
 
 
 def _axes_of_shards(grad: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
-    """The axes of meshes along which ranks hold different parts of `grad`."""
+    """Return the mesh axes along which ranks hold different parts of `grad`."""
     if not is_dtensor(grad):
         return ()
     mesh = grad.device_mesh
@@ -222,7 +206,7 @@ def _axes_of_shards(grad: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
 
 
 def _without_partial_sums(grad: Tensor) -> Tensor:
-    """The same DTensor with every number whole on the ranks that hold it."""
+    """Return the gradient with its partial sums reduced."""
     if not is_dtensor(grad) or not any(placement.is_partial() for placement in grad.placements):
         return grad
     whole = load_dtensor().Replicate()
@@ -232,7 +216,7 @@ def _without_partial_sums(grad: Tensor) -> Tensor:
 def _norm_over(
     norm: Tensor, norm_type: float, ranks: DeviceMesh | tuple[DeviceMesh, int]
 ) -> Tensor:
-    """The norm of what all of these ranks have the norms of."""
+    """Combine the norms of the parts on these ranks into the norm of the whole."""
     if math.isinf(norm_type):
         return funcol.wait_tensor(funcol.all_reduce(norm, "max", ranks))
     powers = funcol.wait_tensor(funcol.all_reduce(norm**norm_type, "sum", ranks))

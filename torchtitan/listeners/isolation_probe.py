@@ -25,7 +25,7 @@ from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.documents import PADDING, document_starts
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
 

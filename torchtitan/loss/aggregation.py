@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

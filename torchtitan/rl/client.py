@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.ranks import num_ranks
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.client_types import (
     AdamParams,

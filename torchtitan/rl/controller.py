@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from torchtitan.config.checks import ConfigError
-from torchtitan.distributed.stop import StopRequest
+from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling

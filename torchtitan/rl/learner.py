@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.batch import Batch, check_ids
-from torchtitan.distributed.ranks import on_all_ranks
+from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.losses import finalize_metrics
 from torchtitan.rl.types import (

@@ -25,8 +25,8 @@ from torch import Tensor
 from torchtitan.build import derive_model_args
 from torchtitan.config.checks import check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
-from torchtitan.distributed.process_group import find_peers, init_distributed, join_part
-from torchtitan.distributed.ranks import from_rank_zero
+from torchtitan.distributed.processes.process_group import find_peers, init_distributed, join_part
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.job import find_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import parallel_dims_of, set_device

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.data.chat_template import SEAM
-from torchtitan.distributed.ranks import all_ranks, num_ranks, on_all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
 from torchtitan.rl.advantages import AdvantageEstimator, OverlongPenalty
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.job_config import RL

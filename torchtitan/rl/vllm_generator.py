@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.distributed.ranks import num_ranks
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter

@@ -32,7 +32,7 @@ from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import whole_tensor
-from torchtitan.distributed.failure_watch import Alone
+from torchtitan.distributed.processes.failure_watch import Alone
 from torchtitan.loss.cross_entropy import LossFunction, default_head
 from torchtitan.step.outputs import Reductions, StepMetrics, StepOutput
 from torchtitan.step.update import Update

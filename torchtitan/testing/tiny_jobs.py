@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.qwen3 import qwen3_args
 

@@ -106,8 +106,8 @@ FAULTS = [
     ),
     Fault(
         name="half of torchrun's environment",
-        message="error: the environment names a rank or a world size, but not MASTER_ADDR, "
-        "MASTER_PORT; start with torchrun, set all of…",
+        message="error: the environment has RANK or WORLD_SIZE, but not MASTER_ADDR, MASTER_PORT; "
+        "start with torchrun, set all of…",
         cause="A shell that was part of another job is used again.",
         remedy="Unset RANK and WORLD_SIZE to run as one process, or start with torchrun.",
         arrange=flags(),
@@ -116,9 +116,9 @@ FAULTS = [
     ),
     Fault(
         name="port in use",
-        message="error: rank 0 cannot wait for the others at MASTER_ADDR = localhost, MASTER_PORT "
-        "= 29412: the port is in use, perhaps by a job that has not ended; end it, or set another "
-        "MASTER_PORT on all ranks",
+        message="error: rank 0 cannot listen for the other ranks at MASTER_ADDR = localhost, "
+        "MASTER_PORT = 29412: the port is in use, perhaps by a job that has not ended; end it, or "
+        "set another MASTER_PORT on all ranks",
         cause="Another job on this machine uses the port.",
         remedy="End that job, or set another MASTER_PORT on all ranks.",
         arrange=with_port_in_use,
@@ -267,8 +267,8 @@ FAULTS = [
     ),
     Fault(
         name="rank that is killed",
-        message="error: rank 0 ends because rank 1 ended without a word; if its output says nothing "
-        "either, it was killed: look for the kernel's out-of-memory killer on its node",
+        message="error: rank 0 ends because rank 1 ended without a message; if its output has no "
+        "error either, it was killed: look for the kernel's out-of-memory killer on its node",
         cause="The kernel, an administrator or a lost machine.",
         remedy="Start the job again: it goes on from its newest checkpoint. torchrun "
         "--max-restarts does so by itself.",

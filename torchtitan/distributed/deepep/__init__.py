@@ -1,7 +1,7 @@
 """DeepEP's kernels for experts on several ranks: not available.
 
-The names exist so that programs written against the reference import; each raises
-NotImplementedError when it is used. Experts are dealt by `expert_parallel.ExpertParallel`.
+The names exist so that programs written against the reference can import them; each raises
+NotImplementedError when used. `expert_parallel.ExpertParallel` deals experts to ranks.
 """
 
 from typing import Any, NoReturn
@@ -19,7 +19,4 @@ combine_tokens = sync_combine = dispatch_tokens
 
 
 class DispatchState:
-    """Raises NotImplementedError when built."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        dispatch_tokens()
+    __init__ = dispatch_tokens

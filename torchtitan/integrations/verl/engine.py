@@ -20,7 +20,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 
 from torchtitan.batch.batch import Batch
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.ranks import num_ranks
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
 from torchtitan.integrations.verl.config import (

@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host. Every function here but `num_ranks` is collective.
+"""Exchanging objects between ranks. Every function here except `num_ranks` is collective.
 
 Without a process group this process is the only rank.
 """
@@ -16,9 +16,9 @@ def num_ranks() -> int:
 
 
 def from_rank_zero(ask: Callable[[], T]) -> T:
-    """What `ask()` returns or raises on rank 0, on every rank.
+    """Call `ask()` on rank 0; return its result, or raise its exception, on every rank.
 
-    Ranks may see a network file system differently for a while; rank 0's view decides.
+    For reading a network file system, which ranks may see differently for a while.
     """
     if not dist.is_initialized():
         return ask()
@@ -35,7 +35,7 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
 
 
 def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, or of those of a group, in rank order."""
+    """Return the `value` of every rank of the group (by default, all ranks), in rank order."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -44,9 +44,9 @@ def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """What `work()` returns on every rank, in rank order.
+    """Call `work()` on every rank, and return all results in rank order.
 
-    What it raises on one rank is raised on all, so that no rank waits for one that has stopped.
+    If it raises on one rank, every rank raises, so that no rank waits for the rank that failed.
     """
     own: tuple[Any, Exception | None]
     try:

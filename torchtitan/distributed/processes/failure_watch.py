@@ -1,13 +1,13 @@
-"""Ranks of an engine fail together: when one rank fails in a step, all of them raise.
+"""Ranks of an engine fail together: if one rank fails in a step, every rank raises.
 
 - A function of the caller fails. That rank finishes the call without the function, with losses of
-  0, so that its collectives match the other ranks'. Then all ranks raise, and the engine goes on.
-- Anything else fails, on all ranks and after the same collectives. Each raises; the engine goes on.
-- Anything else fails on some ranks. The others wait in collectives that these ranks never enter, so
-  the engine's groups are aborted on every rank. All ranks raise, and the engine is lost.
+  0, so that its collectives match the other ranks'. Then all ranks raise; the engine stays usable.
+- Any other failure, on all ranks and after the same collectives. All raise; the engine stays usable.
+- Any other failure, on some ranks only. The other ranks wait in collectives that the failed ranks
+  never enter, so every rank aborts the engine's groups. All ranks raise, and the engine is lost.
 
-Ranks tell each other through the store of the default process group. On each rank a thread waits
-there for messages, so a step in which nothing fails sends none.
+Ranks send messages through the store of the default process group, where a thread of each rank
+waits for them. A step without a failure sends no message.
 """
 
 import contextlib
@@ -24,54 +24,54 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torchtitan.distributed.own_groups import abort_groups, forget_meshes, making_groups
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.processes.own_groups import abort_groups, forget_meshes, making_groups
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-_SECONDS_TO_HEAR = 3  # how long a rank waits until all others have read its message
+_SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its message
 _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
 _SECONDS_TO_CLOSE = 1
 _LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
-_SECONDS_BETWEEN_LOOKS = 0.05  # into a store that is not waited on
-_LONGEST_TEXT = 2000  # characters of an error that other ranks get
-_watches = itertools.count()  # of this process, in the same order on every rank
+_SECONDS_BETWEEN_LOOKS = 0.05  # for polling a store
+_LONGEST_TEXT = 2000  # characters of an error sent to other ranks
+_watches = itertools.count()  # numbers this process's watches, which all ranks make in one order
 
 
 class Alone:
-    """The watch of a process without other ranks: a failure is raised where it happens."""
+    """The watch of a process without other ranks: failures are raised where they happen."""
 
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:
-        """Around what all ranks call together. Raises RunError if the engine is lost."""
+        """Enter this around a call that all ranks make. Raises RunError if the engine is lost."""
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """What a function of the caller returns; `instead()` if one has failed in this call.
+        """Return `function()`, or `instead()` if a function has failed during this call.
 
         `raise_failures` raises the failure.
         """
         return function()
 
     def raise_failures(self, *, waits: bool) -> None:
-        """Raise the failure of a function on all ranks, as RunError where it happened elsewhere.
+        """Raise the failure of a function on all ranks; the other ranks raise it as RunError.
 
-        waits: wait until all ranks are here. Not needed after collectives that depend on what
-            every other rank did after its last function.
+        waits: first wait for all ranks. Unnecessary after a collective that needs input that every
+            rank sends only after its last function.
         """
 
     def close(self) -> None:
-        """The engine makes no more collective calls; on all ranks."""
+        """Stop watching. All ranks call this once the engine makes no more collective calls."""
 
 
 class FailureWatch(Alone):
-    """One rank's part of the watch. All ranks of the default process group make it together.
+    """This rank's part of the watch, which all ranks of the default process group make together.
 
-    groups: that the engine's steps communicate over, which are aborted when the engine is lost.
-    host_group: all ranks, for tensors in host memory.
+    groups: the groups that steps communicate over; they are aborted when the engine is lost.
+    host_group: a group of all ranks for tensors in host memory.
     """
 
     def __init__(self, groups: Collection[dist.ProcessGroup], host_group: dist.ProcessGroup):
@@ -79,18 +79,18 @@ class FailureWatch(Alone):
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         name, store = f"torchtitan/failures/{next(_watches)}", c10d._get_default_store()
         self._store = dist.PrefixStore(name, store)
-        self._call = 0  # number of the call that is under way, or was last; the same on every rank
-        # Of a function of the caller on another rank, until it is raised: (call, rank, text). That
-        # rank may be a call ahead.
-        self._told: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # of a function on this rank, in this call
-        self._raised: BaseException | None = None  # on all ranks
-        self._lost: tuple[int, str] | None = None  # the rank that failed first, for good
-        # False while messages between two ranks, which no group counts, may be under way.
+        self._call = 0  # number of the current or last call, the same on every rank
+        # (call, rank, text): failure of a function on another rank, not yet raised here. That rank
+        # may be one call ahead.
+        self._reported: tuple[int, int, str] | None = None
+        self._own: BaseException | None = None  # failure of a function on this rank, in this call
+        self._raised: BaseException | None = None  # failure that `raise_failures` raised
+        self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
+        # False while sends between two ranks may be in flight, because no group counts those.
         self.counts_collectives = True
         self._closed = threading.Event()
         try:
-            # A connection of its own, which may wait while this rank uses the other.
+            # The thread's own connection can block in a wait while this rank uses the other.
             store, can_wait = store.clone(), True
         except RuntimeError:  # a FileStore
             can_wait = False
@@ -105,7 +105,7 @@ class FailureWatch(Alone):
     def close(self) -> None:
         if self._thread.is_alive():
             self._closed.set()
-            # In a thread, as the store may be gone or hang.
+            # In a thread, because the store may be gone or hang.
             threading.Thread(target=self._send_closed, daemon=True).start()
             self._thread.join(_SECONDS_TO_CLOSE)
         if self._lost is not None:
@@ -124,7 +124,7 @@ class FailureWatch(Alone):
             yield
         except BaseException as error:
             is_raised_on_all, self._raised, self._own = error is self._raised, None, None
-            if not (is_raised_on_all or self._came_on_all_ranks()):
+            if not (is_raised_on_all or self._failed_on_all_ranks()):
                 self._lose(error)
             raise
 
@@ -135,10 +135,10 @@ class FailureWatch(Alone):
             except BaseException as error:
                 self._own = error
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                    # The rest of the call needs the memory of the function's tensors.
+                    # Free the function's tensors: the rest of the call needs the memory.
                     traceback.clear_frames(error.__traceback__)
-                with contextlib.suppress(RuntimeError):  # of the store
-                    # The first to fail tells the others, before any rank can end this call.
+                with contextlib.suppress(RuntimeError):  # raised by the store
+                    # The first rank to fail informs all ranks before any rank can end this call.
                     if self._store.add(f"failed/{self._call}", 1) == 1:
                         self._send("function", _text_of(error))
         return instead()
@@ -151,20 +151,21 @@ class FailureWatch(Alone):
             raise self._raised
 
     def _take_failure(self) -> BaseException | None:
-        failure, told = self._own, self._told
+        failure, reported = self._own, self._reported
         self._own = None
-        if told is not None and told[0] <= self._call:
-            _, rank, text = told
-            self._told = None
+        if reported is not None and reported[0] <= self._call:
+            _, rank, text = reported
+            self._reported = None
             failure = failure or RunError(
-                f"rank {rank} failed in a function that was given for outputs or the loss: {text}"
+                f"rank {rank} failed in a function that its caller passed for outputs or the "
+                f"loss: {text}"
             )
         return failure
 
     # ---- failures that leave ranks out of step ----
 
-    def _came_on_all_ranks(self) -> bool:
-        """Whether all ranks come here in time, and after the same collectives."""
+    def _failed_on_all_ranks(self) -> bool:
+        """Return True if all ranks call this in time, after the same number of collectives."""
         meeting = dist.PrefixStore(f"met/{self._call}", self._store)
         try:
             if self._lost is not None or self._store.check(["lost"]):
@@ -178,17 +179,17 @@ class FailureWatch(Alone):
             if meeting.add("came", 1) == self._num_ranks:
                 meeting.set("all came", "")
             deadline = time.monotonic() + _SECONDS_TO_FAIL_TOO
-            while not meeting.check(["all came"]):  # to wait in the store would log the time-out
+            while not meeting.check(["all came"]):  # store.wait would log its time-out
                 if self._lost is not None or time.monotonic() > deadline:
                     return False
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-            self._told = None
+            self._reported = None
             return not meeting.check(["differ"])
-        except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user in a hurry
+        except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user pressed Ctrl-C
             return False
 
     def _lose(self, error: BaseException) -> None:
-        """Have all ranks raise; the first to come here says why."""
+        """Make all ranks raise. The first rank to call this decides which reason they report."""
         own = json.dumps([self._rank, _text_of(error)])
         try:
             first = self._store.compare_set("lost", "", own).decode()
@@ -209,14 +210,14 @@ class FailureWatch(Alone):
     def _lost_error(self) -> LostConnectionError:
         rank, text = self._lost
         return LostConnectionError(
-            f"rank {rank} failed in a step while other ranks went on: {text}. Their collectives no "
+            f"rank {rank} failed in a step that other ranks continued: {text}. Their collectives no "
             "longer match and were aborted on all ranks; close this engine and build a new engine"
         )
 
     # ---- messages ----
 
     def _send(self, kind: str, text: str) -> None:
-        """Tell all ranks. What comes from a function is known to all ranks when this returns."""
+        """Send a message to all ranks; for kind "function", wait until they have read it."""
         number = self._store.add("sent", 1) - 1
         self._store.set(f"message/{number}", json.dumps([kind, self._call, self._rank, text]))
         if kind == "function":
@@ -227,7 +228,7 @@ class FailureWatch(Alone):
             self._send("closed", "")
 
     def _listen(self, store: dist.Store, can_wait: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it its rank
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
@@ -243,7 +244,7 @@ class FailureWatch(Alone):
                     self._lost = rank, text
                     abort_groups(self._groups)
                 elif rank != self._rank:
-                    self._told = call, rank, text
+                    self._reported = call, rank, text
                 if store.add(f"{name}/num_know", 1) == self._num_ranks:
                     store.set(f"{name}/known", "")
 
@@ -257,16 +258,16 @@ def _number_of_collectives(group: dist.ProcessGroup) -> str:
 
 def _text_of(error: BaseException) -> str:
     while type(error) is RuntimeError and error.__cause__ is not None:
-        error = error.__cause__  # a pipeline's stage wraps what goes wrong in it
+        error = error.__cause__  # a pipeline stage wraps its errors
     return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 
 
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Alone:
-    """The watch of an engine. Collective.
+    """Make the watch of an engine. Collective.
 
-    groups: that the engine has made; those of its meshes are added.
+    groups: those that the engine made, apart from its meshes' groups, which are added.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Alone()

@@ -1,4 +1,4 @@
-"""Ending a run before its last step: signals and a time limit, which all ranks follow together."""
+"""Ending a run early, on all ranks together: signals and a time limit."""
 
 import multiprocessing
 import os
@@ -20,16 +20,16 @@ _TIME_LIMIT = 64  # in place of a signal's number
 
 
 class StopRequest:
-    """Whether to save and end after this step, with the same answer on every rank.
+    """Decides whether to save and end after this step, with the same answer on every rank.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 to any rank asks for it, and
+    The reason is a SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 to any rank, or
     `training.time_limit_minutes`. Use it as a context manager around the loop, on every rank, and
     call `ask` and `answer` in each step.
 
-    A second signal ends the process at once, with 128 + its number, even if the loop hangs. Where
-    nothing can be saved, the first one does; SIGINT then raises KeyboardInterrupt, as usual.
-    A signal for which the process has its own handler is left to that handler, and an ignored one
-    (SIGHUP under nohup) stays ignored.
+    A second signal ends the process at once, with 128 + its number, even if the loop hangs. If the
+    config saves no checkpoints, the first signal does so; SIGINT then raises KeyboardInterrupt, as
+    usual. A signal for which the process has its own handler is left to that handler, and an
+    ignored signal (SIGHUP under nohup) stays ignored.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -51,8 +51,8 @@ class StopRequest:
         if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             if self._world_size > 1:
-                # gloo, so that no step waits for the device; its own, so that its messages don't mix
-                # with others.
+                # gloo, so that no step waits for the device; a group of its own, so that its
+                # messages don't mix with other collectives.
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._signals.start()
         return self
@@ -60,7 +60,7 @@ class StopRequest:
     def __exit__(self, *_: Any) -> None:
         self._signals.close()
         if self._group is not None and dist.is_initialized():
-            with suppress(ValueError):  # destroyed together with the default group
+            with suppress(ValueError):  # destroyed already, with the default group
                 dist.destroy_process_group(self._group)
 
     def _hear(self, number: int) -> None:
@@ -72,7 +72,7 @@ class StopRequest:
     # ---- in each step ----
 
     def ask(self) -> None:
-        """Start to ask all ranks; communication goes on while this rank works."""
+        """Start to ask all ranks. The communication overlaps with this rank's work."""
         now = time.monotonic()
         if self._asked_at is not None:
             self._longest_step = max(self._longest_step, now - self._asked_at)
@@ -85,7 +85,7 @@ class StopRequest:
         self._question = code, work
 
     def answer(self) -> str | None:
-        """Why to save and end now, or None. Collective; asks first, unless `ask` did."""
+        """Return the reason to save and end now, or None. Collective; calls `ask` if needed."""
         if not self._can_save:
             return None
         if self._question is None:
@@ -104,14 +104,14 @@ class StopRequest:
         return self.reason
 
     def saved(self, seconds: float) -> None:
-        """Remember how long a save took, to keep that time free for the last one."""
+        """Record how long a save took, to reserve time for the last save."""
         self._longest_save = max(self._longest_save, seconds)
 
     def _is_time_up(self, now: float) -> bool:
-        """Whether another step, and a save after it, could pass the time limit.
+        """Return True if another step with a save after it could exceed the time limit.
 
-        A save may take half as long again as the longest before, and at least a minute, or a tenth
-        of the limit where that is less.
+        The time reserved for the save is 1.5 times the longest save so far, and at least one minute
+        or a tenth of the limit, whichever is less.
         """
         if not self._limit_seconds:
             return False
@@ -120,16 +120,16 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """Have a data worker ignore signals from launchers: the trainer still needs its data.
+    """Make a data worker ignore signals from launchers, because the trainer still needs its data.
 
-    SIGTERM from the trainer itself ends it as before.
+    SIGTERM from the trainer itself still ends the worker.
     """
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # tells who sent the signal, which handlers don't learn
+    if hasattr(signal, "sigwaitinfo"):  # tells the sender of a signal, which handlers don't learn
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        trainer = multiprocessing.parent_process()  # not the fork server, if it was started by one
+        trainer = multiprocessing.parent_process()  # even if a fork server started this worker
 
         def end_with_trainer() -> None:
             while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):

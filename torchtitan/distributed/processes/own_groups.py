@@ -1,7 +1,7 @@
-"""The process groups that engines make, apart from the host's, and how to abort their collectives.
+"""The process groups that engines make, apart from the host's, and aborting their collectives.
 
-A collective that waits for a rank that has failed elsewhere can only be aborted together with its
-group. The host's default group is not ours to abort, so engines don't communicate over it in steps.
+If a rank has failed, a collective that waits for it can only be aborted by aborting its whole
+group. The host's default group is not ours to abort, so steps don't communicate over it.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from torchtitan.distributed.dtensor import load_dtensor
 
 _our_default: "weakref.ref[dist.ProcessGroup] | None" = None
 
-# Where this process listens for the connections of a group's other ranks.
+# Per group, the addresses at which this process listens for the group's other ranks.
 _addresses: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.WeakKeyDictionary()
 
 
 def group_is_ours() -> bool:
-    """Whether the default process group was made by `init_distributed`, not by the host."""
+    """Return True if `init_distributed` made the default process group, not the host."""
     return _our_default is not None and _our_default() is dist.group.WORLD is not None
 
 
@@ -37,7 +37,7 @@ def claim_default_group() -> None:
 
 @contextlib.contextmanager
 def making_groups() -> Iterator[None]:
-    """Groups that are made inside can be given to `abort_groups`."""
+    """Record the groups made inside, so that `abort_groups` can abort them."""
     groups, addresses = set(c10d._world.pg_map), _listening_addresses()
     yield
     made = _listening_addresses() - addresses
@@ -47,7 +47,11 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups`, for meshes: an axis of all ranks does not get the host's default group."""
+    """`making_groups` for meshes: an axis of all ranks gets a new group, not the host's default.
+
+    Read in torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
+    `_get_default_group` meanwhile, so that all such axes share one new group.
+    """
     default = dist.group.WORLD
     is_hosts = default is not None and not group_is_ours()
     with making_groups():
@@ -63,13 +67,13 @@ def making_meshes() -> Iterator[None]:
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Have collectives of these groups fail on this rank, those under way too.
+    """Make collectives of these groups fail on this rank, including any in progress.
 
-    May be called from another thread. Give only groups that were made inside `making_groups`.
+    groups: made inside `making_groups`. May be called from any thread.
     """
     groups = [group for group in groups if group in c10d._world.pg_map]
-    # gloo has no abort. It fails on all ranks when the ranks close the connections between them, of
-    # which each was accepted by one of the two ranks.
+    # gloo has no abort, but fails when the connections between ranks are shut down. Each connection
+    # was accepted by one of its two ranks, which finds it by the address that it listened on.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection in _connections():
         with connection, contextlib.suppress(OSError):
@@ -79,9 +83,10 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         return
     backends = []
     for group in groups:
-        with contextlib.suppress(RuntimeError):  # it has none for this kind of device
+        with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backends.append(group._get_backend(torch.accelerator.current_accelerator()))
-    # Together, as torch's own abort of all groups does: one communicator could wait for another.
+    # Abort them as one batch, because one communicator could wait for another; torch's own
+    # `_abort_process_group` (2.13) does the same.
     together = next((x for x in backends if hasattr(x, "_group_start")), None)
     if together is not None:
         together._group_start()
@@ -93,14 +98,15 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Call this once groups are gone, or engines with meshes that look alike would still use them.
+    """Clear DTensor's caches after groups are destroyed or aborted.
 
-    DTensor remembers results, with their meshes, and takes meshes of equal layouts for the same.
+    Read in torch 2.13: DTensor caches results together with their meshes, and treats meshes of
+    equal layout as equal, so the next engine would use the old groups. Torch clears the caches only
+    in `tensor.debug`, whose import takes a fifth of a second.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
     with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
-        # As tensor.debug's function does, whose import takes a fifth of a second.
         dispatcher = load_dtensor().DTensor._op_dispatcher
         dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
@@ -111,7 +117,7 @@ def forget_meshes() -> None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """A duplicate of each TCP socket, for the caller to close; none on systems without /proc."""
+    """Yield a duplicate of each TCP socket for the caller to close; none on systems without /proc."""
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -122,7 +128,7 @@ def _connections() -> Iterator[socket.socket]:
                 connection = socket.socket(fileno=os.dup(number))
             else:
                 continue
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             yield connection

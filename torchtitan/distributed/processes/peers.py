@@ -1,7 +1,7 @@
-"""What the ranks of a job tell each other beside training: configs, data, and who failed first.
+"""Messages between the ranks of a job, beside training: configs, data records and failures.
 
-For `torchtitan.train.main`. When a rank dies, the others' collectives fail late or never, and don't
-say why; here all ranks hear it within seconds, with the reason.
+For `torchtitan.train.main`. When a rank dies, collectives on the other ranks fail late or never,
+and without the reason. Here every rank learns the reason within seconds.
 """
 
 import ipaddress
@@ -23,8 +23,8 @@ import torchtitan
 from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 
-# What may differ between ranks: names, and paths, since each may have its own disk.
-_OWN_OF_EACH_RANK = (
+# Settings that may differ between ranks: names, and paths, because each may have its own disk.
+_SETTINGS_PER_RANK = (
     "job.config_file",
     "job.description",
     "job.dump_folder",
@@ -41,30 +41,28 @@ _OWN_OF_EACH_RANK = (
 )
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
-_LONGEST_GREETING = 64  # of a connection before its token is known
-SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the others
-_SECONDS_TO_SAVE = (
-    25  # after a helper's failure; torchrun kills ranks 30 s after it asks them to end
-)
-_SECONDS_TO_END = 2  # after hearing of a failure, a rank has this long to end by itself
-_SECONDS_TO_COME = 5  # after rank 0 has failed, a rank that starts has this long to hear of it
-_SECONDS_TO_CLOSE = 10  # and a rank that failed has this long to close what it holds
+_LONGEST_GREETING = 64  # bytes, before a connection has sent the token
+SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
+# After a helper's failure, to save; torchrun kills ranks 30 s after its SIGTERM.
+_SECONDS_TO_SAVE = 25
+_SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
+_SECONDS_TO_CONNECT = 5  # after rank 0's failure, for starting ranks to connect and learn of it
+_SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resources
 
 
 class PeerError(Exception):
-    """The config can't run, or not on all ranks: rank 0 has said why."""
+    """The config can't run, or not on all ranks; rank 0 has printed the reason."""
 
 
 class Peers:
-    """This rank's connection with the others of its job; all ranks make one before anything else.
+    """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
-    Rank 0 hears from every other rank, and passes on what it hears. If a connection ends without
-    a message, that rank was killed; if it stays silent for as long as the store waits for a rank
-    (and at least a minute), that rank was stopped: a thread sends its messages, even while the main
-    thread hangs.
+    Every rank is connected to rank 0, which forwards failures. If a connection ends without a
+    message, its rank was killed. If a connection is silent for the store's timeout (at least a
+    minute), its rank was stopped: a thread sends regular messages, even while the main thread hangs.
 
-    helpers: ranks without which the others can still save. When one of these fails, the others have
-        longer to end by themselves.
+    helpers: ranks that the other ranks don't need in order to save. When a helper fails, the other
+        ranks have longer to end by themselves.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Peers:
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
-        self._came: set[int] = set()  # the ranks that have connected to rank 0
+        self._connected: set[int] = set()  # on rank 0, the ranks that have connected so far
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
@@ -84,19 +82,19 @@ class Peers:
     # ---- before training ----
 
     def compare(self, config: dict[str, Any] | None, error: str | None = None) -> None:
-        """Compare this rank's config, or its error in reading it, with those of all others.
+        """Compare this rank's config, or its error in reading the config, with all other ranks'.
 
-        The version of this package counts as a setting. Raises PeerError on every rank if a rank
-        has an error or configs differ. Rank 0 prints why, unless it is the error that it has itself.
-        Raises DistStoreError if a rank does not come.
+        The version of this package is compared like a setting. Raises PeerError on every rank if
+        any rank has an error or if configs differ; rank 0 prints the reason, unless that is its
+        own error. Raises DistStoreError if a rank does not report in time.
         """
         settings = flat_settings(config) | {"the version of torchtitan": torchtitan.__version__}
         self._agree(self._store, self.world_size, settings, error)
 
     def compare_data(self, record: dict[str, Any]) -> None:
-        """Compare what this rank has read (`checkpoint.run_record`) with the others that train.
+        """Compare this rank's record of its data (`checkpoint.run_record`) with other trainers'.
 
-        Raises PeerError on every one of them if they differ.
+        Raises PeerError on every rank that trains if the records differ.
         """
         num_trainers = self._helpers.start if self._helpers else self.world_size
         if self.rank < num_trainers:
@@ -107,7 +105,7 @@ class Peers:
     ) -> None:
         own = {
             "error": error,
-            "config": {k: v for k, v in settings.items() if k not in _OWN_OF_EACH_RANK},
+            "config": {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK},
         }
         store.set(f"config_{self.rank}", json.dumps(own, default=str))
         if self.rank == 0:
@@ -115,12 +113,12 @@ class Peers:
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
-                self._leaving.set()  # before others read it and end
+                self._leaving.set()  # before other ranks read the verdict and end
             store.set("verdict", json.dumps({"problem": problem}))
             if problem:
                 if problem != error:
                     print(problem, file=sys.stderr, flush=True)
-                # The store may be in this process, which is about to end.
+                # This process may hold the store, so wait until all ranks have read the verdict.
                 deadline = time.monotonic() + SECONDS_TO_REPORT
                 while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
                     time.sleep(0.05)
@@ -147,7 +145,7 @@ class Peers:
                 connection = socket.create_connection(address, timeout=10)
             except OSError as error:
                 logger.warning(
-                    "rank %d cannot connect to rank 0 at %s, port %d (%s): a rank that dies is "
+                    "rank %d cannot connect to rank 0 at %s, port %d (%s): the death of a rank is "
                     "noticed only when a collective times out",
                     self.rank,
                     *address,
@@ -181,7 +179,7 @@ class Peers:
         while True:
             ready = selector.select(longest_silence / 8)
             now = time.monotonic()
-            if now - last_turn > longest_silence / 2:  # it was this process that was stopped
+            if now - last_turn > longest_silence / 2:  # this process itself was stopped
                 heard_at = dict.fromkeys(heard_at, now)
             last_turn = now
             if now >= next_message_at:
@@ -192,7 +190,7 @@ class Peers:
                 if connection is server:
                     try:
                         connection, _ = server.accept()
-                    except OSError:  # it has gone again, or there are too many open files
+                    except OSError:  # it was closed already, or too many files are open
                         time.sleep(0.1)
                         continue
                     _keep_alive(connection)
@@ -220,32 +218,32 @@ class Peers:
                     self._fail(rank, f"it was stopped, or its machine hangs: silent for {seconds}")
 
     def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
-        """False if the line comes from another program that has found the port.
+        """Handle a line; returns False if it comes from another program that found the port.
 
-        Nothing of a line is parsed before its connection has named the token.
+        No line is parsed before its connection has sent the token.
         """
         if connection not in self._connections:
-            told_token, _, rank = line.partition(b" ")
-            if told_token != token.encode():
+            sent_token, _, rank = line.partition(b" ")
+            if sent_token != token.encode():
                 return False
             self._connections[connection] = int(rank)
-            self._came.add(int(rank))
-            if self._first_failure is not None:  # before this rank came
+            self._connected.add(int(rank))
+            if self._first_failure is not None:  # before this rank connected
                 self._send({"failed": self._first_failure})
             return True
-        told = json.loads(line)
-        if "failed" in told:
-            self._fail(*told["failed"])
-        elif "bye" in told:
+        message = json.loads(line)
+        if "failed" in message:
+            self._fail(*message["failed"])
+        elif "bye" in message:
             self._connections.pop(connection)
         return True
 
     def _fail(self, rank: int, message: str) -> None:
-        """Remember who failed first, tell the others, and end this process if nothing else does."""
+        """Record the first failure, forward it, and end this process if it doesn't end itself."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank == 0:  # first of all: once the main thread knows, it may end this process
+        if self.rank == 0:  # before the main thread learns of it, which may end this process
             self._send({"failed": self._first_failure})
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
@@ -254,7 +252,7 @@ class Peers:
             os._exit(1)
 
     def describe_failure(self, wait_seconds: float = 0) -> str:
-        """Another rank's failure in one line, for this rank to print."""
+        """Return another rank's failure in one line, for this rank to print."""
         if not self._has_failed.wait(wait_seconds) or self._first_failure is None:
             return (
                 f"rank {self.rank} lost its connection to another rank; the first error is in that "
@@ -264,18 +262,18 @@ class Peers:
         if message:
             return f"rank {self.rank} ends because rank {rank} failed: {message}"
         return (
-            f"rank {self.rank} ends because rank {rank} ended without a word; if its output says "
-            "nothing either, it was killed: look for the kernel's out-of-memory killer on its node"
+            f"rank {self.rank} ends because rank {rank} ended without a message; if its output has "
+            "no error either, it was killed: look for the kernel's out-of-memory killer on its node"
         )
 
     def report(self, message: str) -> None:
-        """Tell all ranks that this one failed; it ends soon, even if closing hangs."""
+        """Tell all ranks that this rank failed; this process ends soon, even if closing hangs."""
         self._leaving.set()
         if self._first_failure is None:
             self._first_failure = self.rank, message.partition("\n")[0][:2000]
             self._send({"failed": self._first_failure})
-        deadline = time.monotonic() + _SECONDS_TO_COME
-        while self.rank == 0 and len(self._came) < self.world_size - 1:
+        deadline = time.monotonic() + _SECONDS_TO_CONNECT
+        while self.rank == 0 and len(self._connected) < self.world_size - 1:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -284,7 +282,7 @@ class Peers:
         timer.start()
 
     def leave(self) -> None:
-        """This rank is done; the end of its connection is no failure."""
+        """Tell rank 0 that this rank is done, so that the end of its connection is no failure."""
         self._leaving.set()
         self._send({"bye": self.rank})
 
@@ -295,27 +293,27 @@ class Peers:
                 connection.sendall(line)
 
 
-def _problem_of(told: list[dict[str, Any]]) -> str | None:
-    """Why these ranks cannot train together; None if they can. told: what each rank said."""
+def _problem_of(reports: list[dict[str, Any]]) -> str | None:
+    """Return why these ranks cannot train together, None if they can. reports: one per rank."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, own in enumerate(told):
+    for rank, own in enumerate(reports):
         if own["error"] is not None:
             ranks_of.setdefault(own["error"], []).append(rank)
-    if list(ranks_of.values()) == [list(range(len(told)))]:
-        return told[0]["error"]
+    if list(ranks_of.values()) == [list(range(len(reports)))]:
+        return reports[0]["error"]
     if ranks_of:
         return "\n".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {error}"
             for error, ranks in ranks_of.items()
         )
-    first = told[0]["config"]
+    first = reports[0]["config"]
     lines = []
-    for rank, own in enumerate(told):
+    for rank, own in enumerate(reports):
         other = own["config"]
         lines += [
             f"{key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}"
             for key in sorted(first.keys() | other.keys())
-            if repr(first.get(key)) != repr(other.get(key))  # nan is equal to nan here
+            if repr(first.get(key)) != repr(other.get(key))  # repr, so that nan equals nan
         ]
     if not lines:
         return None
@@ -331,10 +329,10 @@ def _longest_silence(timeout: timedelta) -> float:
 
 
 def _listen() -> socket.socket:
-    """A free port, on MASTER_ADDR's interface only, as far as this machine can tell which that is.
+    """Listen on a free port: on MASTER_ADDR's interface if it is known, else on all interfaces.
 
-    A machine's own name may stand for 127.0.1.1 in its /etc/hosts, where other machines don't reach
-    it.
+    It is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
+    may have for the machine's own name: other machines can't reach that.
     """
     name = os.environ["MASTER_ADDR"]
     with suppress(OSError):
@@ -349,7 +347,7 @@ def _listen() -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Notice within 20 s that the other machine is gone."""
+    """Make the kernel close the connection within 20 s if the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
         if hasattr(socket, name):

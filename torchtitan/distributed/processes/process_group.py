@@ -1,4 +1,4 @@
-"""Joining the default process group, or taking over the host's; timeouts; simulated ranks."""
+"""The default process group: joining it or reusing the host's, timeouts, simulated ranks."""
 
 import logging
 import os
@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed.own_groups import (
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.processes.own_groups import (
     claim_default_group,
     forget_meshes,
     group_is_ours,
     making_groups,
 )
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools import host
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger, warn_once
@@ -35,47 +35,46 @@ def init_distributed(
     base_folder: str = "",
     ranks: list[int] | None = None,
 ) -> int:
-    """Join the default process group, or reuse the one that exists; returns the world size.
+    """Join the default process group, or reuse an existing group; returns the world size.
 
-    A group that an engine makes here is destroyed when the last engine of this process is closed.
+    A group that this function makes is destroyed when the last engine of this process is closed.
 
-    Outside torchrun (no RANK, no WORLD_SIZE) this process becomes a group of one, and needs no
-    environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators.
-    NCCL's traces of a hang go below `base_folder`.
+    Outside torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group, and
+    needs no environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with
+    accelerators. NCCL writes its traces of a hang below `base_folder`.
 
-    Raises ValueError if torchrun's variables are there only in part, and if an existing group
-    cannot communicate on this machine's device; RunError if not all ranks come.
+    Raises ValueError if only some of torchrun's variables are set, and if an existing group cannot
+    communicate on this machine's device; RunError if not all ranks join in time.
     """
     if comm_config.mode != "default" and not dist.is_initialized():
         value = os.environ.get("NGPU", "")
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(
-                f"comm.mode = {comm_config.mode!r} simulates as many ranks as the environment "
-                f"variable NGPU says; it must be a positive integer, got {value!r}"
+                f"comm.mode = {comm_config.mode!r} simulates the number of ranks in the environment "
+                f"variable NGPU, which must be a positive integer, got {value!r}"
             )
         init_fake_mode(int(value), comm_config.mode)
         _destroy_group_at_end()
         return int(value)
-    backend = (
-        dist.get_backend_config() if dist.is_initialized() else _default_backend(enable_cpu_backend)
-    )
-    _configure_flight_recorder(comm_config, base_folder, backend)
     if dist.is_initialized():
+        _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
             warn_once(
                 logger,
                 "the process group exists already and is reused: comm.mode, "
                 "comm.init_timeout_seconds, comm.train_timeout_seconds and our choice of backend "
-                "and ranks don't take effect on it, nor does the flight recorder "
-                "(comm.trace_buf_size, comm.save_traces_folder, comm.save_traces_file_prefix), "
-                "which begins with the groups that are made from here on",
+                "and ranks don't affect it. The flight recorder (comm.trace_buf_size, "
+                "comm.save_traces_folder, comm.save_traces_file_prefix) records only groups that "
+                "are made from here on",
             )
         return dist.get_world_size()
+    backend = _default_backend(enable_cpu_backend)
+    _configure_flight_recorder(comm_config, base_folder, backend)
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
     meeting = _rendezvous(timeout)
-    # Given the device, NCCL connects all ranks now: a broken link or a device that two ranks chose
-    # shows here, not at the first collective. Without LOCAL_RANK only the host knows the device.
+    # Given the device, NCCL connects all ranks now, so that a broken link, or two ranks on one
+    # device, fail here and not at the first collective. Without LOCAL_RANK the device is unknown.
     device_type, _ = get_device_info()
     local_rank = os.environ.get("LOCAL_RANK")
     excepthook = sys.excepthook
@@ -88,18 +87,18 @@ def init_distributed(
             _ranks=ranks or [],
             **meeting,
         )
-    # While the group is bound to the device, all its ranks split each later group from it
-    # together. That hangs where a client makes groups for some of its ranks only, and costs one
-    # split per rank for each mesh axis of size 1.
+    # Read in torch 2.13: from a group bound to a device, NCCL splits each later group, with all
+    # ranks of the bound group. Unbind it, because that hangs if a client makes groups for some ranks
+    # only, and costs one split per rank for each mesh axis of size 1.
     dist.group.WORLD.bound_device_id = None
-    # Torch's hook writes the rank before each line of a traceback, and would outlive the group.
+    # Torch's hook prefixes a traceback's lines with the rank. Restore the old hook with the group.
     ranks_hook, sys.excepthook = sys.excepthook, excepthook
     host.change_attribute(sys, "excepthook", ranks_hook)
     _destroy_group_at_end()
     return dist.get_world_size()
 
 
-# ---- the end of a group that is ours ----
+# ---- the end of a group that we made ----
 
 
 def _destroy_group_at_end() -> None:
@@ -118,9 +117,9 @@ def _destroy_our_group() -> None:
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# The variables' values -> [(store, rank, world size), number of groups made there]. One store
-# serves all groups of this process, one after the other: with a new store, ranks that meet again
-# while another still leaves the last group would find its keys, or a server that is going away.
+# The variables' values -> [(store, rank, world size), number of groups made there]. All groups of
+# this process use one store, one after the other. With a new store per group, ranks that make the
+# next group while another rank still leaves the last would find old keys, or a server that is closing.
 _meeting_places: dict[tuple[str, ...], list[Any]] = {}
 
 
@@ -135,9 +134,9 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
 
 
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store that the ranks of torchrun's environment share; this rank; the number of ranks.
+    """Return the store that the ranks of torchrun's environment share, the rank and the world size.
 
-    Raises ValueError if a part of that environment is missing, RunError if not all ranks come to
+    Raises ValueError if a part of that environment is missing, RunError if not all ranks connect to
     MASTER_ADDR, MASTER_PORT in time.
     """
     place = _meeting_place()
@@ -145,7 +144,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
         rank, world_size, address, port = place
         deadline = time.monotonic() + timeout.total_seconds()
         try:
-            # Until rank 0, or torchrun, can be reached: torch would log pages while it waits.
+            # Wait here until rank 0, or torchrun, is reachable: torch logs pages while it waits.
             while rank != "0":
                 try:
                     socket.create_connection((address, int(port)), timeout=5).close()
@@ -159,15 +158,16 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
             where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
             if "EADDRINUSE" in str(error) or "address already in use" in str(error):
                 raise RunError(
-                    f"rank {rank} cannot wait for the others at {where}: the port is in use, perhaps "
-                    "by a job that has not ended; end it, or set another MASTER_PORT on all ranks"
+                    f"rank {rank} cannot listen for the other ranks at {where}: the port is in use, "
+                    "perhaps by a job that has not ended; end it, or set another MASTER_PORT on all "
+                    "ranks"
                 ) from error
-            came = re.search(r"(\d+)/\d+ clients joined", str(error))
+            joined = re.search(r"(\d+)/\d+ clients joined", str(error))
             seen = f"nothing answers there ({error})"
             if isinstance(error, _SilenceError):
                 seen = "a program listens there, but does not answer as rank 0 of a job does"
-            elif came:
-                seen = f"{came[1]} of {world_size} ranks came"
+            elif joined:
+                seen = f"{joined[1]} of {world_size} ranks came"
             raise RunError(
                 f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
                 f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall "
@@ -176,7 +176,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
             ) from error
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
-    # torchrun's store outlives a restart, and with it the addresses of processes that are gone.
+    # torchrun's store survives a restart, with addresses of processes that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
@@ -186,7 +186,7 @@ class _SilenceError(OSError):
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """torch's rendezvous, which by itself waits for ever if another program has the port."""
+    """Run torch's rendezvous with a timeout: it waits for ever if another program has the port."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def meet() -> None:
@@ -197,7 +197,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
     threading.Thread(target=meet, name="rendezvous", daemon=True).start()
     try:
-        # torch's own message, which says how many ranks came, is better if it comes.
+        # Wait longer than torch does, because torch's own error says how many ranks joined.
         answer = answers.get(timeout=timeout.total_seconds() + 2)
     except queue.Empty:
         raise _SilenceError from None
@@ -207,10 +207,10 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process one of `world_size` ranks of a part of the job, until it ends.
+    """Make this process a rank of a part of the job, with `world_size` ranks, until it ends.
 
-    RANK, WORLD_SIZE and the default process group will be those of the part. `name` is the same on
-    its ranks, and differs between parts; torchrun's ranks have met by `find_peers` before.
+    RANK, WORLD_SIZE and the default process group become those of the part. `name` is the same on
+    all ranks of a part, and differs between parts. Call `find_peers` first.
     """
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -222,9 +222,9 @@ def _meeting_place() -> tuple[str, ...]:
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
-            f"the environment names a rank or a world size, but not {', '.join(missing)}; start "
-            f"with torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and "
-            f"WORLD_SIZE to run as one process"
+            f"the environment has RANK or WORLD_SIZE, but not {', '.join(missing)}; start with "
+            f"torchrun, set all of {', '.join(_TORCHRUN_VARIABLES)}, or unset RANK and WORLD_SIZE "
+            f"to run as one process"
         )
     return tuple(os.environ[name] for name in _TORCHRUN_VARIABLES)
 
@@ -246,22 +246,22 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
     device_type, _ = get_device_info()
     for needed in {device_type, "cpu"} if enable_cpu_backend else {device_type}:
         backend = backend_of.get(needed)
-        # Gloo lists CUDA, but has neither all-gather nor reduce-scatter there.
+        # Gloo accepts CUDA tensors, but has neither all-gather nor reduce-scatter for them.
         if backend is None or (backend == "gloo" and needed != "cpu"):
             raise ValueError(
-                f"the process group that exists already ({config}) cannot communicate "
-                f"{needed} tensors as this job needs; create it with backend "
+                f"this job needs to communicate {needed} tensors, which the existing process group "
+                f"({config}) cannot; create it with backend "
                 f"{_default_backend(enable_cpu_backend)!r}, or let torchtitan create it"
             )
 
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
-    """Have NCCL record its last collectives and write them down when one times out.
+    """Make NCCL record its last collectives, and write the record to a file at a time-out.
 
-    Gloo would keep a record, too, some 50 MiB for the default size, but never writes it down.
+    Gloo keeps a record too, of 50 MiB at the default size, but never writes it.
     """
-    # 3: a failed collective ends the process but does not wait for the other ranks to notice.
-    # torchrun sets 1 in every job; replacing that overrules no user.
+    # 3: a failed collective ends the process without waiting until the other ranks notice.
+    # torchrun sets 1 in every job, so replacing a 1 overrides no user's choice.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     is_written = "nccl" in backend
     size = comm_config.trace_buf_size if is_written else min(comm_config.trace_buf_size, 100)
@@ -270,7 +270,7 @@ def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str
         folder = os.path.join(base_folder, comm_config.save_traces_folder)
         try:
             os.makedirs(folder, exist_ok=True)
-        except OSError as error:  # a guest may have no place to write
+        except OSError as error:  # in a host's process there may be no writable folder
             warn_once(logger, f"a hang will leave no traces: {error}; set job.dump_folder")
             return
         _set_environment("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -299,17 +299,15 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
     if comm_mode == "local_tensor":
         from torch.distributed._local_tensor import LocalTensorMode  # loads DTensor
 
-        # Stays on for the rest of the process: there is no way back from simulated ranks.
+        # Never exited: simulated ranks stay for the rest of the process.
         LocalTensorMode(world_size).__enter__()
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
-    """Give every group in use this timeout from here on. All ranks must call it.
+    """Set the timeout of every group in use, except a default group made by the host. Collective.
 
-    A default group that the host made keeps its own.
-
-    The first step compiles and connects, so it runs under a longer timeout; a barrier keeps a
-    rank that is still in it from being timed by the shorter one.
+    The first step compiles and connects, so it runs with a longer timeout. A barrier makes sure
+    that no rank is still in that step when the shorter timeout begins.
     """
     level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
     logger.log(level, "collectives time out after %s from here on", timeout)

@@ -1,0 +1,1 @@
+"""Running processes together: process groups, messages between ranks, failures, stopping."""
