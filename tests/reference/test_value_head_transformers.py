@@ -229,13 +229,13 @@ def test_classifier_of_transformers_with_two_labels_is_refused(tmp_path):
     args = from_hf_config(config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).model_args
     config.num_labels = 2
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match="its 2 labels are not one value; .* num_labels = 1"):
+    with pytest.raises(ValueError, match="a value head needs one label, not 2; .* num_labels = 1"):
         from_hf_config(tmp_path / "hf")
     spec = dataclasses.replace(get_train_spec("qwen3"), model_args={"tiny": args})
     with (
         TrainingEngine(
             tiny_job(str(tmp_path), model={"value_head": True}), train_spec=spec
         ) as engine,
-        pytest.raises(ValueError, match="score.weight is for 2 labels, .* num_labels = 1"),
+        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
     ):
         engine.load(str(tmp_path / "hf"))

@@ -206,7 +206,7 @@ def test_files_with_two_labels_are_refused(tmp_path):
     folder = folder_with(tmp_path, files)
     with (
         make_engine(tmp_path) as engine,
-        pytest.raises(ValueError, match="score.weight is for 2 labels, .* num_labels = 1"),
+        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
     ):
         engine.load(folder)
 
@@ -280,7 +280,9 @@ def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypat
     ],
 )
 def test_config_with_several_labels_is_refused(labels):
-    with pytest.raises(ValueError, match=r"its \d labels are not one value; .* num_labels = 1"):
+    with pytest.raises(
+        ValueError, match=r"a value head needs one label, not \d; .* num_labels = 1"
+    ):
         from_hf_config(CLASSIFIER | labels)
     assert from_hf_config(CLASSIFIER | {"id2label": None, "num_labels": 1}).model_args.value_head
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
+"""DeepSeek-V2 and V3: flavors, and the train spec."""
 # ruff: noqa: F401 (names of the reference)
 
 from typing import Any

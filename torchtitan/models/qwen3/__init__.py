@@ -48,7 +48,7 @@ def _qwen2(
 
 
 _TIED = {"enable_weight_tying": True}
-# Larger Qwen 2.5 models have embedding rows for a number of tokens that splits more evenly.
+# Larger Qwen 2.5 models pad the vocabulary, so that it splits evenly over more ranks.
 _PADDED = {"vocab_size": 152064}
 
 qwen3_args: dict[str, Qwen3ModelArgs] = {

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 on the shared decoder: multi-head latent attention, and experts.
 
-B rows, T tokens, M model dim, H heads, N and R sizes of a query or key head's parts without and
-with position, V size of a value head.
+B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head's parts without and
+with RoPE, V the size of a value head.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torchtitan.models.rope import precompute_freqs_cis as precompute_table
 from torchtitan.tools.linear import Linear
 from torchtitan.tools.norm import RMSNorm
 
-# DeepSeek's own code has it in the norms of the two latents, independent of `rms_norm_eps`.
+# DeepSeek's own code uses this eps for the two latents' norms, independent of `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -30,8 +30,8 @@ def precompute_freqs_cis(args: DeepSeekV3ModelArgs) -> Tensor:
 class Attention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values of all heads come from one latent per token. Position goes into R extra
-    numbers of each query head, and into one key of R numbers that all heads share.
+    The keys and values of all heads are projected from one latent per token. RoPE turns R extra
+    numbers of each query head, and one key of R numbers that all heads share.
     """
 
     def __init__(self, model_args: DeepSeekV3ModelArgs):
