@@ -7,30 +7,30 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan.models.moe.grouped_mm import grouped_mm
-from torchtitan.tools import linear as tools_linear
-from torchtitan.tools.linear import Linear
+from torchtitan.numerics import linear as linear_module
+from torchtitan.numerics.linear import Linear
 
 
 @pytest.fixture(params=[False, True], ids=["no bf16 instructions", "bf16 instructions"])
 def any_cpu(request, monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", request.param)
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", request.param)
     return request.param
 
 
 @pytest.fixture
 def slow_cpu(monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", False)
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", False)
 
 
 @pytest.mark.parametrize("lacking", ["library", "operator"])
 def test_layers_are_built_where_torch_has_no_onednn(lacking, monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", None)
-    monkeypatch.setattr(tools_linear.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", None)
+    monkeypatch.setattr(linear_module.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lacking != "library")
     operators = SimpleNamespace() if lacking == "operator" else failing_operator()
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
     Linear(24, 16)
-    assert not tools_linear.cpu_multiplies_bf16()
+    assert not linear_module.cpu_multiplies_bf16()
 
 
 def failing_operator():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.tools import host, products
+from torchtitan.numerics import products
+from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
 
 pytestmark = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.tools.linear import linear
+from torchtitan.numerics.linear import linear
 
 _OPS = torch.ops._c10d_functional
 

@@ -40,10 +40,10 @@ from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequen
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
 from torchtitan.models.rope import apply_rotary_emb, select_positions
+from torchtitan.numerics.linear import Linear, project
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
-from torchtitan.tools.linear import Linear, project
-from torchtitan.tools.norm import RMSNorm
 
 if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer

@@ -25,10 +25,10 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.numerics.products import compile_options
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_varlen
 from torchtitan.tools.logging import logger
-from torchtitan.tools.products import compile_options
 from torchtitan.tools.utils import get_device_type
 
 

@@ -11,7 +11,7 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_unary
 
-from torchtitan.tools.linear import is_slow_product
+from torchtitan.numerics.linear import is_slow_product
 
 _library = Library("torchtitan", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")

@@ -18,7 +18,7 @@ from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
-from torchtitan.tools.linear import linear
+from torchtitan.numerics.linear import linear
 from torchtitan.tools.logging import logger, warn_once
 
 # ---- experts ----

@@ -14,8 +14,8 @@ from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.models.rope import precompute_freqs_cis as precompute_table
-from torchtitan.tools.linear import Linear
-from torchtitan.tools.norm import RMSNorm
+from torchtitan.numerics.linear import Linear
+from torchtitan.numerics.norm import RMSNorm
 
 # DeepSeek's own code uses this eps for the two latents' norms, independent of `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
