@@ -19,8 +19,7 @@ from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
-    weighted_policy_loss,
-    weighted_value_loss,
+    weighted_sum,
 )
 from torchtitan.loss.cross_entropy import IGNORE_INDEX
 
@@ -87,11 +86,11 @@ LOSSES = {
         lambda z, y, _: F.cross_entropy(z, y, reduction="none"),
     ),
     "policy": Loss(
-        lambda z, y, advantages, w: weighted_policy_loss(_logprobs(z, y), advantages, w),
+        lambda z, y, advantages, w: -weighted_sum(_logprobs(z, y) * advantages, w),
         lambda z, y, advantages: -advantages * (z[range(len(y)), y] - z.logsumexp(-1)),
     ),
     "value": Loss(
-        lambda z, _, returns, w: weighted_value_loss(z[..., 0], returns, w),
+        lambda z, _, returns, w: weighted_sum((z[..., 0] - returns) ** 2, w) / 2,
         lambda z, _, returns: F.mse_loss(z[:, 0], returns, reduction="none") / 2,
     ),
 }

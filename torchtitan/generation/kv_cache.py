@@ -28,9 +28,9 @@ class CachedAttention(nn.Module):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
-        # [B, K, max_length, D]; not buffers, which would appear among the model's own.
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
+        # would appear in the model's state dict.
+        self.stored: list[Tensor] = []
         # `CachedForward` sets the slots of the next call's tokens, [1 or B, T], and S after it.
         self.slots: Tensor | None = None
         self.end = 0
@@ -51,18 +51,15 @@ class CachedAttention(nn.Module):
         q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: bool [1 or B, 1, T, S], True for the slots
         that a token sees.
         """
-        if self.keys is None or self.values is None:
-            # Allocated here, because only now are batch size, heads, dtype and device known.
-            self.keys, self.values = (
-                x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)
-            )
+        if not self.stored:  # only now are batch size, heads, dtype and device known
+            self.stored = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)]
         assert self.slots is not None
-        for stored, new in ((self.keys, k), (self.values, v)):
+        for stored, new in zip(self.stored, (k, v), strict=True):
             if len(self.slots) == 1:  # the same slots in all rows
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 stored.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
-        k, v = (x[:, :, : self.end] for x in (self.keys, self.values))
+        k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=block_mask, scale=scale, enable_gqa=enable_gqa
@@ -76,25 +73,18 @@ class CachedAttention(nn.Module):
 
     def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
         """Overwrite the rows at `places` with `rows` of another cache; an empty cache gets these."""
-        assert other.keys is not None and other.values is not None
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (
-                x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3])
-                for x in (other.keys, other.values)
-            )
-        for stored, given in ((self.keys, other.keys), (self.values, other.values)):
+        self.stored = self.stored or [
+            x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
+        ]
+        for stored, given in zip(self.stored, other.stored, strict=True):
             stored[places, :, : other.end] = given[rows, :, : other.end]
         self.end = max(self.end, other.end)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows of the cache, in this order; a row may be repeated."""
-        if self.keys is None or self.values is None:
-            return
-        kept = []
-        for x in (self.keys, self.values):
-            kept.append(x.new_zeros(len(rows), *x.shape[1:]))
-            kept[-1][:, :, : self.end] = x[:, :, : self.end][rows]
-        self.keys, self.values = kept
+        for i, x in enumerate(self.stored):
+            self.stored[i] = x.new_zeros(len(rows), *x.shape[1:])
+            self.stored[i][:, :, : self.end] = x[:, :, : self.end][rows]
 
 
 class CachedForward:

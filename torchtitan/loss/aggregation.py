@@ -53,27 +53,6 @@ def weighted_cross_entropy(pred: Any, labels: torch.Tensor, batch: dict[str, Any
     return weighted_sum(losses.view(labels.shape), weights)
 
 
-def weighted_policy_loss(
-    logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return minus the sum of weights * advantages * logprobs, a scalar; all [B, T].
-
-    Its gradient is the policy gradient (Williams 1992, REINFORCE), without a ratio to an older
-    policy.
-    """
-    # Masked before the product: 0 * an infinite advantage would be NaN in the gradient of logprobs.
-    advantages = advantages.detach().masked_fill(weights == 0, 0)
-    return -weighted_sum(logprobs * advantages, weights)
-
-
-def weighted_value_loss(
-    values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return half the sum of weights * (values - returns)^2, a scalar; all [B, T]."""
-    errors = (values - returns.detach()).masked_fill(weights == 0, 0)
-    return weighted_sum(errors**2, weights) / 2
-
-
 # ---- the weights ----
 
 LossAggregation = Literal[
@@ -155,7 +134,7 @@ def aggregation_weights(
         share = len(counts) if count_empty else sum(n > 0 for n in counts)
     if mode == "seq-mean-token-sum-norm":
         share *= norm
-    total = sum(_gather(share, group)) if normalize else 1
+    total = sum(_of_all_ranks(share, group)) if normalize else 1
 
     divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
     weights = []
@@ -184,13 +163,12 @@ def _count_prompts(
     own_rank = 0 if group is None else dist.get_rank(group)
     share = 0
     counted = own if count_empty else +own  # + leaves out prompts without a token
-    for rank, tokens_of_prompt in enumerate(_gather(counted, group)):
+    for rank, tokens_of_prompt in enumerate(_of_all_ranks(counted, group)):
         if rank == own_rank:
             share = sum(prompt not in whole for prompt in tokens_of_prompt)
         whole.update(tokens_of_prompt)
     return whole, share
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks of the group, in rank order."""
+def _of_all_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [value] if group is None else all_ranks(value, group)

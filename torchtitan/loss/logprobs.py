@@ -91,8 +91,7 @@ class TokenLogProbs:
             h and labels are the same on all of them, the call is collective, and the gradient of h
             is this rank's summand.
         """
-        first = _first_entry(h, weight, labels, group)
-        x, weight, bias = _operands(h, weight, bias)
+        x, weight, bias, first = _operands(h, weight, bias, labels, group)
         with torch.autocast(h.device.type, enabled=False):
             return TokenOutputs(
                 *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
@@ -146,8 +145,7 @@ class SummedCrossEntropy:
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        first = _first_entry(h, weight, labels, group)
-        x, weight, bias = _operands(h, weight, bias)
+        x, weight, bias, first = _operands(h, weight, bias, labels, group)
         size = self.chunk_tokens
         with torch.autocast(h.device.type, enabled=False):
             return _SummedLoss.apply(x, weight, bias, labels.flatten(), size, first, group)
@@ -189,20 +187,22 @@ def token_logprobs(
     )
 
 
-def _first_entry(h: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> int:
-    """Check the labels; return the vocabulary entry that this rank's weight begins with."""
+def _operands(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[Any, ...]:
+    """Check the labels. Return h as [N, M], weight [v, M] and bias [v], in autocast's dtype if it
+    is on, and the vocabulary entry that this rank's weight begins with."""
     rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
-    return rank * weight.shape[0]
-
-
-def _operands(h: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
-    """Return h as [N, M], weight [v, M] and bias [v], in autocast's dtype if it is on."""
     operands = [h.flatten(0, -2), weight, bias]
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return operands
+    return *operands, rank * weight.shape[0]
 
 
 def _check_chunk(head: str, chunk_tokens: int | None) -> None:
@@ -280,14 +280,17 @@ class _LogProbs(torch.autograd.Function):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
+                temperature = ctx.head.temperature
+                if isinstance(temperature, Tensor):
+                    temperature = temperature[rows, 0]
                 grad_logits = _gradient_of_logits(
                     _logits(x, weight, bias, ctx.head.temperature, rows),
                     labels,
                     ctx.first,
                     log_normalizer,
                     entropy,
-                    None if grad is None else grad / _temperature(ctx.head, rows),
-                    None if grad_entropy is None else grad_entropy / _temperature(ctx.head, rows),
+                    None if grad is None else grad / temperature,
+                    None if grad_entropy is None else grad_entropy / temperature,
                 )
                 gradients.add(rows, grad_logits)
                 del grad_logits  # before the next chunk's exist
@@ -319,7 +322,7 @@ class _SummedLoss(torch.autograd.Function):
             statistics = _statistics(logits, own_labels, wants_entropy=False)
             top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
             losses.append(-logprobs.sum())
-            if gradients.wanted:
+            if any(gradients.wanted):
                 # The gradient of logit j is p_j - [j is the label]; `logits` are exp(z - maximum).
                 scale = (statistics[:, 0] - top).exp() / total
                 is_ignored = labels[rows] == IGNORE_INDEX
@@ -346,34 +349,36 @@ class _Gradients:
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
     ):
-        self.operands, self.wanted = (x, weight, bias), any(wanted)
-        self.wants_x, self.wants_weight, self.wants_bias = wanted
-        self.of_x = torch.empty_like(x) if self.wants_x else None
-        self.of_weight = self.of_bias = None
+        self.operands, self.wanted = (x, weight, bias), wanted
+        self.of_x = torch.empty_like(x) if wanted[0] else None
+        self.of_weight: Tensor | None = None
+        self.of_bias: Tensor | None = None
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """rows: the tokens of a chunk; grad_logits: their [n, v], of any dtype."""
         x, weight, _ = self.operands
+        wants_x, wants_weight, wants_bias = self.wanted
         grad_logits = grad_logits.to(x.dtype)
-        if self.wants_x:
+        if wants_x:
             self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
-        if self.wants_weight:
+        if wants_weight:
             if self.of_weight is not None and x.dtype in (torch.float32, torch.float64):
                 self.of_weight.addmm_(grad_logits.t(), x[rows])
             else:
                 part = linear(grad_logits.t(), x[rows].t())
                 self.of_weight = _sum_in_fp32(self.of_weight, part)
-        if self.wants_bias:
+        if wants_bias:
             self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradients of x, weight and bias, in their dtypes; None if not wanted."""
-        _, weight, bias = self.operands
-        if self.wants_weight:
-            self.of_weight = _of_parameter(self.of_weight, weight)
-        if self.wants_bias:
-            self.of_bias = _of_parameter(self.of_bias, bias)
-        return [self.of_x, self.of_weight, self.of_bias]
+        sums = [self.of_x, self.of_weight, self.of_bias]
+        for i, operand in enumerate(self.operands):
+            if self.wanted[i]:  # the sum is None if there were no tokens
+                sums[i] = (
+                    torch.zeros_like(operand) if sums[i] is None else sums[i].to(operand.dtype)
+                )
+        return sums
 
 
 def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
@@ -381,12 +386,6 @@ def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
     # for [4096, V], would spend much of their time on these sums if chunks were small.
     size = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
     return [slice(start, start + size) for start in range(0, len(x), size)]
-
-
-def _temperature(head: TokenLogProbs, rows: slice) -> float | Tensor:
-    """Return the temperature of all tokens, or of each token [n] of the chunk."""
-    temperature = head.temperature
-    return temperature[rows, 0] if isinstance(temperature, Tensor) else temperature
 
 
 def _logits(
@@ -490,8 +489,3 @@ def _sum_in_fp32(total: Tensor | None, part: Tensor) -> Tensor:
     if total is None:
         return part
     return total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)
-
-
-def _of_parameter(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return the gradient in the parameter's dtype; zeros if there were no tokens."""
-    return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)

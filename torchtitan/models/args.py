@@ -68,18 +68,3 @@ class DecoderArgs(BaseModelArgs):
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""
         return get_dense_model_nparams_and_flops(self, model, self.head_dims, seq_len)
-
-
-def swiglu_hidden_dim(
-    dim: int, multiplier: float | None, multiple_of: int, n_shares: int = 1
-) -> int:
-    """Return the hidden size of Llama's feed-forwards: 8/3 dim, rounded up to `multiple_of`.
-
-    A SwiGLU of 8/3 dim has as many parameters as a two-layer network of 4 dim. multiplier: scales
-    the 8/3 dim, unless None. n_shares: the number of equal feed-forwards that share that width.
-    """
-    hidden = int(8 * dim / 3)
-    if multiplier is not None:
-        hidden = int(multiplier * hidden)
-    hidden //= n_shares
-    return -(-hidden // multiple_of) * multiple_of

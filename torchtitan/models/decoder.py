@@ -19,7 +19,6 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
     biases                          0
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -276,7 +275,8 @@ class Decoder(ModelProtocol):
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
         # Not saved: it follows from the args, and sequence length may change between runs.
-        self.register_buffer(self.rope_buffer_name, self.build_rope_table(), persistent=False)
+        rope_table = self.build_rope_table(model_args.max_seq_len)
+        self.register_buffer(self.rope_buffer_name, rope_table, persistent=False)
         self.layers = nn.ModuleDict()
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
@@ -304,8 +304,8 @@ class Decoder(ModelProtocol):
         """Return True if `build_feed_forward` returns a mixture of experts for this block."""
         return False
 
-    def build_rope_table(self) -> Tensor:
-        """Return the RoPE table [L, ...] on torch's default device; attention gets rows of it."""
+    def build_rope_table(self, length: int) -> Tensor:
+        """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
         raise NotImplementedError
 
     # ---- the same for all families ----
@@ -372,20 +372,15 @@ class Decoder(ModelProtocol):
         than the table.
         """
         table = getattr(self, self.rope_buffer_name)
-        n_rows = row_len
+        length = row_len
         if positions is not None:
             may_wait = table.device.type == "cpu" or row_len > len(table)
             if not may_wait or torch.compiler.is_compiling() or not positions.numel():
                 return table
-            n_rows = int(on_host(positions).max()) + 1
-        if n_rows > len(table):
-            args = self.model_args
-            self.model_args = dataclasses.replace(args, max_seq_len=n_rows)
-            try:
-                with torch.device(table.device), torch.inference_mode(False):
-                    table = self.build_rope_table()
-            finally:
-                self.model_args = args
+            length = int(on_host(positions).max()) + 1
+        if length > len(table):
+            with torch.device(table.device), torch.inference_mode(False):
+                table = self.build_rope_table(length)
             setattr(self, self.rope_buffer_name, table)
         return table
 
@@ -446,7 +441,8 @@ class Decoder(ModelProtocol):
         """Fill parameters and the RoPE table in place, as the module's docstring lists."""
         buffer = getattr(self, self.rope_buffer_name)
         with torch.device(buffer_device or buffer.device):
-            setattr(self, self.rope_buffer_name, self.build_rope_table())
+            table = self.build_rope_table(self.model_args.max_seq_len)
+        setattr(self, self.rope_buffer_name, table)
         # `to_empty` has given each of the two modules its own tensor.
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output

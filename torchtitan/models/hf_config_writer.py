@@ -19,7 +19,10 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     It has no token ids and no dtype, because the args don't have them.
     Raises ValueError if Hugging Face has no model with these args.
     """
-    writers = {type(_some_args(family)): write for family, write in _WRITERS.items()}
+    writers = {}
+    for family, write in _WRITERS.items():
+        some_args = next(iter(get_train_spec(family).model_args.values()))
+        writers[type(some_args)] = write
     if type(model_args) not in writers:
         raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
     name, fields = writers[type(model_args)](model_args)
@@ -46,11 +49,6 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
             "choose a flavor with values that it can have"
         )
     return config
-
-
-def _some_args(family: str) -> DecoderArgs:
-    """Return the args of some flavor of a family."""
-    return next(iter(get_train_spec(family).model_args.values()))
 
 
 def _give(model_args: DecoderArgs, table: Mapping[str, str]) -> dict[str, Any]:

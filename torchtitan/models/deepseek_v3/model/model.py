@@ -4,6 +4,8 @@ B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head
 with RoPE, V the size of a value head.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -105,5 +107,5 @@ class DeepSeekV3Model(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return layer_id >= self.model_args.n_dense_layers
 
-    def build_rope_table(self) -> Tensor:
-        return precompute_freqs_cis(self.model_args)
+    def build_rope_table(self, length: int) -> Tensor:
+        return precompute_freqs_cis(replace(self.model_args, max_seq_len=length))

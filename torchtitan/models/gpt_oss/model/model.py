@@ -100,10 +100,10 @@ class GptOssModel(Decoder):
     def build_feed_forward(self, layer_id: int) -> GptOssMoE:
         return GptOssMoE(self.model_args, self.model_args.dim, self.model_args.moe_inter_dim)
 
-    def build_rope_table(self) -> Tensor:
+    def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
-        return precompute_rope_cache(args.head_dim, args.max_seq_len, args.rope_theta, *yarn)
+        return precompute_rope_cache(args.head_dim, length, args.rope_theta, *yarn)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         window = documents.with_window(self.model_args.sliding_window_size)

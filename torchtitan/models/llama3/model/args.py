@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchtitan.models.args import DecoderArgs, swiglu_hidden_dim
+from torchtitan.models.args import DecoderArgs
 from torchtitan.models.rope import RoPEScalingArgs
 
 
@@ -31,9 +31,18 @@ class TransformerModelArgs(DecoderArgs):
     @property
     def ffn_hidden_dim(self) -> int:
         """The hidden size of the feed-forward."""
-        if self.hidden_dim is not None:
-            return self.hidden_dim
-        return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of)
+        return self.hidden_dim_by_rule() if self.hidden_dim is None else self.hidden_dim
+
+    def hidden_dim_by_rule(self, n_shares: int = 1) -> int:
+        """Return the hidden size of each of `n_shares` feed-forwards by the rule of 8/3 dim.
+
+        A SwiGLU of 8/3 dim has as many parameters as a two-layer network of 4 dim.
+        """
+        hidden = int(8 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        hidden //= n_shares
+        return -(-hidden // self.multiple_of) * self.multiple_of
 
     @property
     def attention_head_dim(self) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.models import rope
-from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
 
@@ -58,8 +57,7 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
         if self.moe_inter_dim is not None:
             return self.moe_inter_dim
         per_token = self.moe_args.top_k + self.moe_args.num_shared_experts
-        n_shares = per_token if self.auto_scale_hidden_dim else 1
-        return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of, n_shares)
+        return self.hidden_dim_by_rule(per_token if self.auto_scale_hidden_dim else 1)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """As `MoEDecoderArgs.update_from_config`. Raises ValueError like `check_chunks`."""

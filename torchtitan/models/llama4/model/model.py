@@ -70,13 +70,13 @@ class Transformer(Llama3):
         args = self.model_args
         return build_moe(args.moe_args, args.dim, args.expert_hidden_dim)
 
-    def build_rope_table(self) -> Tensor:
-        args, table = self.model_args, super().build_rope_table()
+    def build_rope_table(self, length: int) -> Tensor:
+        args, table = self.model_args, super().build_rope_table(length)
         if not args.attn_temperature_tuning:
             return table
         if table.device.type == "meta":  # arange there would load torch's compiler
-            return table.new_empty(table.shape[0], table.shape[1] + 1)
-        steps = torch.arange(1, len(table) + 1, dtype=torch.float32).div(args.floor_scale).floor()
+            return table.new_empty(length, table.shape[1] + 1)
+        steps = torch.arange(1, length + 1, dtype=torch.float32).div(args.floor_scale).floor()
         factors = torch.log1p(steps) * args.attn_scale + 1.0
         return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
 
