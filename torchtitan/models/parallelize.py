@@ -59,25 +59,7 @@ def parallelize_decoder(
         )
     if compile_blocks:
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
-    training = job_config.training
-    replicates = parallel_dims.dp_replicate_enabled
-    if parallel_dims.uses_fsdp:
-        expert_axes = ["dp_replicate", "efsdp"] if replicates else ["efsdp"]
-        distributed.apply_fsdp(
-            model,
-            parallel_dims.get_fsdp_mesh(),
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            pp_enabled=parallel_dims.pp_enabled,
-            cpu_offload=training.enable_cpu_offload,
-            reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
-            ep_degree=parallel_dims.ep,
-            edp_mesh=parallel_dims.get_mesh(expert_axes) if parallel_dims.ep_enabled else None,
-            register_buffers=job_config.parallelism.fsdp_register_buffers,
-        )
-    elif replicates and not parallel_dims.pp_enabled:  # a pipeline schedule sums over replicas
-        mesh = parallel_dims.get_mesh("dp_replicate")
-        distributed.apply_ddp(model, mesh, enable_compile=compile_blocks)
+    _apply_data_parallel(model, parallel_dims, job_config, compile_blocks)
     return model
 
 
@@ -155,3 +137,27 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
         if moe.experts.use_grouped_mm:
             moe.experts.compile_products(**options)
     logger.debug("compiling each block with backend %r", compile_config.backend)
+
+
+def _apply_data_parallel(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, compile_blocks: bool
+) -> None:
+    training = job_config.training
+    replicates = parallel_dims.dp_replicate_enabled
+    if parallel_dims.uses_fsdp:
+        expert_axes = ["dp_replicate", "efsdp"] if replicates else ["efsdp"]
+        distributed.apply_fsdp(
+            model,
+            parallel_dims.get_fsdp_mesh(),
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            pp_enabled=parallel_dims.pp_enabled,
+            cpu_offload=training.enable_cpu_offload,
+            reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+            ep_degree=parallel_dims.ep,
+            edp_mesh=parallel_dims.get_mesh(expert_axes) if parallel_dims.ep_enabled else None,
+            register_buffers=job_config.parallelism.fsdp_register_buffers,
+        )
+    elif replicates and not parallel_dims.pp_enabled:  # a pipeline schedule sums over replicas
+        mesh = parallel_dims.get_mesh("dp_replicate")
+        distributed.apply_ddp(model, mesh, enable_compile=compile_blocks)
