@@ -86,7 +86,7 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 
 def uncached(model: nn.Module, tokens: torch.Tensor, n_new: int) -> torch.Tensor:
-    """The likeliest continuation by a whole forward for each token."""
+    """The likeliest continuation, by a forward of the whole text for each token."""
     for _ in range(n_new):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(dim=-1)), dim=1)
     return tokens

@@ -1,4 +1,4 @@
-"""Products of bf16 matrices, where they are slow and where they are not."""
+"""Products of bf16 matrices, on CPUs that are slow at them and on others."""
 
 from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def test_bf16_is_rounded_once_forward_and_backward(any_cpu):
     out.backward(grad)
     exact.backward(grad.double())
     assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
-    # Half a unit in the last of 8 binary digits, and the sum's own error.
+    # Half a unit of bf16's last place (8 bits), plus the error of the sum.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-3)
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=2**-8, atol=1e-3)
 

@@ -162,7 +162,7 @@ def folder_with(tmp_path, weights, name="hf"):
 
 
 def hf_weights(tmp_path, **options):
-    """HF name -> tensor, of an engine with another seed."""
+    """Return HF name -> tensor of an engine with another seed."""
     with make_engine(tmp_path, seed=7, **options) as engine:
         return {name: tensor.clone() for name, tensor in engine.iter_hf_weights()}
 
@@ -261,7 +261,7 @@ def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypat
     assert from_hf_config(reward).model_args.value_head
     language = from_hf_config(CLASSIFIER | {"architectures": ["LlamaForCausalLM"]}).model_args
     assert (language.value_head, language.enable_weight_tying) == (False, True)
-    # Of a tied family the flavor is still found.
+    # A tied flavor is found, too.
     flavors = get_train_spec("llama3").model_args
     monkeypatch.setitem(flavors, "of this size", language)
     assert from_hf_config(CLASSIFIER).flavor == "of this size"
