@@ -180,12 +180,12 @@ class CachedForward:
             yield
             return
 
-        def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            h, *others = args
+        def keep_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            h, *head = args
             last = torch.tensor(counts, device=h.device) - 1
-            return h[torch.arange(len(h), device=h.device), last][:, None], *others
+            return h[torch.arange(len(h), device=h.device), last][:, None], *head
 
-        hook = self._output.register_forward_pre_hook(pick)
+        hook = self._output.register_forward_pre_hook(keep_last)
         try:
             yield
         finally:
@@ -214,8 +214,8 @@ def kv_cache(
     parts = [model] if isinstance(model, nn.Module) else list(model)
     layers = []
     for part in parts:
-        found = [module for module in part.modules() if hasattr(module, "inner_attention")]
-        if not isinstance(part, Decoder) or len(found) != len(part.layers):
+        attentions = [module for module in part.modules() if hasattr(module, "inner_attention")]
+        if not isinstance(part, Decoder) or len(attentions) != len(part.layers):
             raise ValueError(
                 f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have "
                 f"an inner_attention each, got {type(part).__name__}"
@@ -225,7 +225,7 @@ def kv_cache(
                 "generation draws tokens from logits, and a model with a value head returns none; "
                 "give the policy's model"
             )
-        layers += found
+        layers += attentions
     n_positions = getattr(parts[0], parts[0].rope_buffer_name).shape[0]
     if max_length > n_positions:
         raise ValueError(

@@ -61,7 +61,9 @@ def default_head(
     """
     last = model_parts[-1]
     output = getattr(last, "output", None)
-    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)  # if it is compiled
+    # Private (torch 2.13): torch.compile stores the function here, which tells a compiled
+    # `cross_entropy_loss` from a client's loss.
+    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
     if loss_fn is not cross_entropy_loss or output is None or chunk_tokens == 0:
         return None
     if not all("head" in keywords_of(module.forward)[0] for module in (last, output)):

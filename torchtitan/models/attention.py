@@ -75,17 +75,17 @@ def get_document_mask_mod(
     Raises ValueError if none is given, or only tokens without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
-    given = {name: x for name, x in sources.items() if x is not None}
-    if not given or (given.keys() == {"input"} and eos_id is None):
+    sources = {name: x for name, x in sources.items() if x is not None}
+    if not sources or (sources.keys() == {"input"} and eos_id is None):
         raise ValueError(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
-            f"eos_id, got {', '.join(given) or 'none of them'}; give one"
+            f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
     # Without `batch` only the shape of "input" is used, so any of the tensors serves.
-    tokens = next(iter(given.values()))
+    tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
-    starts = document_starts(read_document_ids({"input": tokens} | given, mask_type, eos_id))
+    starts = document_starts(read_document_ids({"input": tokens} | sources, mask_type, eos_id))
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return starts[b, q_idx] == starts[b, kv_idx]
@@ -251,20 +251,16 @@ class FlexAttentionWrapper(nn.Module):
             results = _varlen(*packed, mask.lowered, scale, mask.window, return_lse)
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
+        options = {
+            "score_mod": score_mod,
+            "block_mask": block_mask,
+            "scale": scale,
+            "return_lse": return_lse,
+            "enable_gqa": enable_gqa,
+        }
         if torch.compiler.is_compiling():  # the surrounding graph is being compiled already
-            attend = load_flex_attention().flex_attention
-        else:
-            attend = FlexAttentionWrapper._compiled_flex_attn
-        return attend(
-            q,
-            k,
-            v,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=scale,
-            return_lse=return_lse,
-            enable_gqa=enable_gqa,
-        )
+            return load_flex_attention().flex_attention(q, k, v, **options)
+        return FlexAttentionWrapper._compiled_flex_attn(q, k, v, **options)
 
 
 class VarlenAttentionWrapper(nn.Module):
@@ -442,18 +438,18 @@ def _kernel_options(
                 "attn_type 'sdpa' has no sliding window and returns no log-sum-exp, which this "
                 "model needs; set model.attn_type to 'flex' or 'varlen'"
             )
-        fits, wanted = lowered is None or mask.starts is not None, "no attention_masks"
+        fits, expected = lowered is None or mask.starts is not None, "no attention_masks"
         options = {"attn_mask": lowered}
     elif attn_type == "varlen":
-        fits, wanted = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
+        fits, expected = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
     else:  # a BlockMask contains the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
-        fits, wanted = is_block_mask or attn_type == "cache", "a BlockMask"
+        fits, expected = is_block_mask or attn_type == "cache", "a BlockMask"
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(
-            f"attn_type {attn_type!r} takes {wanted}, got {type(lowered).__name__}; build them "
+            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; build masks "
             "with the model's get_attention_masks, or change model.attn_type"
         )
     return options

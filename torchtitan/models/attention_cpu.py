@@ -23,9 +23,10 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_aten = torch.ops.aten
-_flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Private operators, read in torch 2.13. `F.scaled_dot_product_attention` calls them on a CPU but does
+# not return the log-sum-exp, without which results over parts of the keys cannot be combined.
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
@@ -279,6 +280,8 @@ def _backward(
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seq_q, cu_seq_k, scale, window):
+        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
+        # call reaches the kernel of the device.
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.torchtitan.document_attention(
                 q, k, v, cu_seq_q, cu_seq_k, scale, window

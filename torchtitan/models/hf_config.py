@@ -180,12 +180,12 @@ _SAME_FIELD = {  # other HF names of a field -> its name in the tables
 
 
 def _llama3(config: Config) -> dict[str, Any]:
-    others = {
+    args = {
         "head_dim": config.get("head_dim"),
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
     }
-    return _take(config, _LLAMA) | _llama3_rope(config) | others
+    return _take(config, _LLAMA) | _llama3_rope(config) | args
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _llama4(config: Config) -> dict[str, Any]:
     if config.get("layer_types"):
         kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
         _require_layers(config, "layer_types", kinds)
-    others = {
+    args = {
         "interleave_moe_layer_step": step,
         "every_n_layers_nope": interval,
         "use_qk_norm": config.get("use_qk_norm", True),
@@ -274,7 +274,7 @@ def _llama4(config: Config) -> dict[str, Any]:
         "moe_args.num_shared_experts": 1,
         "moe_args.score_func": "sigmoid",
     }
-    return _take(config, _LLAMA4) | _llama3_rope(config) | others
+    return _take(config, _LLAMA4) | _llama3_rope(config) | args
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         n_layers = config["num_hidden_layers"]
         kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(n_layers)]
         _require_layers(config, "layer_types", kinds)
-    others = {
+    args = {
         "swiglu_limit": config.get("swiglu_limit", 7.0),
         "moe_args.num_shared_experts": 0,
         "moe_args.score_func": "softmax",
@@ -293,7 +293,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         "moe_args.score_before_experts": False,
     }
     yarn = _yarn(config, truncate=False, betas=("ntk_beta", "ntk_alpha"))
-    return _take(config, GPT_OSS) | yarn | others
+    return _take(config, GPT_OSS) | yarn | args
 
 
 # HF's model_type -> family, function from config to our fields, rope_theta if the config has none.

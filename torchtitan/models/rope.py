@@ -90,12 +90,16 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
-    """Return frequencies fp32 [dim/2] in radians per token."""
+def _angles(
+    dim: int, length: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None
+) -> Tensor:
+    """Return the angles fp32 [length, dim/2] of each position and pair, in radians."""
     # Keep the published models' order of operations: at position 100,000 the last bit of a
     # frequency visibly changes the angle.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return frequencies if scaling_args is None else scaling_args.stretch(frequencies, theta)
+    if scaling_args is not None:
+        frequencies = scaling_args.stretch(frequencies, theta)
+    return torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
 
 
 def precompute_freqs_cis(
@@ -110,8 +114,7 @@ def precompute_freqs_cis(
     """
     if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
         return torch.empty((end, dim // 2), dtype=torch.complex64)
-    frequencies = _frequencies(dim, theta, scaling_args)
-    angles = torch.outer(torch.arange(end, dtype=torch.float32), frequencies)
+    angles = _angles(dim, end, theta, scaling_args)
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -194,8 +197,7 @@ def precompute_rope_cache(
     """
     if torch.get_default_device().type == "meta":
         return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
-    frequencies = _frequencies(dim, base, scaling_args)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
+    angles = _angles(dim, max_seq_len, base, scaling_args)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
 

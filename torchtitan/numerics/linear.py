@@ -21,6 +21,7 @@ def cpu_multiplies_bf16() -> bool:
     """Return True if this CPU has instructions for products of bf16 matrices."""
     global _cpu_multiplies_bf16
     if _cpu_multiplies_bf16 is None:
+        # torch has no public query (2.13), so these are private.
         if platform.machine().lower() in ("x86_64", "amd64"):
             answer = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         else:

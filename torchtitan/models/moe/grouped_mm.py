@@ -25,11 +25,11 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     [N, M]; rows from offsets[-1] on are undefined.
     """
     # torchao's 8-bit weights override torch's own operator for every dtype.
-    takes_over = has_torch_function_unary(weights)
-    if not takes_over and is_slow_product(x):
+    is_overridden = has_torch_function_unary(weights)
+    if not is_overridden and is_slow_product(x):
         rounded = (t.to(torch.bfloat16).float() for t in (x, weights))
         return torch.ops.torchtitan.grouped_mm(*rounded, offsets).to(torch.bfloat16)
-    if not takes_over and weights.dtype != torch.bfloat16:
+    if not is_overridden and weights.dtype != torch.bfloat16:
         # While compiling, torch's own operator accepts only bf16.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
     return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
@@ -66,6 +66,8 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, offsets)
+        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
+        # call reaches the kernel of the device.
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
 

@@ -184,9 +184,9 @@ class _LinearToFp32(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # Clear the low bits, because the compiler would drop a cast to bf16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
-        both = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
-        grad_x = _mm_to_fp32(both, torch.cat([weight, weight]))
-        grad_weight = _mm_to_fp32(both.t(), x).unflatten(0, (2, -1)).sum(dim=0)
+        summands = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
+        grad_x = _mm_to_fp32(summands, torch.cat([weight, weight]))
+        grad_weight = _mm_to_fp32(summands.t(), x).unflatten(0, (2, -1)).sum(dim=0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
