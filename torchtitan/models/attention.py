@@ -219,7 +219,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
 
 
 class FlexAttentionWrapper(nn.Module):
-    """torch's flex attention, compiled; on the CPU, our own."""
+    """torch's flex attention, compiled; on the CPU, the functions of `attention_cpu`."""
 
     attn_type: ClassVar[str] = "flex"
     # Read from the class, never from an instance: `set_determinism` replaces it there.

@@ -75,8 +75,8 @@ class Attention(nn.Module):
 
     qkv_bias, output_bias: give wq, wk and wv, or wo, a bias.
     qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None: no such norm.
-    apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without positions.
-    mask_name: which entry to take when the model's masks are a dict.
+    apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
+    mask_name: the entry of this layer, if the model's masks are a dict.
     """
 
     def __init__(
