@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchtitan.tools.linear import Linear, cpu_multiplies_bf16
+from torchtitan.numerics.linear import Linear, cpu_multiplies_bf16
 
 SHAPES = [(256, 256), (256, 768), (256, 2048)]
 

@@ -20,6 +20,7 @@ PICTURE = ROOT / "docs/architecture.svg"
 # From the bottom up. A part imports only parts of the rows under its own.
 LAYERS = (
     ("tools",),
+    ("numerics",),
     ("config",),
     ("distributed",),
     ("batch",),

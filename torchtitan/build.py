@@ -36,6 +36,7 @@ from torchtitan.distributed.processes.failure_watch import Alone, watch_over
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.models.hf_config import from_hf_config
+from torchtitan.numerics.products import use_onednn
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.offload import Offloader
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -47,7 +48,6 @@ from torchtitan.step.update import Update
 from torchtitan.tools import host, utils
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger, warn_once
-from torchtitan.tools.products import use_onednn
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule

@@ -63,7 +63,7 @@ def weights():
 
 def fill(part):
     part.to_empty(device="cpu")
-    part.freqs_cis = part.build_rope_table()
+    part.freqs_cis = part.build_rope_table(part.model_args.max_seq_len)
     part.load_state_dict(weights(), strict=False)
     return part
 

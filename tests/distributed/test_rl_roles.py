@@ -12,6 +12,7 @@ from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
+from torchtitan.numerics import products
 from torchtitan.rl import decoding
 from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.controller import Controller, build_part
@@ -20,7 +21,6 @@ from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.testing.gloo import RankFailure, run_ranks
-from torchtitan.tools import products
 from torchtitan.tools.errors import RunError
 
 ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""What a model family is compared by with Hugging Face's: the same weights, tokens and steps."""
+"""Compares a model family with Hugging Face's on the same weights, tokens and steps."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchtitan.models.decoder import Decoder
 
 VOCAB = 96
-# Two rows of documents with boundaries of their own, so with positions of their own.
+# Two rows with different document boundaries, so with different positions.
 DOCUMENT_LENGTHS = [[7, 1, 20, 12], [30, 10]]
 
 # From weights in Hugging Face's names to our model and the adapter that read them.
@@ -24,7 +24,7 @@ def random_tokens(*shape: int) -> Tensor:
 
 
 def perturb_norms_and_biases(model: nn.Module) -> None:
-    """Away from ones and zeros, which would hide a mistake."""
+    """Move weights away from ones and zeros, which would hide a mistake."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or "bias" in name:
@@ -34,7 +34,7 @@ def perturb_norms_and_biases(model: nn.Module) -> None:
 def load_into(
     model: Decoder, adapter: Any, weights: dict[str, Tensor], lacking: Sequence[str] = ()
 ) -> tuple[Decoder, Any]:
-    """Both again, the model with these weights, copied: all of its own but those named `lacking`."""
+    """Copy both, the model with these weights: all of its own except those named `lacking`."""
     ours = adapter.from_hf({name: tensor.clone() for name, tensor in weights.items()})
     missing, unexpected = model.load_state_dict(ours, strict=False)
     assert not unexpected
@@ -43,7 +43,7 @@ def load_into(
 
 
 def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Logits [B, T, V] of either side's model; positions: [B, T] of packed documents, ours only."""
+    """Logits [B, T, V] of our or HF's model; positions: [B, T] of packed documents, only for ours."""
     if not isinstance(model, Decoder):
         return model(tokens).logits
     masks = None
@@ -77,7 +77,7 @@ def check_logits_and_export(
 
 
 def check_packed_equals_separate(reference: nn.Module, model: Decoder, tolerance: float) -> None:
-    """Our log-probabilities of packed documents are those `reference` gives each one alone."""
+    """Our log-probabilities of packed documents equal those of `reference` for each document alone."""
     tokens = random_tokens(2, 40)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENT_LENGTHS])
     with torch.no_grad():
@@ -93,7 +93,7 @@ def check_packed_equals_separate(reference: nn.Module, model: Decoder, tolerance
 def check_three_adamw_steps(
     reference: nn.Module, model: Decoder, lr: float = 1e-2
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both lose the same over three steps on one batch; returns (their, our) first gradients."""
+    """Losses agree over three steps on one batch; returns (their, our) first gradients."""
     batch = random_tokens(2, 33)
     losses, first_gradients = [], []
     for one in (reference, model):

@@ -24,7 +24,7 @@ from torchtitan.models.moe import MoEArgs
 transformers = pytest.importorskip("transformers")
 
 DIM, LAYERS, HEADS, EXPERTS = 32, 3, 4, 8
-# What the two sides call one and the same number.
+# Our name of a size -> (HF's name, value).
 SIZES = {
     "dim": ("hidden_size", DIM),
     "inter_dim": ("intermediate_size", 48),
@@ -84,7 +84,7 @@ def hf_model(version):
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
         rope_parameters=dict(YARN),
-        initializer_range=0.1,  # scores of experts that differ, and outputs of order 1
+        initializer_range=0.1,  # experts' scores differ, and outputs are of order 1
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"Deepseek{kind}ForCausalLM")(config).eval()
@@ -118,7 +118,7 @@ def our_args(version, **changes):
 
 
 def loaded(args, weights):
-    """The adapter writes names as these weights have them; version 2 has no routing bias."""
+    """The adapter writes the names that these weights have; V2 has no routing bias."""
     has_bias = any("correction_bias" in name for name in weights)
     lacking = [] if has_bias else [f"layers.{i}.moe.expert_bias" for i in range(1, LAYERS)]
     adapter = DeepSeekV3StateDictAdapter(args, None).spelled_like(weights)

@@ -31,7 +31,7 @@ STEPS = 5
 LR = 1e-3
 KERNELS = ["flex", "varlen"]
 LAYOUTS = {1: ["fsdp"], 2: ["fsdp", "tp", "pp", "cp"]}
-# What issue-sized deviations would be: a document that sees another one moves log-probabilities
+# The size of mistakes: a document that sees another document moves log-probabilities
 # by 1e-2, a wrong denominator the loss by 1e-1.
 MAX_LOGPROB, MAX_RELATIVE = 5e-6, 1e-5
 
@@ -89,7 +89,7 @@ def reference():
 
 
 def scores_of_engine(engine):
-    """Log-probabilities of each document, from rows with several; on the last stage, else none."""
+    """Log-probabilities of each document, from packed rows; only on the last stage."""
     batch, labels = pack(documents_of(0))
     rows = engine.forward_step(
         [batch | {"labels": labels}],

@@ -1,4 +1,4 @@
-"""A folder that the engine exports is a model and a tokenizer to transformers."""
+"""transformers loads a folder that the engine exports as a model and a tokenizer."""
 
 import dataclasses
 import json

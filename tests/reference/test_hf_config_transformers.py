@@ -1,4 +1,4 @@
-"""Models built from what transformers writes, config.json and weights, compute what its own do."""
+"""Models built from transformers' config.json and weights compute what transformers' models do."""
 
 import dataclasses
 import importlib.util

@@ -22,7 +22,7 @@ GENERATIONS = ["qwen2", "qwen3"]
 
 
 def head_dim_of(generation):
-    """Qwen 3 chooses it freely."""
+    """Qwen 3's head size is independent of the model dim."""
     return 16 if generation == "qwen3" else DIM // HEADS
 
 

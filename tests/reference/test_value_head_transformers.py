@@ -33,7 +33,7 @@ from torchtitan.testing.tiny_jobs import (
 STEPS = 3
 LR = 1e-3
 LAYOUTS = {1: ["fsdp"], 2: ["fsdp", "tp", "pp", "cp", "ddp"]}
-# A document that sees another one moves values by 1e-2, a score counted twice the norm by 1.
+# A document that sees another moves values by 1e-2; a score counted twice moves the norm by 1.
 TOLERANCE = 5e-6
 
 
@@ -49,7 +49,7 @@ def target_of(tokens):
 class Record:
     """losses, norms: of every step. before, after: values [T] of the documents of step 0.
 
-    after_load: those of the layout before this one, from its DCP checkpoint.
+    after_load: values of the layout before this one, from its DCP checkpoint.
     """
 
     losses: list[float]
@@ -71,7 +71,7 @@ def values_of_transformers(model):
 @functools.cache
 def reference(family):
     """(the model before the first step, record of the plain loop)."""
-    # Tied, as small models are: without an output the embedding is by itself.
+    # Tied like small models; without an output the embedding has nothing to be tied to.
     start, model = (
         tiny_hf_model(family, is_critic=True, tie_word_embeddings=True) for _ in range(2)
     )
@@ -114,7 +114,7 @@ def values_of_engine(engine):
 
 def train_in_layouts(folder, family, hf_folder, layouts):
     """layout -> record, on every rank; leaves Hugging Face files of each in `folder`."""
-    # The config's key, and not these args, is to give the model its head and to untie it.
+    # The config's key, not these args, has to give the model its head and untie it.
     args = dataclasses.replace(from_hf_config(hf_folder).model_args, value_head=False)
     args.enable_weight_tying = True
     get_train_spec(family).model_args["tiny"] = args
@@ -214,7 +214,7 @@ def test_reward_model_of_transformers_scores_the_last_token(tmp_path):
         model.score.weight.mul_(10)
         expected = torch.cat([model(d[None]).logits[0] for d in documents_of(0)])
     model.save_pretrained(tmp_path / "hf")
-    job = tiny_job(str(tmp_path))  # config.json says that it is a value model
+    job = tiny_job(str(tmp_path))  # config.json describes a value model
     with TrainingEngine.from_hf(tmp_path / "hf", job) as engine:
         values = values_of_engine(engine)
     last = torch.tensor([len(d) for d in documents_of(0)]).cumsum(0) - 1
@@ -229,13 +229,13 @@ def test_classifier_of_transformers_with_two_labels_is_refused(tmp_path):
     args = from_hf_config(config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).model_args
     config.num_labels = 2
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match="its 2 labels are not one value; .* num_labels = 1"):
+    with pytest.raises(ValueError, match="a value head needs one label, not 2; .* num_labels = 1"):
         from_hf_config(tmp_path / "hf")
     spec = dataclasses.replace(get_train_spec("qwen3"), model_args={"tiny": args})
     with (
         TrainingEngine(
             tiny_job(str(tmp_path), model={"value_head": True}), train_spec=spec
         ) as engine,
-        pytest.raises(ValueError, match="score.weight is for 2 labels, .* num_labels = 1"),
+        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
     ):
         engine.load(str(tmp_path / "hf"))

@@ -1,4 +1,4 @@
-"""Sequences of one optimizer step, split at random, and the gradient by each aggregation's text.
+"""Sequences of one optimizer step, split at random, and each aggregation's gradient by definition.
 
 For tests and benchmarks. The model is a linear layer, F features and V classes, under cross
 entropy, a policy's or a value's loss.
@@ -19,8 +19,7 @@ from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
-    weighted_policy_loss,
-    weighted_value_loss,
+    weighted_sum,
 )
 from torchtitan.loss.cross_entropy import IGNORE_INDEX
 
@@ -31,7 +30,7 @@ NUM_SPLITS = 60
 
 @dataclass(frozen=True)
 class Sequence:
-    """features: [T, F]. labels, mask, targets (advantages or returns): [T]. prompt it answers."""
+    """features: [T, F]. labels, mask, targets (advantages or returns): [T]. prompt: its prompt's id."""
 
     features: Tensor
     labels: Tensor
@@ -66,7 +65,7 @@ def weights_of_step(step: Items[Sequence], mode: str, **options) -> list[Tensor]
     )
 
 
-# ---- losses: ours of packed rows, and that of each token as their text has it ----
+# ---- losses of packed rows, and of each token by definition ----
 
 
 def _logprobs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def _logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Loss(NamedTuple):
-    """weighted: of logits [B, T, V]; labels, targets, weights [B, T]. per_token: [T] of one."""
+    """weighted: (logits [B, T, V], labels, targets, weights [B, T]) -> loss. per_token: -> [T]."""
 
     weighted: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     per_token: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,11 +86,11 @@ LOSSES = {
         lambda z, y, _: F.cross_entropy(z, y, reduction="none"),
     ),
     "policy": Loss(
-        lambda z, y, advantages, w: weighted_policy_loss(_logprobs(z, y), advantages, w),
+        lambda z, y, advantages, w: -weighted_sum(_logprobs(z, y) * advantages, w),
         lambda z, y, advantages: -advantages * (z[range(len(y)), y] - z.logsumexp(-1)),
     ),
     "value": Loss(
-        lambda z, _, returns, w: weighted_value_loss(z[..., 0], returns, w),
+        lambda z, _, returns, w: weighted_sum((z[..., 0] - returns) ** 2, w) / 2,
         lambda z, _, returns: F.mse_loss(z[:, 0], returns, reduction="none") / 2,
     ),
 }
@@ -101,20 +100,20 @@ LOSSES = {
 
 
 class Microbatch(NamedTuple):
-    """Numbers of the sequences of each row, and tokens of padding after the longest row."""
+    """The sequences' indices in each row, and the tokens of padding after the longest row."""
 
     rows: list[list[int]]
     n_more: int
 
 
 def random_split(n: int, split: random.Random, n_ranks: int | None = None) -> list[list]:
-    """The numbers below n in random order, dealt to the microbatches of 1 to 4 ranks.
+    """Deal the numbers below n in random order to the microbatches of 1 to 4 ranks.
 
-    Ranks have up to 12 microbatches each, unequally many; some are empty, some have empty rows.
+    Ranks have different numbers of microbatches, up to 12; some are empty or have empty rows.
     """
     order = split.sample(range(n), n)
     n_ranks = n_ranks or split.randint(1, 4)
-    # Only the first rank has one for sure.
+    # Only the first rank always has a microbatch.
     ranks = [[[] for _ in range(split.randint(r == 0, 12))] for r in range(n_ranks)]
     everywhere = [members for rank in ranks for members in rank]
     for i in order:
@@ -173,7 +172,7 @@ def all_ranks(split: list[list[Microbatch]]) -> list[Microbatch]:
     return [microbatch for rank in split for microbatch in rank]
 
 
-# ---- the reference: the text of each aggregation, sequence by sequence ----
+# ---- the reference: each aggregation by definition, sequence by sequence ----
 
 
 def aggregated_loss(step: list[Sequence], mode: str, theta: Tensor, loss: str = "sft") -> Tensor:
@@ -222,7 +221,7 @@ def relative_difference(gradient: Tensor, expected: Tensor) -> float:
 def largest_differences(
     mode: str, dtype: torch.dtype, num_splits: int, loss: str = "sft"
 ) -> tuple[float, float]:
-    """Largest relative difference of (loss, gradient) of random splits to the text of the mode."""
+    """Largest relative difference of (loss, gradient) between random splits and the definition."""
     step, theta = random_step(dtype), random_theta(dtype)
     expected, gradient = expected_gradient(mode, theta, loss)
     weights = weights_of_step(step, mode, dtype=dtype)
@@ -236,10 +235,10 @@ def largest_differences(
 
 
 def largest_differences_on_ranks(num_splits: int) -> dict[tuple, float]:
-    """By (loss, mode, dtype), that of gradients summed over the process group.
+    """As `largest_differences`, by (loss, mode, dtype), summed over the process group.
 
-    A rank reads no sequences but its own; what it needs of the others' comes through the group.
-    Every split has cross entropy, every fifth the other losses too: they weigh tokens alike.
+    A rank reads only its own sequences, and gets what it needs of others through the group.
+    Every split tests cross entropy; every fifth also the other losses, which weigh tokens alike.
     """
     group, found = dist.group.WORLD, {}
     cases = [(loss, mode) for mode in LOSS_AGGREGATIONS for loss in LOSSES]

@@ -61,7 +61,7 @@ def dense(q, k, v, allowed, scale=None):
 
 
 def allowed_pairs(document_ids):
-    """bool [B, 1, T, T]: causal, within a run of one id, padding only with itself."""
+    """bool [B, 1, T, T]: causal, within a run of equal ids; padding sees only itself."""
     n_rows, seq_len = document_ids.shape
     allowed = torch.zeros(n_rows, 1, seq_len, seq_len, dtype=torch.bool)
     for row, ids in enumerate(document_ids.tolist()):
@@ -199,7 +199,7 @@ def test_causal_block_mask_has_one_row_for_the_whole_batch():
 
 
 def lookup(mask_mod, n_rows, seq_len):
-    """The mask mod's own word on every pair: bool [B, 1, T, T]."""
+    """The mask function evaluated for every pair: bool [B, 1, T, T]."""
     pairs = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
     return torch.stack([mask_mod(torch.tensor(b), 0, *pairs) for b in range(n_rows)])[:, None]
 
@@ -380,7 +380,7 @@ def test_sdpa_is_causal():
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_sdpa_compiles_where_the_numbers_of_heads_are_symbols(kv_heads):
-    # As for the second model of a process: the compiler makes symbols of sizes that change.
+    # The compiler turns sizes that change into symbols, as for the second model of a process.
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     inner = build_inner_attention("sdpa")
     inputs = tensors(1, 6, 4, kv_heads)
@@ -403,7 +403,7 @@ def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
     )
     on_cpu = [x.detach().to(dtype) for x in tensors(1, 6, 4, 2)]
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril() if has_mask else None
-    # "meta" stands for the accelerator; on the CPU one kernel does it all.
+    # "meta" stands for the accelerator; on the CPU one kernel serves every mask.
     for device in ("cpu", "meta"):
         inputs = [x.to(device) for x in on_cpu]
         options = {"attn_mask": None if mask is None else mask.to(device), "enable_gqa": True}
@@ -500,7 +500,7 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
 
 
 def masks_of_many_lengths(create_mask):
-    """The count of compiled graphs after each of 12 masks, with a closure and a length each."""
+    """Return the number of compiled graphs after each of 12 masks, each a new closure and length."""
     from torch._dynamo.utils import counters
 
     counts = []
@@ -523,7 +523,7 @@ def test_mask_of_every_other_length_compiles_nothing_on_the_cpu():
 
 
 def test_compiled_mask_is_compiled_anew_for_the_second_length_at_most():
-    """What accelerators run, traced here without their compiler."""
+    """The code that accelerators run, traced here without their compiler."""
     counts = masks_of_many_lengths(torch.compile(create_block_mask, backend="eager"))
     assert counts[1:] == [counts[1]] * 11
 
@@ -554,7 +554,7 @@ def test_importing_the_protocols_loads_no_kernel():
     ],
 )
 def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_keys):
-    """As context parallelism makes them: the last query of a document sees its last key."""
+    """Documents as context parallelism cuts them: the last query sees the last key."""
     from torchtitan.models.attention_cpu import document_attention
 
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (n_queries, n_keys))
@@ -572,5 +572,5 @@ def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
     grads, expected_grads = (torch.autograd.grad(o, (q, k, v), weights) for o in (out, expected))
-    # Sums of 512 products in another order.
+    # The 512 products are summed in another order.
     torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-5)

@@ -13,10 +13,10 @@ from torchtitan.models.attention import attend, build_inner_attention
 
 
 def allowed_pairs(document_ids, window=None):
-    """bool [B, T, T]: causal, within a run of one id and the window; padding only with itself."""
+    """bool [B, T, T]: causal, within a run of equal ids and the window; padding sees only itself."""
     columns = torch.arange(document_ids.shape[1])
     distance = columns[:, None] - columns
-    # Here an id belongs to one document alone, so that equal ids are one run.
+    # Here every document has its own id, so that equal ids are one run.
     same = (document_ids[:, :, None] == document_ids[:, None]) & (document_ids != PADDING)[:, None]
     allowed = (same & (distance >= 0)) | (distance == 0)
     return allowed if window is None else allowed & (distance < window)
@@ -81,7 +81,7 @@ def test_window_and_log_sum_exp_with_gradients_equal_dense_attention(ids, heads,
         (expected_out, expected_lse), inputs, (grad_out.double(), grad_lse.double())
     )
     documents = DocumentMask.of_documents(ids)
-    metadata = documents.lower("varlen").lowered  # which says nothing of windows
+    metadata = documents.lower("varlen").lowered  # which has no window
     for attn_type, mask, of_layer in (
         ("flex", documents.with_window(window), None),
         ("varlen", documents.with_window(window), None),
@@ -138,7 +138,7 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
     grad = torch.ones_like(out)
     (actual,) = torch.autograd.grad(out, inputs[2:], grad)
     (wanted,) = torch.autograd.grad(expected, inputs[2:], grad.transpose(1, 2).double())
-    # Half a unit of bf16's last place: one rounding, that of the result.
+    # Half a unit of bf16's last place, because only the result is rounded.
     torch.testing.assert_close(actual.double(), wanted.double(), rtol=2**-8, atol=1e-4)
 
 
@@ -160,7 +160,7 @@ def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block
         wanted = create_block_mask(
             by_lookup, len(documents), None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
         )
-        # dense blocks: which are looked at, and which need no mask
+        # dense blocks: visible blocks, and blocks that need no mask
         assert torch.equal(mask.to_dense(), wanted.to_dense())
         assert torch.equal(mask.full_kv_num_blocks, wanted.full_kv_num_blocks)
         q_idx, kv_idx = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
@@ -212,7 +212,9 @@ def test_large_scores_of_either_sign_neither_overflow_nor_vanish(size):
     with torch.no_grad():
         q *= size**0.5
         k *= size**0.5
-        k[:, :, 200:] = -q[:, :, 200:]  # these see themselves least, and others far from the bound
+        k[:, :, 200:] = -q[
+            :, :, 200:
+        ]  # these score themselves lowest, and other tokens far from the bound
         q[:, 1, :10] = 0
     # The last bit of a score of 3,000 is 2e-4, and products round it in another order on each CPU.
     digits = max(2e-5, size * 1e-6)

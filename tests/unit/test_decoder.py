@@ -245,7 +245,7 @@ def test_document_mask_itself_is_a_mask(attn_type):
     masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
     documents = DocumentMask.of_documents(ids)
     assert torch.equal(model(tokens, documents), model(tokens, masks))
-    # A chunk of 2 tokens is a window of 2 to its second token only.
+    # A chunk of 2 tokens equals a window of 2 only for the second token.
     chunks, window = (model(tokens, m) for m in (documents.in_chunks(2), documents.with_window(2)))
     assert torch.equal(chunks[0, :2], window[0, :2])
     assert not torch.allclose(chunks[0, 2], window[0, 2])
@@ -338,7 +338,7 @@ def test_attention_with_qk_norm_normalises_each_head_before_rope():
     with torch.no_grad():
         for linear in (attention.wq, attention.wk):
             linear.weight.mul_(3)
-    # Normalised heads don't notice the scale of the projection, up to eps.
+    # Normalised heads don't depend on the scale of the projection, up to eps.
     torch.testing.assert_close(attention(x, rows), out, rtol=1e-2, atol=1e-4)
 
 
@@ -377,7 +377,7 @@ class HalfOfRows:
 
 @pytest.mark.parametrize("n_tokens", [12, 24])
 def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_tokens):
-    # "meta" stands for the accelerator, where positions are looked at only if rows are long.
+    # "meta" stands for the accelerator, where positions are read only if rows are long.
     model = meta_model(tiny_args(max_seq_len=16))
     for name in ("norm", "output"):
         setattr(model, name, None)
@@ -394,7 +394,7 @@ def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
     events, on_their_way = [], {}
 
     def start(event, result):
-        """A collective: its result is there after wait_tensor only."""
+        """A collective, whose result is ready only after wait_tensor."""
         events.append(event)
         promised = torch.full_like(result, float("nan"))
         on_their_way[promised.data_ptr()] = promised, result

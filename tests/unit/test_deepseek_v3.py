@@ -71,7 +71,7 @@ def test_flavor_has_its_known_size_and_flops(flavor):
 
 def test_flavors_are_the_known_ones():
     assert list(deepseekv3_args) == list(KNOWN_SIZES)
-    # DeepSeek-V2 ranks groups of experts by their best one, V3 by the two best together.
+    # DeepSeek-V2 ranks groups by their best expert, V3 by the sum of the two best.
     groups = {
         name: (args.moe_args.num_expert_groups, args.moe_args.group_score)
         for name, args in deepseekv3_args.items()
@@ -110,7 +110,7 @@ def test_every_norm_has_the_eps_of_the_published_models():
     model = meta_model(tiny_args(q_lora_rank=12))
     eps = {name: m.eps for name, m in model.named_modules() if isinstance(m, torch.nn.RMSNorm)}
     assert len(eps) == 9 and set(eps.values()) == {1e-6}
-    # Their latent norms keep it whatever the config says.
+    # The latents' norms keep their eps for any norm_eps.
     other = meta_model(tiny_args(q_lora_rank=12, norm_eps=1e-5)).layers["0"].attention
     assert other.q_norm.eps == other.kv_norm.eps == 1e-6
 
@@ -166,7 +166,7 @@ def test_packed_documents_are_trained_as_documents_alone(attn_type):
     tokens = torch.randint(0, 64, (1, 20))
 
     def gradients(lengths):
-        """Of the sum over documents, packed into a row or each in its own."""
+        """Return the gradients of the sum over documents, packed into a row or each in its own."""
         model.zero_grad()
         for part in tokens.split(lengths, dim=1) if len(lengths) > 1 else [tokens]:
             n = part.shape[1]

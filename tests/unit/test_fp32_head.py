@@ -21,7 +21,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 
 def projection_and_states(in_fp32):
-    """An output projection, hidden states of it [2, 12, M] with logits up to 26, and labels."""
+    """Return an output projection, hidden states [2, 12, M] with logits up to 26, and labels."""
     generator = torch.Generator().manual_seed(0)
     output = OutputProjection(DIM, VOCAB, bias=False)
     output.in_fp32 = in_fp32
@@ -30,12 +30,12 @@ def projection_and_states(in_fp32):
         output.weight.copy_(torch.randn(VOCAB, DIM, generator=generator))
         output.weight.copy_(output.weight.bfloat16())
         h *= LARGEST_LOGIT / (h @ output.weight.t()).abs().amax(-1, keepdim=True)
-    # The likeliest tokens, whose log-probs are those of the largest logits.
+    # The likeliest tokens, which have the largest logits.
     return output, h.bfloat16(), (h @ output.weight.t()).argmax(-1)
 
 
 def off_by(in_fp32, compute):
-    """How far log-probs are, in nats, from those of the same bf16 numbers in fp64."""
+    """The error of log-probs in nats, against the same bf16 numbers in fp64."""
     output, h, labels = projection_and_states(in_fp32)
     exact = (h.double() @ output.weight.double().t()).log_softmax(-1)
     exact = exact.gather(-1, labels[..., None])[..., 0]
@@ -59,7 +59,7 @@ def under_autocast(compute):
 
 
 def in_bf16(compute):
-    """With a bf16 weight: a generator's copy, or what FSDP gathers."""
+    """With a bf16 weight, like a generator's copy or FSDP's gathered weight."""
     return lambda output, *others: compute(output.bfloat16(), *others)
 
 
@@ -82,7 +82,7 @@ def test_gradients_keep_the_types_of_weight_and_states():
         (h.grad, output.weight.grad), torch.autograd.grad(logprobs.sum(), wide), strict=True
     ):
         assert found.dtype == torch.bfloat16
-        # One rounding to bf16.
+        # The result is rounded to bf16 once.
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
     loss = output(h, lambda *x: SummedCrossEntropy()(*x, labels=labels))
     assert loss.item() == pytest.approx(-by.logprobs.sum().item(), rel=1e-6)

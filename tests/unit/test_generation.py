@@ -86,7 +86,7 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 
 def uncached(model: nn.Module, tokens: torch.Tensor, n_new: int) -> torch.Tensor:
-    """The likeliest continuation by a whole forward for each token."""
+    """The likeliest continuation, by a forward of the whole text for each token."""
     for _ in range(n_new):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(dim=-1)), dim=1)
     return tokens
@@ -169,7 +169,7 @@ def test_model_is_as_before_after_generation_and_after_an_error():
     model, tokens = tiny_model(), random_tokens(2, 8)
     names, expected = list(model.state_dict()), model(tokens)
     generate(model, tokens, max_new_tokens=3)
-    with pytest.raises(ValueError, match="was made for 5 tokens and 8 are given"):
+    with pytest.raises(ValueError, match="holds 5 tokens per row, got 8"):
         with kv_cache(model, max_length=5) as forward:
             forward(tokens)
     assert torch.equal(model(tokens), expected)

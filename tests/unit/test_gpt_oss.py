@@ -1,4 +1,4 @@
-"""gpt_oss on the shared decoder: sizes, names, initial weights, masks, experts, weights of others."""
+"""gpt_oss on the shared decoder: sizes, names, initial weights, masks, experts, published weights."""
 
 import copy
 import json
@@ -158,7 +158,7 @@ def first_difference(args, changed, batch_changes=None, length=24):
         tokens[0, changed] = token
         masks = model.get_attention_masks(tokens, None, extra)
         logits.append(model(tokens, attention_masks=masks, positions=batch_changes))
-    # Tokens that share an expert change how its products are rounded, if the group grows.
+    # Other tokens of an expert change how its products are rounded, if the group grows.
     moved = (logits[0] - logits[1]).abs() > 1e-4 * logits[0].abs().max()
     return moved.any(-1)[0].nonzero().flatten().tolist()
 
@@ -241,7 +241,7 @@ def test_experts_equal_a_loop_over_tokens_with_gradients(use_grouped_mm):
 def test_loop_over_experts_keeps_no_gradient_as_large_as_all_of_them():
     experts = tiny_experts(False)
     out = experts(torch.randn(8, 16), torch.tensor([2, 2, 2, 2]))
-    # Each parameter is taken apart once; its experts' gradients are then put together once.
+    # Each parameter is unbound once, so its experts' gradients are stacked once.
     pending, nodes = [out.grad_fn], set()
     while pending:
         node = pending.pop()
@@ -279,15 +279,15 @@ def test_rows_that_belong_to_no_expert_leave_gradients_alone():
         torch.autograd.grad(run(*weights, rows, counts)[:6].square().sum(), weights)
         for rows in (x, with_rest)
     ]
-    # Where rows begin in memory may change how a CPU's matrix product rounds.
+    # The rows' addresses in memory may change how a CPU's matrix product rounds.
     for got, want in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
-# ---- compile, config, weights of others ----
+# ---- compile, config, published weights ----
 
 
-@pytest.mark.parametrize(  # True: pieces around the experts
+@pytest.mark.parametrize(  # True: the parts around the experts are compiled
     "ep_enabled", [pytest.param(False, marks=pytest.mark.slow), True]
 )
 def test_compiled_blocks_equal_eager_ones(ep_enabled):
@@ -332,7 +332,7 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def write_mxfp4(folder, hf_weights):
-    """Write a file like the published ones and return our experts' weights in it."""
+    """Write a file like the published files; return its experts' weights in our layout."""
     generator = torch.Generator().manual_seed(2)
     tensors, experts = {}, {}
     for name, tensor in hf_weights.items():

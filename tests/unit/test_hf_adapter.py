@@ -17,7 +17,7 @@ class PerExpert(KeyMapAdapter):
 
 
 class FusedExperts(KeyMapAdapter):
-    """llama4's layout; `down` also under another name, not transposed."""
+    """Llama 4's fused tensors; `down` also has a second HF name, not transposed."""
 
     from_hf_map = {
         "prefix.layers.{}.gate_up": Fused((W1, W3), transposed=True),
@@ -94,7 +94,7 @@ def test_adapter_asks_for_the_names_that_the_files_have():
     asked = adapter.spelled_like(fused_names).to_hf(ours)
     assert {name.replace(".11.", ".0.") for name in asked} == set(fused_names)
     assert same(adapter.spelled_like(fused_names).from_hf(asked), ours)
-    assert len(adapter.to_hf(ours)) == 2 * 3 * E  # writing is as before
+    assert len(adapter.to_hf(ours)) == 2 * 3 * E  # writing does not change
 
 
 def test_joined_and_transposed_tensors_go_there_and_back():
@@ -132,7 +132,7 @@ def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
     bias = {"layers.0.moe.expert_bias": torch.ones(E), "norm": torch.ones(1)}
     assert set(PerExpert(None, None).to_hf(bias)) == {"norm"}
     assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
-    # Older files lack this tensor.
+    # Files of an older model have no such tensor.
     assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
 
 

@@ -1,6 +1,6 @@
 """A step whose gradients are not finite, where the device decides and the host reads it later.
 
-On a CPU the engine looks at once; `late_engine` has it work as it does on an accelerator.
+On a CPU the engine reads the norm at once; `late_engine` makes it wait as on an accelerator.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def states(engine) -> dict[str, torch.Tensor]:
 
 
 def differing(ours, theirs) -> list[str]:
-    """Names, of states that both have, whose bits differ."""
+    """The names of states whose bits differ."""
     return [name for name in ours.keys() & theirs.keys() if not ours[name].equal(theirs[name])]
 
 
@@ -78,7 +78,7 @@ def test_first_step_may_be_skipped(tmp_path):
         assert steps and not any(steps)
         assert engine.lr_schedulers.last_epoch == 1
         backward(engine)
-        engine.optimizers.step()  # by a caller, who has not asked to skip anything
+        engine.optimizers.step()  # by a caller that does not use skipping
         assert differing(before, states(engine)) != []
 
 
@@ -121,7 +121,7 @@ def test_stop_is_raised_by_the_next_look_and_no_weight_has_changed(tmp_path):
             ):
                 look()
             assert differing(before, states(engine)) == []
-        assert engine.weights_version == 0  # said once
+        assert engine.weights_version == 0  # logged once
 
 
 def test_ignore_updates_all_the_same_and_nobody_looks(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_denominator_on_the_device_divides_and_is_refused_late(tmp_path):
             norms.append(engine.optim_step(lr=0.0, denominator=total).grad_norm.item())
         assert norms == [norms[0], norms[0], pytest.approx(norms[0] / 4, rel=1e-6)]
         assert engine.weights_version == 3
-        # A gradient that is not finite is no better for a good denominator.
+        # A valid denominator does not make a non-finite gradient finite.
         engine.job_config.training.nonfinite_grad_norm = "skip"
         backward(engine)
         poison(engine)

@@ -1,4 +1,4 @@
-"""Products of bf16 matrices, where they are slow and where they are not."""
+"""Products of bf16 matrices, on CPUs that are slow at them and on others."""
 
 from types import SimpleNamespace
 
@@ -7,30 +7,30 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan.models.moe.grouped_mm import grouped_mm
-from torchtitan.tools import linear as tools_linear
-from torchtitan.tools.linear import Linear
+from torchtitan.numerics import linear as linear_module
+from torchtitan.numerics.linear import Linear
 
 
 @pytest.fixture(params=[False, True], ids=["no bf16 instructions", "bf16 instructions"])
 def any_cpu(request, monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", request.param)
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", request.param)
     return request.param
 
 
 @pytest.fixture
 def slow_cpu(monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", False)
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", False)
 
 
 @pytest.mark.parametrize("lacking", ["library", "operator"])
 def test_layers_are_built_where_torch_has_no_onednn(lacking, monkeypatch):
-    monkeypatch.setattr(tools_linear, "_cpu_multiplies_bf16", None)
-    monkeypatch.setattr(tools_linear.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", None)
+    monkeypatch.setattr(linear_module.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lacking != "library")
     operators = SimpleNamespace() if lacking == "operator" else failing_operator()
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
     Linear(24, 16)
-    assert not tools_linear.cpu_multiplies_bf16()
+    assert not linear_module.cpu_multiplies_bf16()
 
 
 def failing_operator():
@@ -55,7 +55,7 @@ def test_bf16_is_rounded_once_forward_and_backward(any_cpu):
     out.backward(grad)
     exact.backward(grad.double())
     assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
-    # Half a unit in the last of 8 binary digits, and the sum's own error.
+    # Half a unit of bf16's last place (8 bits), plus the error of the sum.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-3)
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=2**-8, atol=1e-3)
 

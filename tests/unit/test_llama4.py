@@ -1,4 +1,4 @@
-"""llama4 on the shared decoder: sizes, names, layers without positions, chunks, bad values."""
+"""llama4 on the shared decoder: sizes, names, layers without RoPE, chunks, bad values."""
 
 import copy
 import json
@@ -123,11 +123,11 @@ def test_stretched_frequencies_are_the_known_ones():
     table = precompute_freqs_cis(128, 2, 500000, llama4_args["17bx16e"].rope_scaling_args)
     angles = table[1].angle()[[0, 1, 34, 35, 36, 63]]
     expected = [1.0, 0.8146172166, 0.0009384739, 4.77811e-05, 3.89233e-05, 1.534e-07]
-    # The last number is known to four digits only.
+    # The last number is only known to four digits.
     torch.testing.assert_close(angles, torch.tensor(expected), rtol=5e-4, atol=0)
 
 
-# ---- layers without positions ----
+# ---- layers without RoPE ----
 
 
 def test_every_nth_layer_is_without_positions_counted_as_in_hugging_face():
@@ -152,13 +152,13 @@ def test_only_layers_without_positions_carry_what_lies_before_the_chunk():
 # ---- chunks ----
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0], [5, 6, 0, 1, 2, 3, 4, 0, -1]])
-# Documents of POSITIONS, cut anew every 3 tokens.
+# The documents of POSITIONS, cut into chunks of 3 tokens.
 CHUNKS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 2, 2, 3, 4]])
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 2, 3]])
 
 
 def pairs_of(ids):
-    """Which query sees which key: [B, T, T]."""
+    """bool [B, T, T]: True where a query sees a key."""
     return (ids[:, :, None] == ids[:, None, :]).tril()
 
 
@@ -330,7 +330,7 @@ def test_debug_preset_learns_in_chunks_and_evens_out_the_load_of_experts(tmp_pat
     trainer.metrics_processor.log = lambda step, loss, *others, **more: losses.append(loss)
     trainer.train()
     trainer.close()
-    # From log(2048) = 7.6 down. Every fresh text is a new draw, hence only first against last.
+    # Losses fall from log(2048) = 7.6. Each step has new text, so compare only first and last.
     assert len(losses) == 6 and losses[0] == pytest.approx(8.0, abs=0.5)
     assert losses[-1] < losses[0] - 0.5
     biases = [b.moe.expert_bias for b in trainer.model_parts[0].layers.values() if b.moe_enabled]

@@ -40,7 +40,7 @@ def reference(logits, labels, temperature) -> TokenOutputs:
 
 
 def some_loss(outputs: TokenOutputs) -> torch.Tensor:
-    """Every token has another gradient, for its entropy too if there is one."""
+    """A loss with another gradient for every token, and for its entropy if there is one."""
     factors = torch.linspace(-1, 2, ROWS * TOKENS, dtype=outputs.logprobs.dtype)
     factors = factors.view(ROWS, TOKENS)
     loss = (outputs.logprobs * factors).sum()
@@ -85,9 +85,12 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
 
 
 def values_of_vocabulary_parts(n_ranks):
-    """What both heads return on this rank, and the gradients of what is whole and what is its own."""
+    """Return this rank's results of both heads, and the gradients of whole and of split tensors."""
     h, weight, bias, labels = make_inputs()
-    weight, bias = weight.detach()[: VOCAB - 1], bias.detach()[: VOCAB - 1]  # two ranks divide it
+    weight, bias = (
+        weight.detach()[: VOCAB - 1],
+        bias.detach()[: VOCAB - 1],
+    )  # divisible by two ranks
     bias[6:] += 4.0  # ranks have different highest logits
     labels = labels.clamp(max=VOCAB - 2)
     rank, n = (dist.get_rank(), 6) if n_ranks > 1 else (0, VOCAB - 1)
@@ -115,7 +118,7 @@ def test_ranks_that_share_the_vocabulary_compute_what_one_does():
 
 
 def test_gradients_of_many_chunks_in_bf16_are_added_up_in_fp32():
-    """In bf16 a sum of ones ends at 256."""
+    """In bf16 a sum of ones stops growing at 256."""
     weight, bias = (torch.zeros(shape).bfloat16().requires_grad_() for shape in ((2, 1), (2,)))
     h, labels = torch.ones(1, 1000, 1).bfloat16(), torch.zeros(1, 1000, dtype=torch.int64)
     SummedCrossEntropy(1)(h, weight, bias, labels=labels).backward()
@@ -181,7 +184,7 @@ def test_bf16_logits_are_normalized_in_fp32(autocast):
         outputs.logprobs.sum().backward()
     torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
     assert weight.grad.dtype == weight.dtype
-    # One rounding of sums, and one of each chunk's product.
+    # The sum is rounded once, and so is each chunk's product.
     exact, exact_h = weight16.double().requires_grad_(), h16.double()
     reference(exact_h @ exact.T, labels, 1.0).logprobs.sum().backward()
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=0.02, atol=0.03)

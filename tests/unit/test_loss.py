@@ -146,10 +146,10 @@ def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large
     assert head(vocab_size=32768) == SummedCrossEntropy(None)
     assert head(chunk=100) == SummedCrossEntropy(100)
     assert head(vocab_size=32768, chunk=0) is None
-    # A client's loss gets logits; a compiled one is the same loss.
+    # A client's loss gets logits; the compiled loss counts as the engine's own.
     assert head(chunk=100, loss_fn=mse_loss) is None
     compiled = torch.compile(cross_entropy_loss, backend="eager")
     assert head(chunk=100, loss_fn=compiled) == SummedCrossEntropy(100)
-    # Other stages of a pipeline, and outputs that take no head.
+    # Pipeline stages without the output, and outputs that take no head.
     assert head(chunk=100, output=None) is None
     assert head(chunk=100, output=torch.nn.Linear(32, 256)) is None

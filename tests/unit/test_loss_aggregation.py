@@ -20,9 +20,7 @@ from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
-    weighted_policy_loss,
     weighted_sum,
-    weighted_value_loss,
 )
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
@@ -108,7 +106,7 @@ def test_prompts_may_be_told_apart_by_a_tensor():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
-    # benchmarks/aggregation.py tries NUM_SPLITS, three times as many.
+    # benchmarks/aggregation.py tries three times as many.
     assert max(largest_differences(mode, dtype, 20, loss)) < tolerance
 
 
@@ -173,36 +171,3 @@ def test_values_without_weight_count_nowhere_even_if_not_finite():
 def test_weighted_cross_entropy_needs_its_weights():
     with pytest.raises(ValueError, match=r"'loss_weights' \[B, T\] in the batch, got \['input'\]"):
         weighted_cross_entropy(torch.zeros(1, 2, 3), torch.zeros(1, 2), {"input": None})
-
-
-def test_policy_loss_is_minus_the_weighted_log_probabilities_and_spares_the_advantages():
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    advantages = torch.tensor([[2.0, -1.0]], requires_grad=True)
-    loss = weighted_policy_loss(logprobs, advantages, torch.tensor([[0.5, 0.25]]))
-    loss.backward()
-    assert loss == 0.5
-    assert logprobs.grad.tolist() == [[-1.0, 0.25]]
-    assert advantages.grad is None
-
-
-def test_value_loss_is_half_the_weighted_square():
-    values = torch.tensor([[3.0, 1.0]], requires_grad=True)
-    loss = weighted_value_loss(values, torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.5]]))
-    loss.backward()
-    assert loss == 2.25
-    assert values.grad.tolist() == [[2.0, -0.5]]
-
-
-@pytest.mark.parametrize("loss_fn", [weighted_policy_loss, weighted_value_loss])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_tokens_without_weight_get_no_gradient_whatever_stands_there(loss_fn, bad):
-    weights = torch.tensor([[0.5, 0.0, 0.0]])
-    for targets, values in (
-        ([2.0, bad, bad], [1.0, 1.0, bad]),
-        ([2.0, 1.0, 1.0], [1.0, bad, -bad]),
-    ):
-        values = torch.tensor([values], requires_grad=True)
-        loss = loss_fn(values, torch.tensor([targets]), weights)
-        loss.backward()
-        assert loss.isfinite()
-        assert values.grad[0, 0] != 0 and values.grad[0, 1:].tolist() == [0, 0]

@@ -104,4 +104,4 @@ def test_conversion_takes_the_model_of_a_job_file(tmp_path, monkeypatch):
     convert_to_hf_script.main()
     written = json.loads((out / "config.json").read_text())
     assert (written["hidden_size"], written["n_routed_experts"]) == (64, 4)
-    assert written["eos_token_id"] == 2043  # of the job's tokenizer
+    assert written["eos_token_id"] == 2043  # the size of the job's tokenizer

@@ -139,7 +139,7 @@ def test_grouped_experts_equal_the_loop(dtype, counts):
         inputs = [t.clone().requires_grad_() for t in (*weights, tokens(7).to(dtype))]
         out = run(*inputs, torch.tensor(counts))[: sum(counts)]
         assert out.dtype == dtype
-        out.sum().backward()  # an expanded scalar as the gradient, which the bare kernel refuses
+        out.sum().backward()  # the gradient is an expanded scalar, which the bare kernel refuses
         results.append([out, *(t.grad for t in inputs[:3]), inputs[3].grad[: sum(counts)]])
     # bf16: a matrix of one row, or none, may be summed in another order.
     tolerance = (
@@ -231,7 +231,7 @@ def test_experts_hear_of_the_counts_before_the_tokens_are_gathered_and_shared_ex
     moe.experts.register_forward_pre_hook(lambda _, args: order.append(("experts", args[1])))
     moe(tokens(1, 4))
     assert [name for name, _ in order] == ["counts", "shared", "experts"]
-    assert order[0][1] is order[2][1]  # by which the dispatch knows that they are the same
+    assert order[0][1] is order[2][1]  # so that the dispatch recognises the same counts
 
 
 def test_only_training_forwards_with_gradients_are_counted():

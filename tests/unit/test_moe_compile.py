@@ -13,7 +13,7 @@ from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
-# "eager" runs what dynamo traced, which is where a block would break; code generation is slow.
+# "eager" runs the graphs that dynamo traced, where a block would break; inductor is slow.
 COMPILE = Compile(enable=True, backend="eager")
 
 
@@ -83,7 +83,7 @@ def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled,
     assert all(piece._compiled_call_impl is not None for piece in pieces)
     assert not any(part._compiled_call_impl for part in (block, moe, moe.experts))
     losses, gradients, counts = results(compiled)
-    moe.tokens_per_expert //= 2  # with those of the recomputation
+    moe.tokens_per_expert //= 2  # includes the tokens of the recomputation
     torch.testing.assert_close((losses, gradients, counts), results(model))
 
 

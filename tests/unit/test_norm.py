@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchtitan.tools.norm import RMSNorm, rms_norm
+from torchtitan.numerics.norm import RMSNorm, rms_norm
 
 
 def inputs(*shape):

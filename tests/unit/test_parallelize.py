@@ -1,4 +1,4 @@
-"""The one parallelize plan on a single process: what it applies, in which order, what it refuses."""
+"""The parallelize plan on a single process: what it applies, in which order, what it refuses."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def dims(**degrees):
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
-    # Otherwise the tests together meet dynamo's limit of variants per function.
+    # Otherwise all tests together exceed dynamo's limit of variants per function.
     torch._dynamo.reset()
 
 

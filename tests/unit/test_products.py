@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.tools import host, products
+from torchtitan.numerics import products
+from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
 
 pytestmark = pytest.mark.skipif(
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Tenant:
-    """What holds loans, as an engine does."""
+    """A holder of changes to the process, like an engine."""
 
 
 @pytest.fixture
@@ -123,14 +124,14 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     torch.manual_seed(0)
     layer, x = nn.Linear(256, 512, bias=False), torch.randn(256, 256)
     options = products.compile_options()
-    assert options == products.compile_options()  # or engines share no compiled code
+    assert options == products.compile_options()  # otherwise engines would share no compiled code
     compiled = step_of(torch.compile(layer, fullgraph=True, options=options), x)
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
     for one, other in zip(compiled, step_of(layer, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert isinstance(
         options["post_grad_custom_post_pass"], load_inductor().custom_graph_pass.CustomGraphPass
-    )  # which compiled code can be cached with
+    )  # so that compiled code can be cached
 
 
 def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):

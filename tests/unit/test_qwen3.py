@@ -20,7 +20,7 @@ KNOWN_SIZES = {
     "14B": (14_768_307_200, 88_975_534_080),
     "32B": (32_762_123_264, 204_790_167_552),
 }
-# Parameters with the embedding, in billions, as its makers round them.
+# Parameters including the embedding, in billions, as Qwen publishes them.
 QWEN2_BILLIONS = {
     "Qwen2-0.5B": 0.49,
     "Qwen2.5-3B": 3.09,
@@ -163,7 +163,7 @@ def test_debug_preset_learns(attn_type, tmp_path):
     trainer.metrics_processor.log = lambda step, loss, *others, **more: losses.append(loss)
     trainer.train()
     trainer.close()
-    # From log(2048) = 7.6 down. Every fresh text is a new draw, hence only first against last.
+    # Losses fall from log(2048) = 7.6. Each step has new text, so compare only first and last.
     assert len(losses) == 5 and losses[0] == pytest.approx(7.8, abs=0.4)
     assert losses[-1] < losses[0] - 0.5
 
@@ -196,7 +196,7 @@ def test_normed_queries_and_keys_have_the_dtype_of_values():
         seen.extend(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
     attention.inner_attention.register_forward_pre_hook(look, with_kwargs=True)
-    for norm in (attention.q_norm, attention.k_norm):  # as autocast on CUDA norms
+    for norm in (attention.q_norm, attention.k_norm):  # as autocast on CUDA computes norms
         norm.register_forward_hook(lambda module, args, output: output.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randint(0, 64, (1, 8)))

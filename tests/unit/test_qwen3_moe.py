@@ -113,7 +113,7 @@ def test_small_preset_learns_and_moves_the_biases(tmp_path):
     losses = []
     trainer.metrics_processor.log = lambda step, loss, *others, **more: losses.append(loss)
     trainer.train()
-    # From log(2048) = 7.6 down.
+    # Losses fall from log(2048) = 7.6.
     assert len(losses) == 5 and losses[0] == pytest.approx(8.0, abs=0.5)
     assert losses[-1] < losses[0] - 0.5
     for block in trainer.model_parts[0].layers.values():

@@ -54,7 +54,7 @@ def test_yarn_with_real_bounds_has_the_known_cosines_of_gpt_oss():
 
 
 def test_yarn_bounds_that_coincide_are_a_step():
-    # Within 2 tokens no pair turns even once: every pair is slowed but the first, at the bound.
+    # Within 2 tokens no pair turns even once: every pair but the first, at the bound, is slowed.
     plain, yarn = (
         precompute_freqs_cis(16, 2, 10000, scaling)[1].angle()
         for scaling in (None, YaRNArgs(8, 2, 1, 1))
@@ -76,7 +76,7 @@ def test_scaling_factor_one_changes_no_bit(neutral):
 
 
 def rotate_by_hand(x, table, positions):
-    """x: [B, T, heads, D]. Each pair (2i, 2i + 1) by the angle of its position."""
+    """x: [B, T, heads, D]. Turn each pair (2i, 2i + 1) by the angle of its position."""
     out = torch.empty_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -166,7 +166,7 @@ def test_table_for_halves_has_the_known_cosines_and_sines():
     table = precompute_rope_cache(128, 4)
     assert table.shape == (4, 256) and table.dtype == torch.float32
     known = torch.tensor([0.5403, 0.6925, 0.8415, 0.7214])
-    for first in (0, 64):  # all of a half's pairs stand in the other half too
+    for first in (0, 64):  # both halves have the same numbers
         found = table[1, [first, first + 1, 128 + first, 129 + first]]
         torch.testing.assert_close(found, known, rtol=0, atol=5e-5)
 

@@ -162,7 +162,7 @@ def folder_with(tmp_path, weights, name="hf"):
 
 
 def hf_weights(tmp_path, **options):
-    """HF name -> tensor, of an engine with another seed."""
+    """Return HF name -> tensor of an engine with another seed."""
     with make_engine(tmp_path, seed=7, **options) as engine:
         return {name: tensor.clone() for name, tensor in engine.iter_hf_weights()}
 
@@ -206,7 +206,7 @@ def test_files_with_two_labels_are_refused(tmp_path):
     folder = folder_with(tmp_path, files)
     with (
         make_engine(tmp_path) as engine,
-        pytest.raises(ValueError, match="score.weight is for 2 labels, .* num_labels = 1"),
+        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
     ):
         engine.load(folder)
 
@@ -261,7 +261,7 @@ def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypat
     assert from_hf_config(reward).model_args.value_head
     language = from_hf_config(CLASSIFIER | {"architectures": ["LlamaForCausalLM"]}).model_args
     assert (language.value_head, language.enable_weight_tying) == (False, True)
-    # Of a tied family the flavor is still found.
+    # A tied flavor is found, too.
     flavors = get_train_spec("llama3").model_args
     monkeypatch.setitem(flavors, "of this size", language)
     assert from_hf_config(CLASSIFIER).flavor == "of this size"
@@ -280,7 +280,9 @@ def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypat
     ],
 )
 def test_config_with_several_labels_is_refused(labels):
-    with pytest.raises(ValueError, match=r"its \d labels are not one value; .* num_labels = 1"):
+    with pytest.raises(
+        ValueError, match=r"a value head needs one label, not \d; .* num_labels = 1"
+    ):
         from_hf_config(CLASSIFIER | labels)
     assert from_hf_config(CLASSIFIER | {"id2label": None, "num_labels": 1}).model_args.value_head
 

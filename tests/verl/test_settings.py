@@ -222,7 +222,7 @@ def test_vision_model_is_refused(folder):
 def test_critic_of_two_labels_is_refused(tmp_path):
     folder = cases.save_model(str(tmp_path), "qwen3", is_critic=True, num_labels=2)
     model = model_config(folder)
-    with pytest.raises(ValueError, match="its 2 labels are not one value"):
+    with pytest.raises(ValueError, match="a value head needs one label, not 2"):
         job_config_of(
             cases.engine_config(), cases.optimizer_config(), model, None, "value_model", 1
         )

@@ -42,11 +42,11 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
+from torchtitan.numerics.linear import Linear, linear, project
+from torchtitan.numerics.norm import RMSNorm, rms_norm
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
-from torchtitan.tools.linear import Linear, linear, project
 from torchtitan.tools.logging import logger
-from torchtitan.tools.norm import RMSNorm, rms_norm
 
 Row = Mapping[str, int | None]
 """A module's parameters: name -> the dimension to split, or None to keep the parameter whole."""

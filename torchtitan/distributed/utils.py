@@ -25,7 +25,7 @@ from torchtitan.distributed.processes.process_group import (  # noqa: F401
     set_pg_timeouts,
 )
 from torchtitan.distributed.tied_copies import second_copies
-from torchtitan.tools.linear import cpu_multiplies_bf16
+from torchtitan.numerics.linear import cpu_multiplies_bf16
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
 

@@ -1,3 +1,3 @@
-"""Train specs that are not part of the supported surface, by the name they are looked up with."""
+"""Train specs outside of the supported models; `model.name` finds them by these names."""
 
 _supported_experiments: frozenset[str] = frozenset({"rl_toy"})

@@ -1,6 +1,6 @@
-"""A cache of keys and values, with which the next token costs one token's forward.
+"""A cache of keys and values, so that a new token costs the forward of one token.
 
-B rows, T tokens in one call, S slots of the cache in use (slot = the token's place in its row), H
+B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
 query heads, K key/value heads, D head size, V vocabulary.
 """
 
@@ -18,9 +18,9 @@ from torchtitan.models.decoder import Decoder
 
 
 class CachedAttention(nn.Module):
-    """Stands in for a layer's attention kernel and looks at all tokens since it was made.
+    """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
 
-    max_length: of a row, in tokens.
+    max_length: the longest row, in tokens.
     """
 
     attn_type: ClassVar[str] = "cache"
@@ -28,10 +28,10 @@ class CachedAttention(nn.Module):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
-        # Plain tensors [B, K, max_length, D]: a buffer would appear among the model's own.
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        # Where the next call's tokens go, [1 or B, T], and S after it; see `CachedForward`.
+        # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
+        # would appear in the model's state dict.
+        self.stored: list[Tensor] = []
+        # `CachedForward` sets the slots of the next call's tokens, [1 or B, T], and S after it.
         self.slots: Tensor | None = None
         self.end = 0
 
@@ -46,61 +46,51 @@ class CachedAttention(nn.Module):
         return_lse: bool = False,
         enable_gqa: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, H, T, Dv], and the log-sum-exp of the
-        scores [B, H, T] if asked.
+        """Return [B, H, T, Dv], and with `return_lse` the log-sum-exp of the scores [B, H, T].
 
-        block_mask: bool [1 or B, 1, T, S], which slots each token may look at.
+        q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: bool [1 or B, 1, T, S], True for the slots
+        that a token sees.
         """
-        if self.keys is None or self.values is None:
-            # Only now are batch size, heads, dtype and device known.
-            self.keys, self.values = (
-                x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)
-            )
+        if not self.stored:  # only now are batch size, heads, dtype and device known
+            self.stored = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)]
         assert self.slots is not None
-        for stored, new in ((self.keys, k), (self.values, v)):
-            if len(self.slots) == 1:  # all rows alike
+        for stored, new in zip(self.stored, (k, v), strict=True):
+            if len(self.slots) == 1:  # the same slots in all rows
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 stored.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
-        k, v = (x[:, :, : self.end] for x in (self.keys, self.values))
+        k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=block_mask, scale=scale, enable_gqa=enable_gqa
             )
         group = q.shape[1] // k.shape[1]
-        # Step by step in fp32: the kernel does not tell its log-sum-exp.
+        # Step by step in fp32, because torch's kernel does not return the log-sum-exp.
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores.masked_fill(~block_mask, -torch.inf)
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
     def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
-        """Overwrite rows of the cache with rows of another; all of them, if it has none yet."""
-        assert other.keys is not None and other.values is not None
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (
-                x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3])
-                for x in (other.keys, other.values)
-            )
-        for stored, given in ((self.keys, other.keys), (self.values, other.values)):
+        """Overwrite the rows at `places` with `rows` of another cache; an empty cache gets these."""
+        self.stored = self.stored or [
+            x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
+        ]
+        for stored, given in zip(self.stored, other.stored, strict=True):
             stored[places, :, : other.end] = given[rows, :, : other.end]
         self.end = max(self.end, other.end)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows of the cache, in this order; a row may be repeated."""
-        if self.keys is None or self.values is None:
-            return
-        kept = []
-        for x in (self.keys, self.values):
-            kept.append(x.new_zeros(len(rows), *x.shape[1:]))
-            kept[-1][:, :, : self.end] = x[:, :, : self.end][rows]
-        self.keys, self.values = kept
+        for i, x in enumerate(self.stored):
+            self.stored[i] = x.new_zeros(len(rows), *x.shape[1:])
+            self.stored[i][:, :, : self.end] = x[:, :, : self.end][rows]
 
 
 class CachedForward:
     """The forward that `kv_cache` yields.
 
-    Rows may differ in length: `lengths` are the tokens of each row so far.
+    lengths: the number of tokens in each row so far, which may differ.
     """
 
     def __init__(
@@ -122,15 +112,15 @@ class CachedForward:
     def __call__(
         self, tokens: Tensor, n_tokens: Sequence[int] | None = None, *, last_only: bool = False
     ) -> Any:
-        """Logits [B, T, V] of new tokens [B, T], which follow those of the calls before.
+        """Return the result of `run`: logits [B, T, V] of new tokens [B, T].
 
-        n_tokens: how many of each row's T are new tokens; the rest is padding, whose logits mean
-            nothing. None: all.
-        last_only: only the logits of each row's last new token, [B, 1, V].
+        The tokens continue the rows of the call before, which `keep_rows` may have changed.
 
-        The rows are those of the call before, unless `keep_rows` changed them. Returns what `run`
-        returns.
-        Raises ValueError for more tokens than there is room for.
+        n_tokens: the number of new tokens in each row; the rest is padding, whose logits are
+            undefined. None: T.
+        last_only: return only the logits of each row's last new token, [B, 1, V].
+
+        Raises ValueError if a row gets longer than the cache.
         """
         n_rows, width = tokens.shape
         starts = self.lengths or [0] * n_rows
@@ -138,15 +128,13 @@ class CachedForward:
         first, end = min(starts), max(starts) + width
         if end > self.max_length:
             raise ValueError(
-                f"the cache was made for {self.max_length} tokens and {end} are given; raise "
-                "max_length"
+                f"the cache holds {self.max_length} tokens per row, got {end}; raise max_length"
             )
         slots = torch.arange(end - width, end, device=self._device)[None]
         if first != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
-        # The mask is that of all places in a row, which no row's own tokens change; evaluate it
-        # for these tokens only.
+        # A mask depends only on slots, so evaluate it for the new tokens' slots.
         keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         masks = map_masks(
@@ -155,20 +143,21 @@ class CachedForward:
         )
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
             kernel.slots, kernel.end = slots, end
-            if layer.inner_attention is not kernel:  # that of a cache aside
+            if layer.inner_attention is not kernel:  # it may be the kernel of a second cache
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with self._only_last(counts) if last_only and width > 1 else nullcontext():
             return self._run(tokens, attention_masks=masks, positions=slots)
 
     def aside(self, max_length: int) -> "CachedForward":
-        """The forward of a second cache for the same model, which knows nothing of this one's rows."""
+        """Return the forward of a second, empty cache for the same model."""
         return CachedForward(self._parts, self._layers, max_length, self._run)
 
     def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
         """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
 
-        Only what these hold is copied. A cache without rows gets them all from its first call.
+        Copies only the slots that the other cache uses. The first call on an empty cache sets its
+        number of rows.
         """
         at, index = torch.tensor([places, rows], device=self._device)
         self.lengths = self.lengths or [0] * len(places)
@@ -186,17 +175,17 @@ class CachedForward:
 
     @contextmanager
     def _only_last(self, counts: Sequence[int]) -> Iterator[None]:
-        """Give the output projection one hidden state per row: logits of all tokens are large."""
+        """Pass only each row's last hidden state to the output: logits of all tokens are large."""
         if self._output is None:
             yield
             return
 
-        def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            h, *others = args
+        def keep_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            h, *head = args
             last = torch.tensor(counts, device=h.device) - 1
-            return h[torch.arange(len(h), device=h.device), last][:, None], *others
+            return h[torch.arange(len(h), device=h.device), last][:, None], *head
 
-        hook = self._output.register_forward_pre_hook(pick)
+        hook = self._output.register_forward_pre_hook(keep_last)
         try:
             yield
         finally:
@@ -211,32 +200,32 @@ def kv_cache(
 ) -> Iterator[CachedForward]:
     """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
 
-    Each call takes only the tokens that follow those of the calls before. A row is one document,
-    and each layer looks as far back as the model's `layer_masks` have it, so every family and
-    every attn_type works. Inside the context the model cannot be used in another way.
+    Each call takes only the tokens that follow the tokens of earlier calls. A row is one document,
+    masked by the model's `layer_masks`, so every family and every attn_type works. Inside the
+    context the model must not be called in another way.
 
-    model: a model, or a rank's parts of one that is split into pipeline stages.
-    max_length: of a row, in tokens.
+    model: a model, or this rank's parts of a model that is split into pipeline stages.
+    max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
-        for parts of a model.
-    Raises ValueError for a model whose layers don't have an attention kernel to replace or that has
-    a value head, and for max_length beyond the RoPE table.
+        for pipeline stages.
+    Raises ValueError for layers without an attention kernel to replace, for a value head, and for
+    max_length beyond the RoPE table.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
     layers = []
     for part in parts:
-        found = [module for module in part.modules() if hasattr(module, "inner_attention")]
-        if not isinstance(part, Decoder) or len(found) != len(part.layers):
+        attentions = [module for module in part.modules() if hasattr(module, "inner_attention")]
+        if not isinstance(part, Decoder) or len(attentions) != len(part.layers):
             raise ValueError(
                 f"generation needs a model on torchtitan.models.decoder.Decoder whose layers have "
                 f"an inner_attention each, got {type(part).__name__}"
             )
         if part.model_args.value_head:
             raise ValueError(
-                "generation draws tokens from logits, and a model with a value head has none; give "
-                "the policy's model"
+                "generation draws tokens from logits, and a model with a value head returns none; "
+                "give the policy's model"
             )
-        layers += found
+        layers += attentions
     n_positions = getattr(parts[0], parts[0].rope_buffer_name).shape[0]
     if max_length > n_positions:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sampling from a decoder, one token after another.
+"""Sampling from a decoder, token by token.
 
 B rows, T tokens, V vocabulary.
 """
@@ -20,9 +20,9 @@ def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) ->
 def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
     """Return the probabilities to draw from: [..., V] -> [..., V], fp32.
 
-    temperature: below 1 sharpens, above 1 flattens; 0 puts everything on the likeliest token
-        (of equals, the first), and other values are at least 1e-5.
-    top_k: only this many of the likeliest tokens keep a probability.
+    temperature: below 1 sharpens, above 1 flattens; values between 0 and 1e-5 become 1e-5, and 0
+        gives the likeliest token (the first of equals) probability 1.
+    top_k: all but this many of the likeliest tokens get probability 0.
     """
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -41,8 +41,8 @@ class Drawn(NamedTuple):
     """Tokens [B] and their probability.
 
     logprobs: fp32 [B], of the distribution that they were drawn from.
-    kept_mass: fp32 [B], the probability, before renormalising, of all tokens that could have been
-        drawn; 1 if that was every token.
+    kept_mass: fp32 [B], the total probability, before renormalising, of the tokens that top_k and
+        top_p keep; 1 if they keep every token.
     """
 
     tokens: Tensor
@@ -61,10 +61,11 @@ def draw(
     """Draw one token per row of logits [B, V] by inverting the cumulative distribution.
 
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
-        every split of the rows, except where rounding moves a boundary across the number.
-    temperature: divides the logits; 0 takes the likeliest token (of equals, the first).
-    top_k: only this many of the likeliest tokens can be drawn (of equals, the first); 0 for all.
-    top_p: of these, only the likeliest whose share of their mass reaches it; 1 for all.
+        every split of the rows, unless rounding moves a boundary across the number.
+    temperature: divides the logits; 0 takes the likeliest token (the first of equals).
+    top_k: keep only this many of the likeliest tokens (the first of equals); 0 keeps all.
+    top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
+        keeps all.
     """
     if temperature == 0:
         tokens = logits.argmax(dim=-1)
@@ -82,10 +83,10 @@ def draw(
             in_order = in_order.masked_fill(before >= top_p * in_order.sum(-1, keepdim=True), 0)
         probs = torch.zeros_like(probs).scatter_(-1, tokens, in_order)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    # Below the sum even after rounding: tokens past it have probability 0.
-    wanted = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
-    tokens = torch.searchsorted(cumulative, wanted, right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # where logits are not numbers
+    # Keep the target below the sum even after rounding, because tokens past it have probability 0.
+    target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    tokens.clamp_(max=logits.shape[-1] - 1)  # beyond the vocabulary if logits are nan
     drawn = logprobs.gather(-1, tokens).squeeze(-1)
     if not is_truncated:
         return Drawn(tokens.squeeze(-1), drawn, torch.ones_like(drawn))
@@ -103,8 +104,8 @@ def generate_next_token(
 ) -> Tensor:
     """Draw the token that follows each row: [B, T] -> [B, 1].
 
-    model: tokens -> logits. A whole model takes the whole text, the forward of `kv_cache` only
-        the tokens that it has not seen.
+    model: tokens -> logits. x: the whole text, or for the forward of `kv_cache` only the tokens
+        that are new since its last call.
     """
     logits = model(x)[:, -1]
     return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
@@ -121,12 +122,12 @@ def generate(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Tensor:
-    """Return prompts and what follows them: [T] or [B, T] -> [B, T + new].
+    """Return the prompts and their continuations: [T] or [B, T] -> [B, T + new].
 
-    seed: None draws from torch's own generator.
-    eos_id: a row that has drawn this token is filled up with it, and generation ends once all
-        rows have drawn it; None always draws `max_new_tokens`.
-    Raises ValueError for an empty prompt or options out of range, and as `kv_cache` does.
+    seed: None draws from torch's default generator.
+    eos_id: a row that has drawn this token is filled up with it, and generation ends when all rows
+        have drawn it; None always draws `max_new_tokens`.
+    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

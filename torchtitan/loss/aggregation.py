@@ -1,6 +1,6 @@
 """Means over tokens, sequences or prompts as weighted sums over tokens.
 
-`aggregation_weights` computes a weight for every token over the whole optimizer step, before its
+`aggregation_weights` computes a weight for every token of an optimizer step, before the step's
 first forward. The loss is then the same for any split into ranks, microbatches, rows and pipeline
 stages.
 
@@ -22,7 +22,7 @@ from torchtitan.distributed.processes.ranks import all_ranks
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the sum of weights * values (of one shape) in fp32 or wider, a scalar.
 
-    Values with weight 0 may be infinite or NaN: they count nowhere and get no gradient.
+    Values with weight 0 may be infinite or NaN: they add nothing and get no gradient.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     return (values.to(dtype).masked_fill(weights == 0, 0) * weights).sum()
@@ -32,14 +32,14 @@ def weighted_cross_entropy(pred: Any, labels: torch.Tensor, batch: dict[str, Any
     """Return the sum over tokens of `batch["loss_weights"]` [B, T] * cross entropy, a scalar.
 
     A `loss_fn` for `TrainingEngine.forward_backward_step`, with or without a head.
-    pred: plain logits [B, T, V], or `TokenOutputs`. labels: [B, T], IGNORE_INDEX counts nowhere.
+    pred: plain logits [B, T, V], or `TokenOutputs`. labels: [B, T]; IGNORE_INDEX is left out.
     Raises ValueError if the batch has no weights.
     """
     weights = batch.get("loss_weights")
     if weights is None:
         raise ValueError(
             f"weighted_cross_entropy needs 'loss_weights' [B, T] in the batch, got "
-            f"{sorted(batch)}; put those of aggregation_weights there"
+            f"{sorted(batch)}; compute them with aggregation_weights"
         )
     if not isinstance(pred, torch.Tensor):
         return -weighted_sum(pred.logprobs, weights)
@@ -51,27 +51,6 @@ def weighted_cross_entropy(pred: Any, labels: torch.Tensor, batch: dict[str, Any
         reduction="none",
     )
     return weighted_sum(losses.view(labels.shape), weights)
-
-
-def weighted_policy_loss(
-    logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return minus the sum of weights * advantages * logprobs, a scalar; all [B, T].
-
-    Its gradient is the policy gradient (Williams 1992, REINFORCE), without a ratio to an older
-    policy.
-    """
-    # Here, too: 0 times an infinite advantage would put NaN into the gradient of logprobs.
-    advantages = advantages.detach().masked_fill(weights == 0, 0)
-    return -weighted_sum(logprobs * advantages, weights)
-
-
-def weighted_value_loss(
-    values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return half the sum of weights * (values - returns)^2, a scalar; all [B, T]."""
-    errors = (values - returns.detach()).masked_fill(weights == 0, 0)
-    return weighted_sum(errors**2, weights) / 2
 
 
 # ---- the weights ----
@@ -101,7 +80,7 @@ def aggregation_weights(
     """Return a weight for every token; the loss is the sum of weight * loss per token.
 
     With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
-    numbers of sequences and prompts that have a token in the loss (`count_empty`: of all):
+    numbers of sequences and prompts with a token in the loss (`count_empty`: of all of them):
 
         token-mean               sum m l / N
         token-sum                sum m l
@@ -110,20 +89,21 @@ def aggregation_weights(
         seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
         prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
 
-    masks: one [T_i] for each sequence that this rank has of the whole optimizer step, maybe none;
-        tokens whose entry is not 0 are in the loss. Weights have the same shapes and devices.
-    norm: for seq-mean-token-sum-norm, in place of the length; the same in every step (the largest
-        response length, say).
-    prompt_ids: for prompt-mean, one per sequence, the same on every rank; may be a tensor [S].
-    group: ranks with other sequences of the step; counts are summed over it, which is collective.
-    normalize: False if the step has more sequences than these. Then returns (weights without the
-        last denominator, this rank's share of that denominator); the caller adds up the shares of
-        a step and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
-        over ranks. token-sum has none: 0. All sequences of a prompt must be in one call.
-    count_empty: S and G also count sequences and prompts without a token in the loss. So do verl's
+    masks: [T_i] of each of this rank's sequences in the optimizer step, possibly none; nonzero
+        tokens are in the loss. The weights have the same shapes and devices.
+    norm: for seq-mean-token-sum-norm, a length that is the same in every step (the largest response
+        length, say).
+    prompt_ids: for prompt-mean, one per sequence, the same for a prompt on every rank; a sequence
+        or a tensor [S].
+    group: the ranks that have other sequences of the step; counts are summed over it (collective).
+    normalize: False if the step has further sequences. Then returns (weights without the last
+        denominator, this rank's share of that denominator). The caller adds up the shares of a
+        step, and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
+        over ranks. The share is 0 for token-sum. All sequences of a prompt must be in one call.
+    count_empty: S and G include sequences and prompts without a token in the loss, as in verl's
         trainers, whose `agg_loss` divides by the samples of the batch (`global_batch_size`).
 
-    Raises ValueError for an unknown mode, and where the mode's norm or prompt_ids are missing.
+    Raises ValueError for an unknown mode, or if the mode's norm or prompt_ids are missing.
     """
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(
@@ -132,14 +112,14 @@ def aggregation_weights(
     if mode == "seq-mean-token-sum-norm" and not (norm is not None and norm > 0):
         raise ValueError(
             f"seq-mean-token-sum-norm divides by norm, which must be above 0, got {norm}; give a "
-            "constant of the run, such as the largest response length"
+            "constant, such as the largest response length of the run"
         )
     if mode == "prompt-mean" and (prompt_ids is None or len(prompt_ids) != len(masks)):
         given = "none" if prompt_ids is None else len(prompt_ids)
         raise ValueError(
             f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
         )
-    if prompt_ids is not None:  # a dict compares tensors by identity
+    if prompt_ids is not None:  # as numbers, because dicts compare tensors by identity
         prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
     masks = [mask != 0 for mask in masks]
     counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
@@ -154,14 +134,14 @@ def aggregation_weights(
         share = len(counts) if count_empty else sum(n > 0 for n in counts)
     if mode == "seq-mean-token-sum-norm":
         share *= norm
-    total = sum(_gather(share, group)) if normalize else 1
+    total = sum(_of_all_ranks(share, group)) if normalize else 1
 
     divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
     weights = []
     for mask, n in zip(masks, counts, strict=True):
-        # Whole numbers up to one division, so that every split of the step gives the same bits.
+        # Integers up to a single division, so that every split of the step gives the same bits.
         denominator = (n if divides_sequences else 1) * total
-        # 0 if no token is in the loss, and for token-sum.
+        # The denominator is 0 for token-sum, or if no token is in the loss.
         weights.append(mask.to(dtype) / (denominator or 1))
     return weights if normalize else (weights, float(share))
 
@@ -172,9 +152,9 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return the tokens of every prompt of the step, and how many prompts this rank counts.
+    """Return the tokens of every prompt of the step, and the number of prompts this rank counts.
 
-    The first rank that has sequences of a prompt counts it.
+    A prompt is counted by the first rank that has sequences of it.
     """
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
@@ -183,13 +163,12 @@ def _count_prompts(
     own_rank = 0 if group is None else dist.get_rank(group)
     share = 0
     counted = own if count_empty else +own  # + leaves out prompts without a token
-    for rank, tokens_of_prompt in enumerate(_gather(counted, group)):
+    for rank, tokens_of_prompt in enumerate(_of_all_ranks(counted, group)):
         if rank == own_rank:
             share = sum(prompt not in whole for prompt in tokens_of_prompt)
         whole.update(tokens_of_prompt)
     return whole, share
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of the group, in their order."""
+def _of_all_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [value] if group is None else all_ranks(value, group)

@@ -19,7 +19,7 @@ from torchtitan.tools.utils import keywords_of
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
-# With fewer entries logits are no larger than what the layers keep for backward.
+# With a smaller vocabulary, logits take no more memory than the layers' saved activations.
 _LARGE_VOCABULARY = 32768
 
 
@@ -55,15 +55,18 @@ build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
 def default_head(
     loss_fn: LossFunction, model_parts: Sequence[nn.Module], chunk_tokens: int
 ) -> SummedCrossEntropy | None:
-    """What computes `loss_fn` inside the output projection, if that is due and possible.
+    """Return a head that computes `loss_fn` inside the output projection, or None.
 
-    loss_fn: the engine's; a client may have put another one there. chunk_tokens: the config's
-    `training.loss_chunk`. None on pipeline ranks without the output, for models whose output takes
-    no head, and for small vocabularies unless a number of tokens is given.
+    loss_fn: the engine's, which a client may have replaced. chunk_tokens: `training.loss_chunk`.
+    Returns None for another loss than `cross_entropy_loss`, on pipeline ranks without the output,
+    for models whose output takes no head, for chunk_tokens = 0, and for a small vocabulary with
+    chunk_tokens = -1.
     """
     last = model_parts[-1]
     output = getattr(last, "output", None)
-    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)  # of a compiled one
+    # Private (torch 2.13): torch.compile stores the function here, which tells a compiled
+    # `cross_entropy_loss` from a client's loss.
+    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
     if loss_fn is not cross_entropy_loss or output is None or chunk_tokens == 0:
         return None
     if not all("head" in keywords_of(module.forward)[0] for module in (last, output)):

@@ -1,16 +1,16 @@
-"""Log-probabilities and entropies of tokens, and their loss, without logits of the whole batch.
+"""Log-probabilities, entropies and cross entropy of tokens, without logits of the whole batch.
 
-Training and scoring need one or two numbers per token of the logits [B, T, V]. The heads below
-compute them in chunks of tokens from hidden states and the output projection's weight, so that
-[chunk, V] is the largest block that ever exists. `TokenLogProbs` computes each chunk's logits a
-second time in backward. `SummedCrossEntropy` returns one number, whose gradient is known up to a
-factor: it takes the gradient in forward, from the logits that it has.
+Training and scoring reduce the logits [B, T, V] to one or two numbers per token. The heads below
+compute these numbers in chunks of tokens from hidden states and the output projection's weight, so
+that the largest tensor is [chunk, V]. `TokenLogProbs` computes each chunk's logits again in backward.
+`SummedCrossEntropy` returns a scalar, whose gradient is known in forward up to a factor, so it
+computes the gradient from the same logits in forward.
 
-Under tensor parallelism each rank works on its vocabulary entries, and ranks exchange a few numbers
+Under tensor parallelism each rank computes its vocabulary entries, and ranks exchange a few numbers
 per token once.
 
-B rows, T tokens, M model dim, V vocabulary entries, v = V / tp of them on this rank; n tokens of a
-chunk, N of all chunks.
+B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
+chunk, N tokens in all chunks.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.tools.linear import linear
+from torchtitan.numerics.linear import linear
 
 _OPS = torch.ops._c10d_functional
 
 
 class TokenOutputs(NamedTuple):
-    """What a head returns. A tuple, because hooks of FSDP and DDP look for tensors in tuples.
+    """The result of `TokenLogProbs`; a tuple, because FSDP and DDP find its tensors in tuples.
 
     logprobs: [B, T] fp32, of the label at each position; 0 where it is IGNORE_INDEX.
-    entropy: [B, T] fp32, in nats, of the distribution at every position; None if not asked for.
+    entropy: [B, T] fp32, in nats, of the distribution at each position; None without `entropy`.
     """
 
     logprobs: Tensor
@@ -45,14 +45,14 @@ class TokenOutputs(NamedTuple):
 class TokenLogProbs:
     """A head: turns hidden states into `TokenOutputs` inside a decoder's output projection.
 
-    temperature: logits are divided by it, for the entropy too. A number; a tensor with one per
-        row [B] or token [B, T]; or, in an engine's steps, the name of the batch's entry with that
-        tensor.
-    entropy: whether it is computed; about a tenth slower.
-    chunk_tokens: tokens whose logits exist at a time; None is 1,024 on a CPU and 4,096 elsewhere.
+    temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
+        [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
+    entropy: also compute the entropy, which takes about a tenth longer.
+    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, 4,096 elsewhere.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
-    batch does not have; tensors on an accelerator are not looked at.
+    batch does not have. Temperatures on an accelerator are not checked, because reading them waits
+    for the device.
     """
 
     temperature: float | str | Tensor = 1.0
@@ -65,14 +65,14 @@ class TokenLogProbs:
         _check_chunk("TokenLogProbs", self.chunk_tokens)
 
     def with_batch(self, batch: Mapping[str, Any]) -> Self:
-        """The head for one batch, whose entry is the temperature if a name was given."""
+        """Return the head for one batch: a temperature given by name is looked up in the batch."""
         if not isinstance(self.temperature, str):
             return self
         values = batch.get(self.temperature)
         if not isinstance(values, Tensor):
             raise ValueError(
-                f"TokenLogProbs.temperature = {self.temperature!r} names an entry of the batch, "
-                f"which has {sorted(batch)}; put a tensor [B] or [B, T] there"
+                f"TokenLogProbs.temperature = {self.temperature!r} must name an entry of the batch, "
+                f"which has {sorted(batch)}; add a tensor [B] or [B, T] with that name"
             )
         return replace(self, temperature=values)
 
@@ -85,25 +85,25 @@ class TokenLogProbs:
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
     ) -> TokenOutputs:
-        """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all of them plain tensors.
+        """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
-        group: ranks that each hold a part of the vocabulary, in their order: weight is [v, M], the
-            rest is the same on all of them. Collective; the gradient of h is one summand.
+        group: ranks that each hold a part of the vocabulary, in rank order. Then weight is [v, M],
+            h and labels are the same on all of them, the call is collective, and the gradient of h
+            is this rank's summand.
         """
-        first = _first_entry(h, weight, labels, group)
-        x, weight, bias = _operands(h, weight, bias)
+        x, weight, bias, first = _operands(h, weight, bias, labels, group)
         with torch.autocast(h.device.type, enabled=False):
             return TokenOutputs(
                 *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
             )
 
     def _of_tokens(self, labels: Tensor) -> Self:
-        """The head with a temperature per token, [B * T, 1] fp32, in place of one per row."""
+        """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(
                 f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which "
-                "only the engine's steps look up; give the tensor [B] or [B, T]"
+                "only the engine's steps look up; give a tensor [B] or [B, T]"
             )
         if not isinstance(temperature, Tensor):
             return self
@@ -115,7 +115,7 @@ class TokenLogProbs:
         if temperature.dim() == 1:
             temperature = temperature[:, None].expand(labels.shape)
         temperature = temperature.to(labels.device, torch.float32)
-        # What fills a row up has none, and no gradient but what a division by 0 would make.
+        # Padding may have temperature 0, and dividing by it would put nan into the gradient.
         is_padding = (labels == IGNORE_INDEX) & (temperature == 0)
         temperature = temperature.masked_fill(is_padding, 1).reshape(-1, 1)
         if temperature.device.type == "cpu" and temperature.numel():
@@ -125,7 +125,7 @@ class TokenLogProbs:
 
 @dataclass(frozen=True)
 class SummedCrossEntropy:
-    """A head: the summed cross entropy of every label that is not IGNORE_INDEX, fp32, a scalar.
+    """A head: sums the cross entropy of all labels but IGNORE_INDEX, to an fp32 scalar.
 
     chunk_tokens: as in `TokenLogProbs`. Raises ValueError if it is not positive.
     """
@@ -144,9 +144,8 @@ class SummedCrossEntropy:
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """The arguments of `TokenLogProbs`. Collective if there is a group."""
-        first = _first_entry(h, weight, labels, group)
-        x, weight, bias = _operands(h, weight, bias)
+        """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
+        x, weight, bias, first = _operands(h, weight, bias, labels, group)
         size = self.chunk_tokens
         with torch.autocast(h.device.type, enabled=False):
             return _SummedLoss.apply(x, weight, bias, labels.flatten(), size, first, group)
@@ -159,11 +158,11 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
 ) -> TokenOutputs:
-    """Return the same as a head for logits [B, T, V] that exist already.
+    """Return the result of `TokenLogProbs` from existing logits [B, T, V].
 
-    logits: plain, or a DTensor split along V, which stays split: only a few numbers per token are
-        exchanged. labels: [B, T], plain. Computed in fp32 for any dtype of the logits, without a
-        copy of all of them.
+    logits: plain, or a DTensor split along V, which stays split: ranks exchange only a few numbers
+        per token. labels: [B, T], plain. Computed in fp32 for any dtype of the logits, without
+        copying all of them.
     Raises ValueError for a DTensor with another layout.
     """
     head = TokenLogProbs(temperature, entropy)
@@ -188,20 +187,22 @@ def token_logprobs(
     )
 
 
-def _first_entry(h: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The vocabulary entry that this rank's weight begins with. Checks the labels."""
+def _operands(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[Any, ...]:
+    """Check the labels. Return h as [N, M], weight [v, M] and bias [v], in autocast's dtype if it
+    is on, and the vocabulary entry that this rank's weight begins with."""
     rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
-    return rank * weight.shape[0]
-
-
-def _operands(h: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
-    """[N, M], [v, M] and [v], in the dtype that autocast wants."""
     operands = [h.flatten(0, -2), weight, bias]
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return operands
+    return *operands, rank * weight.shape[0]
 
 
 def _check_chunk(head: str, chunk_tokens: int | None) -> None:
@@ -216,20 +217,20 @@ def _check_temperature(temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(
             f"the temperature of log-probabilities must be above 0, got {temperature}; "
-            "greedy choices have no distribution, score them with temperature = 1"
+            "greedy choices have no distribution, so score them with temperature = 1"
         )
 
 
 def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
-    """n_entries: of the vocabulary, on all ranks."""
+    """shape: the expected shape; n_entries: the vocabulary entries of all ranks."""
     if labels.shape != shape:
         raise ValueError(
             f"labels must have one entry per token, {list(shape)}, got {list(labels.shape)}"
         )
     is_label = ((labels >= 0) & (labels < n_entries)) | (labels == IGNORE_INDEX)
-    rule = f"labels must be in [0, {n_entries}) or {IGNORE_INDEX}, which counts nowhere"
+    rule = f"labels must be in [0, {n_entries}) or {IGNORE_INDEX}, which is left out"
     if labels.device.type != "cpu":
-        torch._assert_async(is_label.all(), rule)  # without waiting for the device
+        torch._assert_async(is_label.all(), rule)  # does not wait for the device
     elif not is_label.all():
         raise ValueError(f"{rule}, got {labels[~is_label].unique().tolist()[:8]}")
 
@@ -237,8 +238,8 @@ def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
 class _LogProbs(torch.autograd.Function):
     """(x [N, M], weight [v, M], bias [v], labels [B, T]) -> (logprobs, entropy or None) [B, T]
 
-    Without a weight, x holds the logits [N, v]. first: the vocabulary entry that this rank's
-    logits begin with.
+    x: the logits [N, v] if weight is None. first: the vocabulary entry that this rank's logits
+    begin with.
     """
 
     @staticmethod
@@ -260,7 +261,7 @@ class _LogProbs(torch.autograd.Function):
             for rows in _chunks(x, head.chunk_tokens)
         ]
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
-        # No views are returned: FSDP's hooks on outputs don't support them.
+        # Don't return views, which FSDP's hooks on outputs don't support.
         top, total, logprobs, entropy = _over_ranks(statistics, labels, group)
         entropy = entropy if head.entropy else None
         ctx.save_for_backward(x, weight, bias, labels, top + total.log(), entropy)
@@ -279,22 +280,25 @@ class _LogProbs(torch.autograd.Function):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
+                temperature = ctx.head.temperature
+                if isinstance(temperature, Tensor):
+                    temperature = temperature[rows, 0]
                 grad_logits = _gradient_of_logits(
                     _logits(x, weight, bias, ctx.head.temperature, rows),
                     labels,
                     ctx.first,
                     log_normalizer,
                     entropy,
-                    None if grad is None else grad / _temperature(ctx.head, rows),
-                    None if grad_entropy is None else grad_entropy / _temperature(ctx.head, rows),
+                    None if grad is None else grad / temperature,
+                    None if grad_entropy is None else grad_entropy / temperature,
                 )
                 gradients.add(rows, grad_logits)
-                del grad_logits  # or two chunks' would exist
+                del grad_logits  # before the next chunk's exist
         return *gradients.sums(), None, None, None, None
 
 
 class _SummedLoss(torch.autograd.Function):
-    """(x [N, M], weight [v, M], bias [v], labels [N]) -> their summed cross entropy, a scalar.
+    """(x [N, M], weight [v, M], bias [v], labels [N]) -> the summed cross entropy, a scalar.
 
     first: as in `_LogProbs`.
     """
@@ -318,8 +322,8 @@ class _SummedLoss(torch.autograd.Function):
             statistics = _statistics(logits, own_labels, wants_entropy=False)
             top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
             losses.append(-logprobs.sum())
-            if gradients.wanted:
-                # `logits` hold exp(z - this rank's highest). Of a label: p_j - [j is the label].
+            if any(gradients.wanted):
+                # The gradient of logit j is p_j - [j is the label]; `logits` are exp(z - maximum).
                 scale = (statistics[:, 0] - top).exp() / total
                 is_ignored = labels[rows] == IGNORE_INDEX
                 grad_logits = logits.mul_(scale.masked_fill(is_ignored, 0)[:, None])
@@ -327,8 +331,8 @@ class _SummedLoss(torch.autograd.Function):
                 minus_one = -(~(is_elsewhere | is_ignored)).to(logits.dtype)
                 gradients.add(rows, grad_logits.scatter_add_(1, index, minus_one[:, None]))
                 del grad_logits
-            del logits  # or two chunks' would exist
-        # Unlike attributes of ctx, these are freed after this node's backward.
+            del logits  # before the next chunk's exist
+        # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         return torch.stack(losses).sum() if losses else x.new_zeros((), dtype=torch.float32)
 
@@ -340,52 +344,48 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _Gradients:
-    """Of x, weight and bias, those that are wanted, from the gradients of chunks of logits."""
+    """Sums the gradients of x, weight and bias, if wanted, over chunks of the logits' gradient."""
 
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
     ):
-        self.operands, self.wanted = (x, weight, bias), any(wanted)
-        self.wants_x, self.wants_weight, self.wants_bias = wanted
-        self.of_x = torch.empty_like(x) if self.wants_x else None
-        self.of_weight = self.of_bias = None
+        self.operands, self.wanted = (x, weight, bias), wanted
+        self.of_x = torch.empty_like(x) if wanted[0] else None
+        self.of_weight: Tensor | None = None
+        self.of_bias: Tensor | None = None
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """grad_logits: [n, v], in any dtype."""
+        """rows: the tokens of a chunk; grad_logits: their [n, v], of any dtype."""
         x, weight, _ = self.operands
+        wants_x, wants_weight, wants_bias = self.wanted
         grad_logits = grad_logits.to(x.dtype)
-        if self.wants_x:
+        if wants_x:
             self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
-        if self.wants_weight:
+        if wants_weight:
             if self.of_weight is not None and x.dtype in (torch.float32, torch.float64):
                 self.of_weight.addmm_(grad_logits.t(), x[rows])
             else:
                 part = linear(grad_logits.t(), x[rows].t())
                 self.of_weight = _sum_in_fp32(self.of_weight, part)
-        if self.wants_bias:
+        if wants_bias:
             self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
 
     def sums(self) -> list[Tensor | None]:
-        """Of x, weight and bias, in their dtypes; None where not wanted."""
-        _, weight, bias = self.operands
-        if self.wants_weight:
-            self.of_weight = _of_parameter(self.of_weight, weight)
-        if self.wants_bias:
-            self.of_bias = _of_parameter(self.of_bias, bias)
-        return [self.of_x, self.of_weight, self.of_bias]
+        """Return the gradients of x, weight and bias, in their dtypes; None if not wanted."""
+        sums = [self.of_x, self.of_weight, self.of_bias]
+        for i, operand in enumerate(self.operands):
+            if self.wanted[i]:  # the sum is None if there were no tokens
+                sums[i] = (
+                    torch.zeros_like(operand) if sums[i] is None else sums[i].to(operand.dtype)
+                )
+        return sums
 
 
 def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
-    # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators multiply fast
-    # and have memory for [4096, V]; with small chunks they would spend much of the time there.
+    # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
+    # for [4096, V], would spend much of their time on these sums if chunks were small.
     size = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
     return [slice(start, start + size) for start in range(0, len(x), size)]
-
-
-def _temperature(head: TokenLogProbs, rows: slice) -> float | Tensor:
-    """One for all tokens, or [n] of these."""
-    temperature = head.temperature
-    return temperature[rows, 0] if isinstance(temperature, Tensor) else temperature
 
 
 def _logits(
@@ -395,7 +395,7 @@ def _logits(
     temperature: float | Tensor,
     rows: slice,
 ) -> Tensor:
-    """[n, v] divided by the temperature, in fp32 (fp64 if x is); memory that may be overwritten."""
+    """Return logits [n, v] / temperature in fp32 (fp64 if x is), in memory of their own."""
     x = x[rows]
     logits = x if weight is None else linear(x, weight, bias)
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -406,10 +406,10 @@ def _logits(
 
 
 def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tensor:
-    """What ranks need of each other's logits z [n, v], which are overwritten: [n, 4].
+    """Return the numbers [n, 4] that ranks exchange about logits z [n, v]; overwrites the logits.
 
-    Their maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it;
-    the sum of e * (z - maximum), 0 if no entropy is wanted. In that case e is left in `logits`.
+    The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
+    sum of e * (z - maximum), 0 without wants_entropy. Without wants_entropy `logits` become e.
     """
     index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
@@ -428,10 +428,10 @@ def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tens
 def _over_ranks(
     statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From `_statistics` [n, 4] of all ranks, in the shape of the n labels:
+    """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
 
     the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
-    IGNORE_INDEX; the entropy, which means nothing if it was not wanted.
+    IGNORE_INDEX; the entropy, undefined if the statistics have none.
     """
     n_ranks = 1
     if group is not None:
@@ -444,7 +444,7 @@ def _over_ranks(
     shift = highest - top  # from each rank's highest logit to the highest of all
     scale = shift.exp()
     total = (scale * sums).sum(0)
-    # Relative to the highest logit: sums of large numbers would lose digits.
+    # Subtract the highest logit first, because sums of large numbers would lose digits.
     logprobs = (label_logits.sum(0) - top) - total.log()
     entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
     return top, total, logprobs.masked_fill(labels == IGNORE_INDEX, 0), entropy
@@ -459,7 +459,7 @@ def _gradient_of_logits(
     grad: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return [n, v] in the memory of `logits`, from gradients [n] of log-probs and entropies.
+    """Return [n, v] in the memory of `logits`, from gradients [n] of logprobs and entropies.
 
     With p the probabilities, H the entropy: d logprob / dz_j = [j is the label] - p_j and
     dH / dz_j = -p_j (log p_j + H).
@@ -479,18 +479,13 @@ def _gradient_of_logits(
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """([n, 1] where a label's entry is, 0 if on no rank or another; [n] whether that is so)"""
+    """Return (the labels' columns [n, 1], 0 for labels not on this rank; [n] True for those)."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere
 
 
 def _sum_in_fp32(total: Tensor | None, part: Tensor) -> Tensor:
-    """Chunks' gradients added up; bf16 has too few digits for that."""
+    """Add a chunk's gradient, in fp32 because bf16 has too few digits."""
     if total is None:
         return part
     return total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)
-
-
-def _of_parameter(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """In the parameter's dtype; zeros if there were no tokens."""
-    return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)

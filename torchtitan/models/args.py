@@ -13,16 +13,16 @@ from torchtitan.tools.logging import logger
 
 @dataclass
 class DecoderArgs(BaseModelArgs):
-    """What every family's args have in common and the decoder body reads.
+    """The args of every family, which the decoder reads.
 
     attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
         end with the end-of-text token) or "position_block_causal" (positions start again).
     depth_init: scale the initial weights of residual branches by the depth of their layer instead
         of by the depth of the model.
-    value_head: the model gives one value per token; without an output there is nothing to tie, so
-        this turns enable_weight_tying off.
-    fp32_head: the output projection is computed in fp32, whatever autocast or FSDP make of its
-        weight and the hidden states.
+    value_head: the model returns one value per token. It has no output weight to tie, so this turns
+        enable_weight_tying off.
+    fp32_head: compute the output projection in fp32, even if autocast or FSDP cast its weight and
+        the hidden states.
     """
 
     dim: int = 4096
@@ -44,7 +44,7 @@ class DecoderArgs(BaseModelArgs):
         self.enable_weight_tying = self.enable_weight_tying and not self.value_head
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take the RoPE length from training.seq_len, attention and heads from [model]."""
+        """Read the RoPE length from training.seq_len, and attention and heads from [model]."""
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
             logger.warning(
@@ -61,25 +61,10 @@ class DecoderArgs(BaseModelArgs):
 
     @property
     def head_dims(self) -> int:
-        """Query head size + value head size."""
+        """The query head size plus the value head size."""
         head_dim = getattr(self, "head_dim", None)
         return 2 * (self.dim // self.n_heads if head_dim is None else head_dim)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""
         return get_dense_model_nparams_and_flops(self, model, self.head_dims, seq_len)
-
-
-def swiglu_hidden_dim(
-    dim: int, multiplier: float | None, multiple_of: int, n_shares: int = 1
-) -> int:
-    """Return the hidden size of Llama's feed-forwards: 8/3 dim, rounded up to `multiple_of`.
-
-    A SwiGLU of 8/3 dim has the parameters of a two-layer network of 4 dim. multiplier: scales
-    that, unless None. n_shares: the number of feed-forwards of one size that share it.
-    """
-    hidden = int(8 * dim / 3)
-    if multiplier is not None:
-        hidden = int(multiplier * hidden)
-    hidden //= n_shares
-    return -(-hidden // multiple_of) * multiple_of

@@ -1,13 +1,14 @@
-"""The attention kernels, which obey the masks of packed documents, on CPU and accelerators.
+"""The attention kernels, with masks for packed documents, on CPU and accelerators.
 
 B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value heads, D head size.
-Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. What they may look at is a
-`DocumentMask`, built once per batch and shared by all layers, or what a client made with torch's
-means: a `BlockMask` (flex) or a `VarlenMetadata` (varlen).
+Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. The mask is a `DocumentMask`, built
+once per batch and shared by all layers, or one that a client made with torch: a `BlockMask` (flex)
+or a `VarlenMetadata` (varlen).
 
-torch trains flex and varlen on accelerators only; on the CPU the same wrappers run
-`attention_cpu.py` when the mask came from documents, and a mask evaluated in slices otherwise.
-Torch's modules of flex and varlen load the compiler: see `tools.compiler`.
+torch trains flex and varlen on accelerators only. On the CPU the same wrappers run
+`attention_cpu.document_attention` if the mask was made from documents, else
+`attention_cpu.block_mask_attention`.
+Importing torch's modules of flex and varlen loads the compiler, so `tools.compiler` delays that.
 """
 
 import inspect
@@ -33,21 +34,21 @@ from torchtitan.tools.utils import get_device_type
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# BlockMask by name only: its module takes most of a second to import, and sdpa never needs it.
+# "BlockMask" is a string because its module takes most of a second to import; sdpa never needs it.
 AttentionMasksType: TypeAlias = Union[  # noqa: UP007
     dict[str, "BlockMask"], dict[str, VarlenMetadata], "BlockMask", VarlenMetadata
 ]
-"""What `get_attention_masks` returns. A decoder also takes a padding mask [B, T], see there."""
+"""The result of `get_attention_masks`. `Decoder.forward` also takes a padding mask [B, T]."""
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(b, h, q_idx, kv_idx) -> bool tensor: may this query look at this key?"""
+"""(b, h, q_idx, kv_idx) -> bool tensor: True where the query sees the key."""
 
 
 # ---- masks that clients compose ----
 
 
 def get_causal_mask_mod() -> MaskMod:
-    """A query sees itself and what came before."""
+    """A query sees itself and the tokens before it."""
 
     def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
@@ -62,29 +63,29 @@ def get_document_mask_mod(
     positions: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> MaskMod:
-    """A query sees its own document, later tokens included; combine with a causal mask.
+    """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are told apart by one of these, the first that is given:
+    Documents are read from the first of these arguments that is given:
 
     document_ids: [B, T]. -1 is padding, which sees only itself.
-    positions: [B, T], which go up by exactly one within a document. Negative ones are padding.
+    positions: [B, T], which go up by exactly one within a document. Negative: padding.
     batch, eos_id: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
 
-    Warns once, naming row and token, if several are given and disagree.
-    Raises ValueError if none is given, or tokens without eos_id.
+    Warns once, naming row and token, if several arguments are given and disagree.
+    Raises ValueError if none is given, or only tokens without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
-    given = {name: x for name, x in sources.items() if x is not None}
-    if not given or (given.keys() == {"input"} and eos_id is None):
+    sources = {name: x for name, x in sources.items() if x is not None}
+    if not sources or (sources.keys() == {"input"} and eos_id is None):
         raise ValueError(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
-            f"eos_id, got {', '.join(given) or 'none of them'}; give one"
+            f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
-    # Only the shape of the tokens counts, where no eos_id is looked for.
-    tokens = next(iter(given.values()))
+    # Without `batch` only the shape of "input" is used, so any of the tensors serves.
+    tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
-    starts = document_starts(read_document_ids({"input": tokens} | given, mask_type, eos_id))
+    starts = document_starts(read_document_ids({"input": tokens} | sources, mask_type, eos_id))
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return starts[b, q_idx] == starts[b, kv_idx]
@@ -126,22 +127,23 @@ def create_attention_mask(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> "BlockMask":
-    """torch's `create_block_mask` with the same arguments, compiled off the CPU.
+    """torch's `create_block_mask` with the same arguments, compiled unless the device is the CPU.
 
-    device: None is the accelerator, or the CPU where there is none.
+    device: None is the accelerator, or the CPU if there is none.
 
-    Evaluates mask_mod everywhere. For documents `DocumentMask.block_mask` is much faster.
+    Evaluates mask_mod for every query and key; for documents `DocumentMask.block_mask` is much
+    faster.
     """
     if device is None:
         device = get_device_type()
-    # On a CPU compiling takes the better part of a minute and saves seconds.
+    # On a CPU compiling takes most of a minute and saves seconds.
     on_cpu = torch.device(device).type == "cpu"
     create = load_flex_attention().create_block_mask if on_cpu else _compiled_create_block_mask
     return create(mask_mod, B, H, Q_LEN, KV_LEN, device, **kwargs)
 
 
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
-    """Boundaries of tokens [B, T] whose documents end with `eos_id`; no row runs into the next."""
+    """Return the boundaries of tokens [B, T] whose documents end with `eos_id` or with the row."""
     document_ids = document_ids_from_eos(input_batch, eos_id)
     return DocumentMask.of_documents(document_ids).lower("varlen").lowered
 
@@ -153,7 +155,7 @@ _compiled_flex_attention = compiled_on_first_call(
     load_flex_attention,
     "flex_attention",
     options={
-        # One opaque node per region, which selective checkpointing can save by name.
+        # Makes each region one opaque operator, which selective checkpointing can save by name.
         "wrap_inductor_compiled_regions": True,
         "max_autotune": True,
         "coordinate_descent_tuning": True,
@@ -170,14 +172,14 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 
 
 class ScaledDotProductAttentionWrapper(nn.Module):
-    """torch's scaled dot product attention, from the fastest backend that takes the inputs."""
+    """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,  # keeps T * T scores of every head
+        SDPBackend.MATH,  # stores T * T scores of every head
     ]
 
     def forward(
@@ -201,7 +203,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
                 return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
         is_for_flash = attn_mask is None and q.dtype.itemsize == 2
         if enable_gqa and q.device.type != "cpu" and not is_for_flash:
-            # The memory-efficient kernel does not group heads, which would leave only "math".
+            # The memory-efficient kernel does not group heads; with enable_gqa only "math" is left.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             enable_gqa = False
         with sdpa_kernel(self.sdpa_backends, set_priority=True):
@@ -217,7 +219,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
 
 
 class FlexAttentionWrapper(nn.Module):
-    """torch's flex attention, compiled; on the CPU, our own."""
+    """torch's flex attention, compiled; on the CPU, the functions of `attention_cpu`."""
 
     attn_type: ClassVar[str] = "flex"
     # Read from the class, never from an instance: `set_determinism` replaces it there.
@@ -249,24 +251,20 @@ class FlexAttentionWrapper(nn.Module):
             results = _varlen(*packed, mask.lowered, scale, mask.window, return_lse)
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
-        if torch.compiler.is_compiling():  # part of a larger graph: nothing to compile apart
-            attend = load_flex_attention().flex_attention
-        else:
-            attend = FlexAttentionWrapper._compiled_flex_attn
-        return attend(
-            q,
-            k,
-            v,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=scale,
-            return_lse=return_lse,
-            enable_gqa=enable_gqa,
-        )
+        options = {
+            "score_mod": score_mod,
+            "block_mask": block_mask,
+            "scale": scale,
+            "return_lse": return_lse,
+            "enable_gqa": enable_gqa,
+        }
+        if torch.compiler.is_compiling():  # the surrounding graph is being compiled already
+            return load_flex_attention().flex_attention(q, k, v, **options)
+        return FlexAttentionWrapper._compiled_flex_attn(q, k, v, **options)
 
 
 class VarlenAttentionWrapper(nn.Module):
-    """Attention over packed tokens whose documents are given by cumulative lengths; causal."""
+    """Causal attention over packed tokens whose documents are given by cumulative lengths."""
 
     attn_type: ClassVar[str] = "varlen"
     # Read from the class, like `FlexAttentionWrapper._compiled_flex_attn`.
@@ -285,7 +283,7 @@ class VarlenAttentionWrapper(nn.Module):
         """xq: [B, H, T, D]; xk, xv: [B, K, T, D]. Returns [N, H, Dv], packed.
 
         window: a query sees itself and the window - 1 tokens before it.
-        return_lse: also return the log-sum-exp of the scores [N, H]; ValueError off the CPU.
+        return_lse: also return the log-sum-exp of the scores [N, H]; only on the CPU.
         """
         return _varlen(_pack(xq), _pack(xk), _pack(xv), attention_masks, scale, window, return_lse)
 
@@ -300,8 +298,8 @@ def _varlen(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv], packed. See `VarlenAttentionWrapper`."""
-    # The kernels want one head size. Zeros added to both operands of a dot product don't
-    # change it, and zeros added to the values come out as columns that are cut off again.
+    # The kernels want one head size. Appending zeros to queries and keys doesn't change their dot
+    # products, and zeros appended to values become output columns that are cut off below.
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     value_size = v.shape[-1]
     width = max(q.shape[-1], value_size)
@@ -311,7 +309,7 @@ def _varlen(
         out, lse = attention_cpu.document_attention(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
-    if return_lse:  # the kernel returns it, but drops the gradient that comes back
+    if return_lse:  # torch's kernel returns it, but ignores its gradient
         raise ValueError(
             "attn_type 'varlen' gives no gradient through the log-sum-exp of the scores on "
             f"device type {q.device.type!r}, and this model needs it; set model.attn_type to "
@@ -338,7 +336,7 @@ def _varlen(
         metadata.max_q,
         metadata.max_k,
         scale=scale,
-        # how many keys back (-1: any) and ahead
+        # how many keys before the query (-1: all) and after it are visible
         window_size=(-1 if window is None else window - 1, 0),
         **extra,
     )
@@ -346,14 +344,14 @@ def _varlen(
 
 
 def _pack(x: Tensor) -> Tensor:
-    """[B, heads, T, D] -> [B * T, heads, D]; a view if heads were split off the last axis."""
+    """[B, heads, T, D] -> [B * T, heads, D]; a view if the memory layout is [B, T, heads, D]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _each(
     results: Tensor | tuple[Tensor, Tensor], change: Callable[[Tensor], Tensor]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Change the output, and the log-sum-exp if there is one."""
+    """Apply `change` to the output, and to the log-sum-exp if there is one."""
     if isinstance(results, tuple):
         return change(results[0]), change(results[1])
     return change(results)
@@ -386,12 +384,12 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    mask: a `DocumentMask`, or what that is made `of`. If it has a part, T are this rank's tokens
-        of rows spread over ranks.
-    window: a query sees itself and the window - 1 tokens before it, if the mask does not say so.
+    mask: a `DocumentMask`, or an argument of `DocumentMask.of`. If it has a `part`, the T tokens
+        are this rank's tokens of rows that context-parallel ranks share.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
-    Raises TypeError if the mask is not of the kind that the wrapper takes, and ValueError if sdpa
-    is asked for a window or the log-sum-exp.
+    Raises TypeError if the wrapper takes another kind of mask, and ValueError for sdpa with a
+    window or `return_lse`.
     """
     mask = DocumentMask.of(mask)
     window = window if mask.window is None else mask.window
@@ -403,13 +401,13 @@ def attend(
                 f"the scores on device type {q.device.type!r}, and this model needs it; set it to "
                 "'alltoall'"
             )
-        # All kernels keep documents apart in the same way, so one serves whatever the mask is.
+        # The gathered keys come with cumulative lengths, so varlen's kernel serves every attn_type.
         part = part if part.gathering is not None else part.start_gathering(k, v)
         k, v = part.gathered_keys().split((k.shape[-1], v.shape[-1]), dim=-1)
         results = _varlen(_pack(q), k, v, part.keys, scale, window, return_lse)
         return _each(results, lambda x: x.unflatten(0, rows))
 
-    if part is not None:  # from here on whole rows, and some of the heads
+    if part is not None:  # from here on this rank has whole rows of some heads
         repeats = part.repeats_of_kv_heads(q.shape[1], k.shape[1])
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
         q, k, v = (part.tokens_to_heads(x) for x in (q, k, v))
@@ -420,7 +418,7 @@ def attend(
         results = inner_attention(q, k, v, scale=scale, **options)
         results = _each(results, lambda x: x.unflatten(0, rows))
     else:
-        # Only a branch makes a plain bool of it where compiled code has sizes as symbols.
+        # In compiled code the comparison is a SymBool; the branch turns it into a bool.
         enable_gqa = True if q.shape[1] != k.shape[1] else False
         results = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **options)
         results = _each(results, lambda x: x.transpose(1, 2))
@@ -432,26 +430,26 @@ def attend(
 def _kernel_options(
     attn_type: str, mask: DocumentMask, window: int | None, return_lse: bool
 ) -> dict[str, Any]:
-    """The mask and what goes with it, as the forward of a kernel's wrapper takes them."""
+    """Return the mask and its options as keyword arguments of the wrapper's forward."""
     lowered = mask.lowered
     if attn_type == "sdpa":
         if window is not None or return_lse:
             raise ValueError(
-                "attn_type 'sdpa' knows no sliding window and gives no log-sum-exp, which this "
+                "attn_type 'sdpa' has no sliding window and returns no log-sum-exp, which this "
                 "model needs; set model.attn_type to 'flex' or 'varlen'"
             )
-        fits, wanted = lowered is None or mask.starts is not None, "no attention_masks"
+        fits, expected = lowered is None or mask.starts is not None, "no attention_masks"
         options = {"attn_mask": lowered}
     elif attn_type == "varlen":
-        fits, wanted = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
+        fits, expected = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
-    else:  # a BlockMask knows its window
+    else:  # a BlockMask contains the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
-        fits, wanted = is_block_mask or attn_type == "cache", "a BlockMask"
+        fits, expected = is_block_mask or attn_type == "cache", "a BlockMask"
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(
-            f"attn_type {attn_type!r} takes {wanted}, got {type(lowered).__name__}; build them "
+            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; build masks "
             "with the model's get_attention_masks, or change model.attn_type"
         )
     return options

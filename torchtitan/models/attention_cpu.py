@@ -1,13 +1,13 @@
 """Attention for packed documents on the CPU, where torch trains neither flex nor varlen.
 
 N packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, S documents.
-Where a document has more keys than queries (its queries are spread over ranks, say), there are M
-packed keys, and the last query sees the last key.
+A document may have more keys than queries (if context parallelism spreads its queries, say). Then
+there are M packed keys, and a document's last query sees its last key.
 
-`document_attention` costs as much as the documents one by one: the sum of their squared lengths,
-or of length times window where a sliding window is shorter than they are. It is registered as an
-operator, so that torch.compile and activation checkpointing see one node whatever the documents
-are. `block_mask_attention` takes any mask, and is slower.
+`document_attention` costs the sum of squared document lengths, or of length times window if a
+sliding window is shorter than the document. It is registered as an operator, so that torch.compile
+and activation checkpointing see one node for any documents. `block_mask_attention` takes any mask,
+and is slower.
 """
 
 import functools
@@ -23,9 +23,10 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_aten = torch.ops.aten
-_flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Private operators, read in torch 2.13. `F.scaled_dot_product_attention` calls them on a CPU but does
+# not return the log-sum-exp, without which results over parts of the keys cannot be combined.
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
@@ -38,28 +39,28 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries of one call of the kernel under a sliding window. Each call looks at this many keys and
-# the window's: fewer queries waste less of the square, more of them need fewer calls.
+# Queries in one call of the kernel under a sliding window. Each call computes this many keys plus
+# the window: fewer queries waste fewer hidden keys, more queries need fewer calls.
 _WINDOW_QUERIES = 64
-# torch's kernel looks at whole blocks of 512 keys, causal or not. Documents of these lengths are given
-# to it in pieces of so many queries, each with the keys up to its last: about half of the square.
-# So are shorter ones that have fewer queries than keys, since the kernel aligns causality at the first.
+# torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
+# split into calls of 128 queries, each with the keys up to its last query: about half of the square.
+# Shorter documents are split if they have fewer queries than keys, because the kernel aligns
+# causality at the first key instead of the last.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of queries whose document has one key (mostly padding), and of these keys."""
+    """Return the indices of queries whose document has one key (mostly padding), and of the keys."""
     is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
 
 class _Call(NamedTuple):
-    """What one call of the kernel computes.
+    """One call of the kernel.
 
-    mask: None, or what is added to the scores [queries, keys].
-    adds: these queries have seen other keys in the call before.
-    keys_again: other queries may have seen these keys in calls before; if not, all of these keys'
-        gradients come from this call and later ones.
+    mask: None, or numbers added to the scores [queries, keys].
+    adds: the call before computed the same queries with other keys; the results are combined.
+    keys_again: an earlier call may have used these keys, so their gradients must be added to.
     """
 
     queries: slice
@@ -73,7 +74,7 @@ class _Call(NamedTuple):
 def _calls(
     cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, dtype: torch.dtype
 ) -> Iterator[_Call]:
-    """The calls for documents of two or more keys."""
+    """Yield the calls for all documents of two or more keys."""
     bounds = zip(*(pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first_key, end_key) in bounds:
         if end == start or end_key - first_key < 2:
@@ -84,7 +85,8 @@ def _calls(
         if is_windowed or is_split:
             reach = window if is_windowed else n_keys
             size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
-            for last in range(end, start, -size):  # the last piece sees all keys, without a window
+            # Last piece first: without a window it sees all keys, and writes all their gradients.
+            for last in range(end, start, -size):
                 first = max(last - size, start)
                 last_key = end_key - (end - last)
                 seen_from = max(first_key, last_key - (last - first) - reach + 1)
@@ -93,7 +95,7 @@ def _calls(
                 keys = slice(seen_from, last_key)
                 yield _Call(slice(first, last), keys, mask=mask, keys_again=keys_again)
             continue
-        own_key = end_key - (end - start)  # of the first query
+        own_key = end_key - (end - start)  # the key of the first query's own token
         if own_key > first_key:  # the kernel aligns causality at the first key, not the last
             yield _Call(slice(start, end), slice(first_key, own_key))
         yield _Call(
@@ -103,7 +105,8 @@ def _calls(
 
 @functools.lru_cache(maxsize=32)
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """[queries, keys], 0 where the query may look and -inf elsewhere; the last ones align."""
+    """Return [queries, keys]: 0 where the query sees the key, else -inf; the last query is at the
+    last key."""
     query = torch.arange(n_keys - n_queries, n_keys, device="cpu")[:, None]
     distance = query - torch.arange(n_keys, device="cpu")
     hidden = (distance < 0) | (distance >= window)
@@ -111,10 +114,10 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for bf16 and fp16: one rounding instead of several, and nearly twice as fast.
+    """Return fp32 for bf16 and fp16: it rounds once instead of often, and is almost twice as fast.
 
     The backward kernel takes 250 to 300 ms for 64 documents of 8,192 bf16 tokens (8 heads of
-    64, one thread with AVX512-BF16), and 166 ms with documents cast to fp32 one at a time.
+    64, one thread with AVX512-BF16), and 166 ms if each document is cast to fp32 for its call.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -125,10 +128,10 @@ def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
 
 
 def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """How many rows to give to the kernel at once, and the ends of the documents in each.
+    """Return the number of rows for one call of the kernel, and where documents end in each row.
 
-    Where the lengths repeat after a number of documents, so many of them are a row. Otherwise all
-    are in one row.
+    If the document lengths repeat with some period, each period is a row; otherwise all documents
+    are one row.
     """
     lengths = torch.stack((cu_seq_q.diff(), cu_seq_k.diff()))
     n_documents = lengths.shape[1]
@@ -152,9 +155,9 @@ def _forward(
 
     q: [N, H, D]; k, v: [M, K, D], all of one dtype. cu_seq_q, cu_seq_k: int [S + 1], from 0 to N
     and to M. window: a query sees itself and the window - 1 tokens before it.
-    Returns the output [N, H, D] and the log-sum-exp of each row's scores [N, H], which is fp32
+    Returns the output [N, H, D] and the log-sum-exp of each query's scores [N, H], which is fp32
     (fp64 for fp64 inputs). Raises ValueError if a document has fewer keys than queries, or the
-    ends are not N and M.
+    last boundaries are not N and M.
     """
     if cu_seq_q[-1] != len(q) or cu_seq_k[-1] != len(k):
         raise ValueError(
@@ -168,8 +171,8 @@ def _forward(
     lse = torch.empty(q.shape[:2], dtype=dtype)
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        # One key: the softmax is 1 and the output is the value. A call per token of padding
-        # would cost more than the text.
+        # With one key the softmax is 1 and the output is the value. Calling the kernel for every
+        # token of padding would cost more than the text.
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
@@ -188,7 +191,7 @@ def _forward(
             scale=scale,
         )
         if adds:
-            # Add to what the call before returned, not to `outs`, which is rounded if bf16.
+            # Add to the result of the call before, not to `outs`, which may be rounded to bf16.
             total_lse = torch.logaddexp(part_lse, seen_lse)
             part = torch.lerp(seen, part, (part_lse - total_lse).exp().unsqueeze(-1))
             part_lse = total_lse
@@ -199,7 +202,7 @@ def _forward(
 
 
 def _for_queries(x: Tensor, n_heads: int) -> Tensor:
-    """[n, K, D] -> [n, H, D]: each query head's key or value."""
+    """[n, K, D] -> [n, H, D]: the key or value of each query head."""
     return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
@@ -219,13 +222,12 @@ def _backward(
     """Gradients of q, k and v, shaped like them; see `_forward`.
 
     With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
-    where delta = grad_out . out; that of the log-sum-exp adds P * grad_lse. One more number per
-    head makes the kernel add it: 1 in the values, grad_lse in grad_out, and 0 in out. Where
-    queries had their keys in two calls, each call's probabilities follow from the log-sum-exp of
-    both.
+    where delta = grad_out . out; the log-sum-exp adds P * grad_lse. The kernel adds that term if
+    each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out. For queries
+    whose keys took two calls, both calls get the log-sum-exp over all keys.
     """
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
-    # Where the calls reach all keys, none has to be set to zero first.
+    # If the calls write the gradients of all keys, none has to be set to zero first.
     writes_all = window is None and not len(lone) and bool((cu_seq_q.diff() > 0).all())
     make = torch.empty if writes_all else torch.zeros
     # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
@@ -278,13 +280,15 @@ def _backward(
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seq_q, cu_seq_k, scale, window):
+        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
+        # call reaches the kernel of the device.
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.torchtitan.document_attention(
                 q, k, v, cu_seq_q, cu_seq_k, scale, window
             )
         ctx.save_for_backward(q, k, v, out, lse, cu_seq_q, cu_seq_k)
         ctx.scale, ctx.window = scale, window
-        # Tell an unused log-sum-exp from a zero gradient: backward is faster without one.
+        # Backward gets None for an unused log-sum-exp instead of zeros, and is faster then.
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -313,8 +317,8 @@ _library.impl(
 )
 
 
-# (q, k, v, cu_seq_q, cu_seq_k, scale, window) -> (output, log-sum-exp), with gradients through
-# both; see `_forward`.
+# (q, k, v, cu_seq_q, cu_seq_k, scale, window) -> (output, log-sum-exp), both differentiable; see
+# `_forward`.
 document_attention = torch.ops.torchtitan.document_attention
 
 
@@ -328,7 +332,7 @@ def block_mask_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under any BlockMask, one slice of queries after the other; can be trained.
+    """Differentiable attention under any BlockMask, one slice of queries after the other.
 
     q: [B, H, T, D]; k, v: [B, K, T', D]. Returns [B, H, T, Dv] and with `return_lse` the
     log-sum-exp of the scores, fp32 [B, H, T]. A query that sees nothing gets zeros.
@@ -349,7 +353,7 @@ def block_mask_attention(
             )
             outs.append((out,))
             continue
-        # Step by step in fp32: the kernel takes no function of scores and keeps their sum.
+        # Step by step in fp32: torch's kernel takes no score_mod and returns no log-sum-exp.
         scores = (q_part.float() @ k_part.float().transpose(-2, -1)) * scale
         if score_mod is not None:
             places = (torch.arange(n.start, n.stop) for n in (queries, keys))
@@ -368,9 +372,9 @@ def block_mask_attention(
 def _mask_slices(
     block_mask: "BlockMask", n_queries: int, n_keys: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, allowed bool [B or 1, H or 1, queries, keys]) per row of blocks.
+    """Yield (queries, keys, allowed bool [B or 1, H or 1, queries, keys]) for each row of blocks.
 
-    Keys outside of the stretch are seen by none of the slice's queries.
+    The slice's queries see no keys outside of `keys`.
     """
     query_block, key_block = block_mask.BLOCK_SIZE
     is_listed = block_mask.to_dense() > 0  # [B or 1, H or 1, query blocks, key blocks]
@@ -386,7 +390,7 @@ def _mask_slices(
 
 
 def _over_indices(mod: Callable[..., Tensor], n_leading: int) -> Callable[..., Tensor]:
-    """Let a function of scalars (leading..., b, h, q, kv) take 1-D ranges of b, h, q and kv.
+    """Map a function of scalars (leading..., b, h, q, kv) over 1-D ranges of b, h, q and kv.
 
     The leading tensors and the result have the shape [b, h, q, kv].
     """

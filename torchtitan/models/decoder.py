@@ -1,7 +1,8 @@
-"""The one decoder body: embedding, blocks of attention and feed-forward, norm, output or score.
+"""The decoder that all families share: embedding, blocks of attention and feed-forward, norm, and
+output or score.
 
-A family is a subclass that says which attention, feed-forward and RoPE table its blocks get.
-Names of modules, and their order, are the layout of checkpoints: they don't change.
+A family is a subclass that builds the blocks' attention, feed-forward and RoPE table. Checkpoints
+depend on the names and the order of the modules, so neither may change.
 
 B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
 L length of the RoPE table.
@@ -18,7 +19,6 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one)
     biases                          0
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,10 +39,10 @@ from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequen
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
 from torchtitan.models.rope import apply_rotary_emb, select_positions
+from torchtitan.numerics.linear import Linear, project
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
-from torchtitan.tools.linear import Linear, project
-from torchtitan.tools.norm import RMSNorm
 
 if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer
@@ -73,10 +73,10 @@ class FeedForward(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qkv_bias, output_bias: whether wq, wk, wv and wo have one.
-    qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None does not.
-    apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without positions.
-    mask_name: which entry to take when the model's masks are a dict.
+    qkv_bias, output_bias: give wq, wk and wv, or wo, a bias.
+    qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None: no such norm.
+    apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
+    mask_name: the entry of this layer, if the model's masks are a dict.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         mask = DocumentMask.of(attention_masks)
         part = mask.part
         if part is not None and part.rotate_method == "allgather":
-            # Keys and values travel while queries are made.
+            # Gather keys and values from the other ranks while the queries are computed.
             k, v = self._heads(self.wk, x, self.k_norm), self._heads(self.wv, x)
             no_heads = k[:, :, :0]
             k = self._rotate(no_heads, k, rope)[1]
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         """[B, T, M] -> [B, T, heads, D]."""
         # -1: under tensor parallelism a rank holds only some of the heads.
         heads = linear(x).unflatten(-1, (-1, self.head_dim))
-        # Autocast may norm in fp32 (CUDA, torch 2.13), which varlen's kernel does not round.
+        # On CUDA autocast runs the norm in fp32 (torch 2.13), but not the varlen kernel: cast back.
         return heads if norm is None else norm(heads).to(heads.dtype)
 
     def _rotate(self, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,8 +160,8 @@ class TransformerBlock(nn.Module):
 
     feed_forward: a dense feed-forward, or a mixture of experts, which is stored as `moe`.
 
-    Under tensor parallelism x is this rank's tokens; attention and feed-forward get those of all
-    ranks, and return one summand of their result.
+    Under tensor parallelism x holds this rank's tokens. Attention and feed-forward get the tokens
+    of all ranks, and return this rank's summand of the result.
     """
 
     sequence: WholeSequence | SequenceShards = WholeSequence()
@@ -208,15 +208,15 @@ class TransformerBlock(nn.Module):
 
 
 class OutputProjection(Linear):
-    """Hidden states [B, T, M] -> logits [B, T, V], or what a head makes of the two.
+    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head.
 
-    A head works inside this module's forward, where FSDP has gathered the weight.
+    The head is called inside this module's forward, because FSDP has gathered the weight there.
     in_fp32: compute with fp32 copies of weight and hidden states.
     """
 
     in_fp32: bool = False
 
-    # Tensor parallelism puts a class of its own in place of this one.
+    # True because tensor parallelism replaces this class by its own.
     reads_local_parameters = True
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
@@ -224,7 +224,7 @@ class OutputProjection(Linear):
 
 
 class ValueHead(nn.Linear):
-    """Hidden states [B, T, M] -> values [B, T, 1], fp32 on purpose: bf16 has two or three digits."""
+    """Hidden states [B, T, M] -> values [B, T, 1], in fp32 because bf16 has only 2 or 3 digits."""
 
     reads_local_parameters = True
 
@@ -234,18 +234,18 @@ class ValueHead(nn.Linear):
     def forward(self, h: Tensor) -> Tensor:
         weight, bias = local_parameter(self.weight), local_parameter(self.bias)
         with torch.autocast(h.device.type, enabled=False):
-            # In two steps, since one would return a view, of which FSDP warns.
+            # Add the bias separately: F.linear with a bias returns a view, and FSDP warns of views.
             return F.linear(h.float(), weight.float()) + bias.float()
 
 
 class Decoder(ModelProtocol):
     """A decoder-only transformer. Subclasses define the three `build_*` methods.
 
-    Behind the norm comes `output`, or with `value_head` in the args `score`; the other is None.
-    A pipeline stage sets the parts it does not hold to None and drops the layers of other
-    stages; without the embedding it takes hidden states instead of tokens.
+    The norm is followed by `output`, or by `score` if the args set `value_head`; the other
+    attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
+    layers of other stages; a stage without the embedding takes hidden states instead of tokens.
 
-    Raises ValueError if the attention kernel and the mask type don't go together.
+    Raises ValueError for an unknown mask type, or one that the attention kernel cannot apply.
     """
 
     rope_buffer_name: ClassVar[str] = "freqs_cis"
@@ -270,12 +270,13 @@ class Decoder(ModelProtocol):
         self.max_seq_len = model_args.max_seq_len
         self.enable_weight_tying = model_args.enable_weight_tying
 
-        # From an empty table, since drawing one on the meta device loads torch's compiler.
+        # From an empty table: nn.Embedding(...) draws weights, which on meta loads torch's compiler.
         self.tok_embeddings = nn.Embedding.from_pretrained(
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
         # Not saved: it follows from the args, and sequence length may change between runs.
-        self.register_buffer(self.rope_buffer_name, self.build_rope_table(), persistent=False)
+        rope_table = self.build_rope_table(model_args.max_seq_len)
+        self.register_buffer(self.rope_buffer_name, rope_table, persistent=False)
         self.layers = nn.ModuleDict()
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
@@ -289,25 +290,25 @@ class Decoder(ModelProtocol):
             self.output.in_fp32 = model_args.fp32_head
         self._tie_weights()
 
-    # ---- what families differ in ----
+    # ---- defined by each family ----
 
     def build_attention(self, layer_id: int) -> nn.Module:
-        """Return the attention of a block; it is called as `Attention` is."""
+        """Return a block's attention, which has the forward of `Attention`."""
         raise NotImplementedError
 
     def build_feed_forward(self, layer_id: int) -> nn.Module:
-        """Return what follows attention in a block."""
+        """Return a block's feed-forward or mixture of experts."""
         raise NotImplementedError
 
     def is_moe_layer(self, layer_id: int) -> bool:
-        """Whether `build_feed_forward` returns a mixture of experts for this block."""
+        """Return True if `build_feed_forward` returns a mixture of experts for this block."""
         return False
 
-    def build_rope_table(self) -> Tensor:
-        """Return the table [L, ...] whose rows the attention gets, on the current device."""
+    def build_rope_table(self, length: int) -> Tensor:
+        """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
         raise NotImplementedError
 
-    # ---- common to all ----
+    # ---- the same for all families ----
 
     def forward(
         self,
@@ -318,18 +319,18 @@ class Decoder(ModelProtocol):
     ) -> Any:
         """Return logits [B, T, V], or with a value head values [B, T, 1], for token ids [B, T].
 
-        attention_masks: from `get_attention_masks`, or a client's own, or a `DocumentMask`; None
-            for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
-        positions: [1, T] or [B, T] int, where each token stands in its document for RoPE; None
-            means 0..T-1. They are independent of the masks. If the mask is for tokens that are
-            spread over context-parallel ranks, they may also be those of whole rows.
+        attention_masks: the result of `get_attention_masks`, a mask of the caller's, or a
+            `DocumentMask`; None for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
+        positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE; None
+            means 0..T-1. The masks do not depend on them. If the mask is for context-parallel
+            ranks, which hold parts of the rows, positions of the whole rows are also accepted.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
-            projection, and its result is returned; `loss.logprobs` has one. Under tensor
+            projection; its result is returned. `loss.logprobs` has heads. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
-        On a later pipeline stage `tokens` are hidden states [B, T, M], and so is the result
-        before the last stage. Under tensor parallelism these are whole, for any T; logits are a
-        DTensor split along V if the loss is computed that way, values are plain.
-        Raises ValueError for a head and a model with a value head.
+        A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
+        before the last returns hidden states. Under tensor parallelism hidden states are whole, for
+        any T; logits are a DTensor split along V if the loss is parallel; values are plain tensors.
+        Raises ValueError for a head if the model has a value head.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
@@ -342,7 +343,7 @@ class Decoder(ModelProtocol):
             h = sequence.reduce(self.tok_embeddings(tokens))
         else:
             h = sequence.split(tokens)
-        # All layers use the same rows of the table: look them up once.
+        # All layers use the same rows of the table, so look them up once.
         shards = shards_of(masks)
         row_len = seq_len if shards is None else shards.cp * seq_len
         rope = select_positions(self._rope_table(positions, row_len), positions, seq_len)
@@ -355,8 +356,8 @@ class Decoder(ModelProtocol):
                     "a head needs an output projection, and a model with a value head has none; "
                     "call it without head, for values [B, T, 1]"
                 )
-            # Under tensor parallelism each rank scores its own tokens. Joined, they are a view, and a
-            # loss that changes one in place would lose FSDP's hooks: hence the copy.
+            # Under tensor parallelism each rank scores its own tokens. Joining returns a view, and
+            # a loss that changes a view in place would remove FSDP's hooks: hence the copy.
             return sequence.join(self.score(h), seq_len).clone()
         if self.output is None:
             return sequence.join(h, seq_len)
@@ -364,27 +365,22 @@ class Decoder(ModelProtocol):
         return self.output(h) if head is None else self.output(h, head)
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
-        """The table; it is replaced by a longer one if documents reach beyond it.
+        """Return the RoPE table, after replacing it by a longer one if positions go beyond it.
 
-        row_len: T of whole rows, of which a context-parallel rank may hold a part.
-        Reading positions may wait for an accelerator, so there they are read only if rows are
-        longer than the table.
+        row_len: T of whole rows, also if context-parallel ranks hold parts of them.
+        Reading positions waits for an accelerator, so there they are read only if rows are longer
+        than the table.
         """
         table = getattr(self, self.rope_buffer_name)
-        n_rows = row_len
+        length = row_len
         if positions is not None:
             may_wait = table.device.type == "cpu" or row_len > len(table)
             if not may_wait or torch.compiler.is_compiling() or not positions.numel():
                 return table
-            n_rows = int(on_host(positions).max()) + 1
-        if n_rows > len(table):
-            args = self.model_args
-            self.model_args = dataclasses.replace(args, max_seq_len=n_rows)
-            try:
-                with torch.device(table.device), torch.inference_mode(False):
-                    table = self.build_rope_table()
-            finally:
-                self.model_args = args
+            length = int(on_host(positions).max()) + 1
+        if length > len(table):
+            with torch.device(table.device), torch.inference_mode(False):
+                table = self.build_rope_table(length)
             setattr(self, self.rope_buffer_name, table)
         return table
 
@@ -394,11 +390,11 @@ class Decoder(ModelProtocol):
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
     ) -> AttentionMasksType:
-        """Return the layers' mask, or a dict of masks: a BlockMask for flex, VarlenMetadata for varlen.
+        """Return the layers' mask or dict of masks: BlockMask for flex, VarlenMetadata for varlen.
 
-        input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit
-        boundaries there (`document_ids`, `seq_lens`, `cu_seqlens`) win over the mask type's own.
-        Raises TypeError for sdpa, which takes no mask, and ValueError where the source of the
+        input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
+        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
+        Raises TypeError for sdpa, which takes no mask, and ValueError if the source of the
         boundaries is missing.
         """
         args = self.model_args
@@ -419,38 +415,39 @@ class Decoder(ModelProtocol):
         return map_masks(lambda mask: mask.lowered, self._lowered_masks(documents))
 
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
-        """Return the layers' mask for rows [B, T] of one document each, whatever the mask type.
+        """Return the layers' mask for rows [B, T] of one document each, for any mask type.
 
-        padding_mask: not zero at tokens, zero at padding, which sees only itself and is seen by
-        no token. Raises ValueError for padding between tokens.
+        padding_mask: zero at padding and nonzero at tokens. Padding sees only itself, and no token
+        sees padding. Raises ValueError for padding between tokens.
         """
         document_ids = document_ids_from_padding_mask(on_host(padding_mask))
         return self._lowered_masks(DocumentMask.of_documents(document_ids, padding_mask.device))
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
-        """Return the mask of all layers; models whose layers differ return a dict, by `mask_name`."""
+        """Return the mask of all layers, or a dict: `Attention.mask_name` -> mask."""
         return documents
 
     def _lowered_masks(self, documents: DocumentMask) -> Masks:
         attn_type = self.model_args.attn_type
         if attn_type == "varlen":
-            # First, so that there is at most one wait for the device, whatever layers make of it.
+            # Before `layer_masks`, so that we wait for the device at most once for all masks.
             documents = documents.lower(attn_type)
-        # Layers that share a mask share what the kernel takes, too.
+        # Cached, so that layers with the same mask share its lowered form.
         lower = functools.cache(lambda mask: mask.lower(attn_type))
         return map_masks(lower, self.layer_masks(documents))
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters and the RoPE table in place; see the module's top."""
+        """Fill parameters and the RoPE table in place, as the module's docstring lists."""
         buffer = getattr(self, self.rope_buffer_name)
         with torch.device(buffer_device or buffer.device):
-            setattr(self, self.rope_buffer_name, self.build_rope_table())
-        # Allocation has given each of the two modules its own tensor.
+            table = self.build_rope_table(self.model_args.max_seq_len)
+        setattr(self, self.rope_buffer_name, table)
+        # `to_empty` has given each of the two modules its own tensor.
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # One table gets both draws; so do its copies on two stages of a pipeline.
+            # The shared table is drawn twice, and so are its copies on two pipeline stages.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)
@@ -466,7 +463,7 @@ class Decoder(ModelProtocol):
             nn.init.zeros_(self.score.bias)
 
     def _tie_weights(self) -> None:
-        # Two stages of a pipeline have a copy each: see `distributed.tied_copies`.
+        # Two pipeline stages each have a copy: see `distributed.tied_copies`.
         has_both = self.tok_embeddings is not None and self.output is not None
         if self.enable_weight_tying and has_both:
             self.output.weight = self.tok_embeddings.weight

@@ -1,6 +1,6 @@
-"""Renaming tensors between a decoder and Hugging Face files by a table.
+"""Renames tensors between a decoder and Hugging Face (HF) files by a table.
 
-A name is written as a template, `model.layers.{}.mlp.up_proj.weight`, with `{}` for each number.
+The table has templates of names, `model.layers.{}.mlp.up_proj.weight`, with `{}` for each number.
 """
 
 import copy
@@ -30,7 +30,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_templat
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
-# Of a value head, on both sides.
+# The value head, which has the same names here and in HF files.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 # The linear layers of a block: HF name -> ours.
@@ -47,9 +47,9 @@ _HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "f
 
 
 class Fused(NamedTuple):
-    """One HF tensor that holds several of ours, all [E, R, C], one after another in its rows.
+    """One HF tensor that holds the rows of several of ours, each [E, R, C], one after another.
 
-    transposed: HF has [E, C, R].
+    transposed: HF's tensor has rows and columns swapped.
     """
 
     ours: tuple[str, ...]
@@ -58,8 +58,7 @@ class Fused(NamedTuple):
 
 HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
 
-# Experts behind a router, as in Qwen 3 and DeepSeek files; the fused names are those that
-# transformers 5 has in memory.
+# Router and experts in files of Qwen 3 and DeepSeek. transformers 5 has the fused names in memory.
 HF_EXPERTS: HFKeyMap = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
@@ -73,9 +72,9 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap:
-    """Return the table for modules of every block.
+    """Return the table of one kind of parameter, "weight" or "bias", in every block.
 
-    names: HF's name of a module in its block -> ours. kind: "weight" or "bias".
+    names: HF's name of a module in its block -> ours.
     """
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
@@ -83,14 +82,14 @@ def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap
 
 
 def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
-    """Return the table for files laid out like Llama's. biased: names of `HF_LINEARS` with a bias."""
+    """Return the table of files laid out like Llama's. biased: keys of `HF_LINEARS` with a bias."""
     table: HFKeyMap = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
         SCORE: SCORE,
         SCORE_BIAS: SCORE_BIAS,
-        # Old files carry this table; it follows from the config.
+        # Old files contain RoPE's frequencies, which the config determines.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
     with_bias = {hf: ours for hf, ours in HF_LINEARS.items() if hf in biased}
@@ -98,28 +97,28 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
 
 
 class KeyMapAdapter(StateDictAdapter):
-    """Renames tensors by the table `from_hf_map`, whose entries say what becomes of an HF tensor.
+    """Renames tensors by the table `from_hf_map`. An entry maps an HF template to
 
-    HF template -> our template. An additional `{}` in HF's numbers the entries along our dim 0:
-        experts, which files hold one by one.
-    HF template -> Fused, if ours are several or have another layout.
-    HF template -> None for tensors to leave out on reading.
+        our template. If HF's has one `{}` more, it numbers the entries along our dim 0: files
+            store experts one by one.
+        Fused, if the HF tensor holds several of ours or has another layout.
+        None, if the HF tensor is left out on reading.
 
-    Several HF templates may stand for one of ours: all are read, the first is written.
+    If several HF templates map to one of ours, all are read and the first is written.
 
-    optional: templates of ours that HF's side need not have. Without an HF name they are not
-        written, and what the files lack keeps its value on reading.
+    optional: our templates that HF files need not have. They are not written without an HF name,
+        and tensors that the files lack keep their values on reading.
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
-    rotated_heads: templates of ours -> number of heads, for queries and keys whose rows HF has in
-        the order of the other RoPE convention.
-    quantized_format: of families that are published quantized; see `build_quantized_reader`.
+    rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
+        order of the other RoPE convention.
+    quantized_format: for families whose published files are quantized; see `build_quantized_reader`.
 
-    Models with a value head read the files of language models, whose output weight is left out, and
-        of classifiers with one label, with or without a bias.
+    Models with a value head read the files of language models, without the output weight, and of
+        classifiers with one label, with or without a bias.
 
-    Sharded models: `to_hf` gives each rank the experts that it holds, as views of its memory, and
-        a `from_hf` after it takes them back. Tied models: files hold no output weight; on reading
-        it is the same tensor as the embedding.
+    Sharded models: `to_hf` returns each rank's experts as views of its memory, and the next
+        `from_hf` accepts them back. Tied models: files have no output weight; reading makes it the
+        same tensor as the embedding.
     """
 
     from_hf_map: HFKeyMap
@@ -130,9 +129,9 @@ class KeyMapAdapter(StateDictAdapter):
 
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
-        # What the last `to_hf` took apart: our name -> its layout.
+        # Our names of the tensors that the last `to_hf` split into experts -> their layouts.
         self._layouts: dict[str, StackLayout | None] = {}
-        # HF templates that the files to read have; empty if unknown.
+        # HF templates in the files that will be read; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
@@ -143,7 +142,7 @@ class KeyMapAdapter(StateDictAdapter):
         return super().get_hf_storage_reader(path, from_quantized)
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
-        """Return an adapter whose `to_hf` asks for the names that files with these names have."""
+        """Return a copy whose `to_hf` prefers the HF names that are among `hf_names`."""
         adapter = copy.copy(self)
         adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
         return adapter
@@ -153,8 +152,8 @@ class KeyMapAdapter(StateDictAdapter):
         if not self._has_value_head or n_labels == 1:
             return None
         return (
-            f"{SCORE} is for {n_labels} labels, and a value head gives one value; take the files of "
-            "a model with num_labels = 1"
+            f"{SCORE} has {n_labels} labels, and a value head returns one value; use the files of a "
+            "model with num_labels = 1"
         )
 
     @property
@@ -166,19 +165,21 @@ class KeyMapAdapter(StateDictAdapter):
         return getattr(self.model_args, "enable_weight_tying", False)
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Our template -> HF template, one of possibly several."""
+        """Return our template -> the HF template to write, which is one of possibly several."""
         chosen: dict[str, str] = {}
-        there = self._hf_templates
+        in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():
             for ours in entry.ours if isinstance(entry, Fused) else filter(None, [entry]):
-                if ours not in chosen or (hf in there and chosen[ours] not in there):
+                if ours not in chosen or (hf in in_files and chosen[ours] not in in_files):
                     chosen[ours] = hf
-        if not there:
+        if not in_files:
             return chosen
-        return {ours: hf for ours, hf in chosen.items() if ours not in self.optional or hf in there}
+        return {
+            ours: hf for ours, hf in chosen.items() if ours not in self.optional or hf in in_files
+        }
 
     def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(our name, HF template) of those that are written. ValueError for unknown ones."""
+        """Yield (our name, HF template) of tensors that are written. ValueError for unknown names."""
         to_hf_map, names = self._to_hf_map(), list(names)
         _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
         for name in names:
@@ -187,7 +188,7 @@ class KeyMapAdapter(StateDictAdapter):
                 yield name, hf_template
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """One tensor per group, except for those that are one tensor on HF's side."""
+        """Group the names: tensors that are fused into one HF tensor together, any other alone."""
         groups: dict[str, list[str]] = {}
         for name, hf_template in self._named_on_both_sides(names):
             is_fused = isinstance(self.from_hf_map[hf_template], Fused)
@@ -219,7 +220,7 @@ class KeyMapAdapter(StateDictAdapter):
                 yield hf_template.format(*numbers), part
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
+        """Return HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
         self._layouts = {}
         hf_state_dict: dict[str, Any] = {}
         fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -247,11 +248,11 @@ class KeyMapAdapter(StateDictAdapter):
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our name -> tensor. Raises ValueError that lists the keys that the table lacks."""
+        """Return our name -> tensor. Raises ValueError that lists the keys that the table lacks."""
         relevant = {k: t for k, t in hf_state_dict.items() if not self.ignores_hf_key(k)}
         _check_all_known(relevant, self.from_hf_map, "the Hugging Face weights")
         state_dict: dict[str, Any] = {}
-        # A rank that holds no expert also gets its empty share.
+        # A rank without experts gets no HF tensors, but still has to return its empty stack.
         stacks: dict[str, dict[int, Tensor]] = {
             name: {} for name, layout in self._layouts.items() if layout and not layout.rows
         }
@@ -303,12 +304,12 @@ def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -
 def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     """Reorder the rows of a query or key projection between the two RoPE conventions.
 
-    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. Ours has the two
-    numbers that turn together as neighbours, HF's has them half a head apart.
+    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The two rows of a RoPE
+    pair are neighbours in our order, and half a head apart in HF's.
     """
     if is_dtensor(tensor):
         tensor_api = load_dtensor()
-        # Rows are reordered in place only where each rank holds whole heads, in order.
+        # Ranks can reorder their own rows only if each of them has whole heads.
         mesh, placements = tensor.device_mesh, tensor.placements
         row_ranks = [mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard(0)]
         has_whole_heads = (
@@ -327,9 +328,9 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
 
 
 def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:
-    """The blocks that `swap_rope_layout` to HF makes of a block of rows, two for each head.
+    """Yield a block of rows as the blocks that it becomes in HF's order, two for each head.
 
-    Our rows of a head with even numbers are HF's first half of it, the others the second half.
+    A head's even rows are the first half of the head in HF's order, its odd rows the second half.
     """
     n_rows = shard.shape[0] // n_heads
     first, *other_offsets = shard.offsets

@@ -1,9 +1,9 @@
-"""Which model a Hugging Face config.json describes: family, flavor, args.
+"""Finds the model that a Hugging Face (HF) config.json describes: family, flavor, args.
 
     python -m torchtitan.models.hf_config path/to/config.json
 
-Tables say which of our args holds which HF field. A function per family adds what a table cannot
-say, and refuses by name what the family cannot express.
+Tables map HF fields to our args. A function per family adds values that need more than a table, and
+refuses fields that the family cannot express.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 
 
 class HFMatch(NamedTuple):
-    """What a config.json describes. `flavor` is None if no flavor has all of its numbers."""
+    """The model that a config.json describes; `flavor` is None if no flavor has the same numbers."""
 
     family: str
     flavor: str | None
@@ -32,13 +32,13 @@ class HFMatch(NamedTuple):
 def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
     """Return the family, the flavor if one has the same numbers, and new args with all of them.
 
-    config: the content of a config.json, its path, or that of the folder it lies in. Both
-        spellings are read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
-    The comparison leaves out max_seq_len, the end-of-text token and the choice of attention
-    kernel, which training sets. A classifier of one label is a model with a value head, whose body
-    is compared.
-    Raises ValueError, with the field and the reason, for what the family cannot express, and for
-    numbers that are not those of a model.
+    config: the content of a config.json, its path, or the path of its folder. Both spellings are
+        read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
+    The comparison with flavors ignores max_seq_len, the end-of-text token and the attention kernel,
+    which training sets. A classifier with one label is a model with a value head; only its body is
+    compared.
+    Raises ValueError, with the field and the reason, for a config that the family cannot express,
+    and for numbers that no model can have.
     """
     if not isinstance(config, Mapping):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
@@ -78,7 +78,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
             model_args.moe_args = dataclasses.replace(model_args.moe_args, **experts)
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(
-            f"A field of the Hugging Face config is missing or not of its kind "
+            f"A field of the Hugging Face config is missing or has the wrong type "
             f"({type(error).__name__}: {error}); give the config.json of a model"
         ) from error
     n_kv_heads = getattr(model_args, "n_kv_heads", None)
@@ -91,17 +91,17 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
 
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
-    """Name -> (of a, of b), for every number that changes which weights fit or what they compute."""
+    """Return name -> (a's, b's) for different values that change which weights fit, or the result."""
     facts_a, facts_b = _facts(a), _facts(b)
     pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
     if a.value_head or b.value_head:
-        del pairs["enable_weight_tying"]  # says nothing of the body
+        del pairs["enable_weight_tying"]  # a model with a value head has no output to tie
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-# HF field -> ours, in one table per group of families.
+# HF field -> our field, in one table per group of families.
 
-_MOE = "moe_args."  # in front of the names of its fields
+_MOE = "moe_args."  # prefix of the fields of MoEArgs
 
 COMMON = {
     "hidden_size": "dim",
@@ -152,7 +152,7 @@ LLAMA3_SCALING = {
 }
 YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
 
-# Larger sizes are mistakes, and are refused before anything is allocated.
+# Larger sizes must be mistakes, and are refused before anything is allocated.
 _LARGEST_SIZE = 2**24
 _LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
 _MAY_BE_ZERO = {"first_k_dense_replace", "n_shared_experts", "sliding_window", "q_lora_rank"}
@@ -171,21 +171,21 @@ _FRACTIONS = set(
 )
 _SWITCHES = {"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"}
 
-_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # ends of architectures
+_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # ends of class names
 
-_SAME_FIELD = {  # older or newer names of one field
+_SAME_FIELD = {  # other HF names of a field -> its name in the tables
     "num_experts": "num_local_experts",
     "n_routed_experts": "num_local_experts",
 }
 
 
 def _llama3(config: Config) -> dict[str, Any]:
-    others = {
+    args = {
         "head_dim": config.get("head_dim"),
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
     }
-    return _take(config, _LLAMA) | _llama3_rope(config) | others
+    return _take(config, _LLAMA) | _llama3_rope(config) | args
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
     }
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
-        # Where the two differ, HF also scales cos and sin; here only the softmax is scaled.
+        # If the two differ, HF also scales cos and sin; our model scales only the softmax.
         if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):
             raise _refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
         args["mscale"] = rope["mscale"]
@@ -252,18 +252,18 @@ def _llama4(config: Config) -> dict[str, Any]:
     moe_layers = config.get("moe_layers")
     if moe_layers is not None:
         _require_layers(config, "moe_layers", list(range(step - 1, n_layers, step)))
-    # 1 where a layer has RoPE.
+    # 1 for a layer with RoPE, else 0.
     has_rope = config.get("no_rope_layers") or [
         int((layer + 1) % config.get("no_rope_layer_interval", 4) != 0) for layer in range(n_layers)
     ]
     interval = has_rope.index(0) + 1 if 0 in has_rope else None
     expected = [int(interval is None or (n + 1) % interval != 0) for n in range(n_layers)]
     if list(has_rope) != expected:
-        raise _refusal(config, "no_rope_layers", "they must stand at equal distances")
+        raise _refusal(config, "no_rope_layers", "layers without RoPE must be evenly spaced")
     if config.get("layer_types"):
         kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
         _require_layers(config, "layer_types", kinds)
-    others = {
+    args = {
         "interleave_moe_layer_step": step,
         "every_n_layers_nope": interval,
         "use_qk_norm": config.get("use_qk_norm", True),
@@ -274,7 +274,7 @@ def _llama4(config: Config) -> dict[str, Any]:
         "moe_args.num_shared_experts": 1,
         "moe_args.score_func": "sigmoid",
     }
-    return _take(config, _LLAMA4) | _llama3_rope(config) | others
+    return _take(config, _LLAMA4) | _llama3_rope(config) | args
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         n_layers = config["num_hidden_layers"]
         kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(n_layers)]
         _require_layers(config, "layer_types", kinds)
-    others = {
+    args = {
         "swiglu_limit": config.get("swiglu_limit", 7.0),
         "moe_args.num_shared_experts": 0,
         "moe_args.score_func": "softmax",
@@ -293,10 +293,10 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         "moe_args.score_before_experts": False,
     }
     yarn = _yarn(config, truncate=False, betas=("ntk_beta", "ntk_alpha"))
-    return _take(config, GPT_OSS) | yarn | others
+    return _take(config, GPT_OSS) | yarn | args
 
 
-# HF's model_type -> family, its function, rope_theta where a config has none.
+# HF's model_type -> family, function from config to our fields, rope_theta if the config has none.
 _FAMILIES: dict[str, tuple[str, Callable[[Config], dict[str, Any]], float]] = {
     "llama": ("llama3", _llama3, 10000.0),
     "qwen2": ("qwen3", _qwen3, 10000.0),
@@ -309,11 +309,11 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config], dict[str, Any]], float]] = {
 }
 
 
-# Reading a config
+# ---- reading a config ----
 
 
 def _same_spelling(config: Config) -> Config:
-    """The text model's config in the spelling of transformers 5, its numbers checked."""
+    """Check the numbers; return the text model's config in the spelling of transformers 5."""
     if config.get("model_type") == "llama4":
         text = config.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -334,15 +334,15 @@ def _same_spelling(config: Config) -> Config:
 
 
 def _has_value_head(config: Config) -> bool:
-    """Whether it is a classifier; one of several labels is refused."""
+    """Return True for a classifier with one label; raise ValueError if it has several."""
     names = config.get("architectures") or []
     if not any(name.endswith(_CLASSIFIERS) for name in names):
         return False
     labels = config.get("id2label")
-    # transformers does not write them where there are two.
+    # transformers writes no labels if there are two.
     n_labels = len(labels) if labels else config.get("num_labels", 2)
     if n_labels != 1:
-        reason = f"its {n_labels} labels are not one value; give a model with num_labels = 1"
+        reason = f"a value head needs one label, not {n_labels}; give a model with num_labels = 1"
         raise _refusal(config, "architectures", reason)
     return True
 
@@ -354,9 +354,7 @@ def _check_numbers(config: Config) -> None:
         if name in _SIZES:
             smallest, largest = int(name not in _MAY_BE_ZERO), _LARGEST.get(name, _LARGEST_SIZE)
             if type(value) is not int or not smallest <= value <= largest:
-                raise _refusal(
-                    config, name, f"it must be a whole number from {smallest} to {largest}"
-                )
+                raise _refusal(config, name, f"it must be an integer from {smallest} to {largest}")
         elif name in _FRACTIONS:
             if type(value) not in (int, float) or not 0 <= value < 1e12:
                 raise _refusal(config, name, "it must be a number, not negative and below 1e12")
@@ -365,7 +363,7 @@ def _check_numbers(config: Config) -> None:
 
 
 def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
-    """Ours -> value. A model without num_key_value_heads has as many as query heads."""
+    """Return our field -> value. num_key_value_heads defaults to the number of query heads."""
     defaults = {"num_key_value_heads": config.get("num_attention_heads")}
     values = {hf: config[hf] if config.get(hf) is not None else defaults.get(hf) for hf in table}
     if missing := [hf for hf, value in values.items() if value is None]:
@@ -387,14 +385,14 @@ def _require_rope_type(config: Config, allowed: set[str]) -> str:
 
 
 def _yarn(config: Config, truncate: bool, betas: tuple[str, str]) -> dict[str, Any]:
-    """betas: ours for beta_fast and beta_slow."""
+    """betas: our names of beta_fast and beta_slow."""
     if _require_rope_type(config, {"default", "yarn"}) == "default":
         return {"rope_factor": 1.0}
     rope = config["rope_parameters"]
     if rope.get("truncate", True) is not truncate:
-        raise _refusal(rope, "truncate", f"the band of frequencies is made with {truncate}")
+        raise _refusal(rope, "truncate", f"this family blends frequencies with {truncate}")
     if rope.get("attention_factor") is not None:
-        raise _refusal(rope, "attention_factor", "it follows from factor")
+        raise _refusal(rope, "attention_factor", "our models compute it from factor")
     fast, slow = betas
     return _take(rope, YARN) | {fast: rope.get("beta_fast", 32), slow: rope.get("beta_slow", 1)}
 
@@ -406,26 +404,26 @@ def _require(config: Config, name: str, allowed: set[Any], reason: str) -> None:
 
 def _require_layers(config: Config, name: str, expected: list[Any]) -> None:
     if list(config[name]) != expected:
-        raise _refusal(config, name, f"the layers can only be {expected}")
+        raise _refusal(config, name, f"the layers must be {expected}")
 
 
 def _refusal(config: Config, name: str, reason: str) -> ValueError:
     return ValueError(
-        f"No model here is that of the Hugging Face config: it has {name} = "
+        f"No model here matches the Hugging Face config: it has {name} = "
         f"{reprlib.repr(config.get(name))}, but {reason}"
     )
 
 
-# Args
+# ---- comparing args ----
 
 
 # Fields that a run sets, or that nothing reads.
-_NO_FACTS = set(
+_IGNORED_FIELDS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
     "expert_parallel_comm_backend value_head fp32_head _enforced "
     "moe_args.use_grouped_mm moe_args.load_balance_coeff moe_args._debug_force_load_balance".split()
 )
-# Sizes that several combinations of fields give -> the fields.
+# Properties to compare -> the fields they are computed from, which are not compared.
 _DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
     "expert_hidden_dim": ["moe_inter_dim", "auto_scale_hidden_dim"],
@@ -434,14 +432,14 @@ _DERIVED = {
 
 
 def _facts(args: DecoderArgs) -> dict[str, Any]:
-    """Name -> number, of the fields that say something about these weights."""
+    """Return name -> value of all fields that affect the weights or the result."""
     facts: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
         if isinstance(value, dict):  # moe_args, rope_scaling_args
             facts |= {f"{name}.{field}": inner for field, inner in value.items()}
         else:
             facts[name] = value
-    dropped = set(_NO_FACTS)
+    dropped = set(_IGNORED_FIELDS)
     for derived, fields in _DERIVED.items():
         if hasattr(args, derived):
             facts[derived] = getattr(args, derived)
@@ -450,7 +448,7 @@ def _facts(args: DecoderArgs) -> dict[str, Any]:
         facts["n_kv_heads"] = args.n_heads
     if getattr(args, "moe_enabled", True) is False:
         dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
-    elif hasattr(args, "moe_enabled"):  # Qwen 3: all layers have experts
+    elif hasattr(args, "moe_enabled"):  # Qwen 3 with experts in all layers
         dropped.add("hidden_dim")
     if getattr(args, "interleave_moe_layer_step", 0) == 1:
         dropped.add("ffn_hidden_dim")
@@ -458,7 +456,7 @@ def _facts(args: DecoderArgs) -> dict[str, Any]:
         dropped.add("moe_args.group_score")
     if not getattr(args, "attn_temperature_tuning", True):
         dropped |= {"floor_scale", "attn_scale"}
-    if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # 1 does what None does
+    if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # 1 has the effect of None
         dropped |= {name for name in facts if name.startswith("rope_scaling_args")}
     if facts.get("rope_factor") == 1:
         dropped |= {"original_seq_len", "beta_fast", "beta_slow", "ntk_alpha", "ntk_beta", "mscale"}
@@ -468,9 +466,9 @@ def _facts(args: DecoderArgs) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.models.hf_config",
-        description="Tell which family and flavor a Hugging Face config.json describes.",
+        description="Print the family and flavor that a Hugging Face config.json describes.",
     )
-    parser.add_argument("config", help="a config.json, or the folder it lies in")
+    parser.add_argument("config", help="a config.json, or its folder")
     options = parser.parse_args()
     try:
         match = from_hf_config(options.config)

@@ -1,7 +1,7 @@
-"""The config.json of a model: the inverse of `hf_config`, by the same tables.
+"""Writes the config.json of a model: the inverse of `hf_config`, by the same tables.
 
-It has the spelling of transformers 4 (rope_theta, rope_scaling), which transformers 5 and vLLM read
-as well.
+The spelling is that of transformers 4 (rope_theta, rope_scaling), which transformers 5 and vLLM also
+read.
 """
 
 import operator
@@ -16,10 +16,13 @@ from torchtitan.protocols.train_spec import get_train_spec
 def to_hf_config(model_args: Any) -> dict[str, Any]:
     """Return the content of a config.json that describes a model with these args.
 
-    It has no token ids and no dtype, which the args don't know.
+    It has no token ids and no dtype, because the args don't have them.
     Raises ValueError if Hugging Face has no model with these args.
     """
-    writers = {type(_some_args(family)): write for family, write in _WRITERS.items()}
+    writers = {}
+    for family, write in _WRITERS.items():
+        some_args = next(iter(get_train_spec(family).model_args.values()))
+        writers[type(some_args)] = write
     if type(model_args) not in writers:
         raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
     name, fields = writers[type(model_args)](model_args)
@@ -39,22 +42,17 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         described = hf_config.from_hf_config(config).model_args
     except ValueError as error:
         raise ValueError(f"Hugging Face has no model with these args: {error}") from error
-    if others := hf_config.differing(model_args, described):
-        pairs = [f"{name} = {ours}, not {theirs}" for name, (ours, theirs) in others.items()]
+    if different := hf_config.differing(model_args, described):
+        pairs = [f"{name} = {ours}, not {theirs}" for name, (ours, theirs) in different.items()]
         raise ValueError(
             f"Hugging Face's {config['model_type']} cannot have {', '.join(pairs)}; "
-            "choose a flavor whose values it has"
+            "choose a flavor with values that it can have"
         )
     return config
 
 
-def _some_args(family: str) -> DecoderArgs:
-    """Return the args of some flavor of a family."""
-    return next(iter(get_train_spec(family).model_args.values()))
-
-
 def _give(model_args: DecoderArgs, table: Mapping[str, str]) -> dict[str, Any]:
-    """HF field -> value, by one of the tables HF field -> name of ours."""
+    """Return HF field -> value, by a table HF field -> our field."""
     return {hf: operator.attrgetter(ours)(model_args) for hf, ours in table.items()}
 
 

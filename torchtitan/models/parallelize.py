@@ -1,13 +1,13 @@
-"""The one plan by which every decoder is spread over a mesh.
+"""The plan that distributes every decoder over a mesh.
 
-Steps run in this order, because each reads what the one before left:
+The steps run in this order, because each depends on the one before:
 
     expert, tensor parallel            replaces parameters
     activation checkpointing           wraps blocks
     compile                            traces a block with its checkpointing
     FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace them
 
-Everything happens on the meta device, before any parameter has memory.
+All of this happens on the meta device, before any parameter has memory.
 """
 
 from typing import Any
@@ -25,24 +25,24 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.numerics.products import compile_options
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_varlen
 from torchtitan.tools.logging import logger
-from torchtitan.tools.products import compile_options
 from torchtitan.tools.utils import get_device_type
 
 
 def parallelize_decoder(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Apply the job's parallelism, checkpointing and compilation in place; return the model.
+    """Apply the config's parallelism, checkpointing and compilation in place; return the model.
 
-    Raises ValueError for what kernels of the device cannot do.
+    Raises ValueError if a kernel of the device cannot run this config.
     """
     for problem in device_limits(job_config, parallel_dims, model):
         raise ValueError(problem)
     if parallel_dims.ep_enabled or parallel_dims.tp_enabled:
-        # Loads DTensor, whose import takes a third of torch's: only for jobs that use it.
+        # Imported only here, because it loads DTensor, which takes a third of torch's import time.
         from torchtitan.models.tp_plan import split_parameters
 
         split_parameters(model, parallel_dims, job_config)
@@ -66,11 +66,8 @@ def parallelize_decoder(
 parallelize_decoder.shards_one_rank = True  # see TrainSpec
 
 
-# ---- activation checkpointing, compile ----
-
-
 def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
-    """Outputs that are kept in "op" mode: those that cost more to compute than to store."""
+    """Return the operators whose outputs "op" mode keeps, because recomputing them costs too much."""
     ops = torch.ops
     saved: set[Any] = {
         ops.aten.mm.default,
@@ -95,8 +92,8 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         torch._higher_order_ops.flex_attention,
     }
     if not compile_blocks:
-        # Flex attention compiled by itself is one such region. Inside a compiled block there is
-        # none, and dynamo cannot trace a policy that mentions it.
+        # Flex attention, which is compiled by itself, is such a region. A compiled block contains
+        # none, and dynamo cannot trace a policy that names this operator.
         saved.add(torch._higher_order_ops.inductor_compiled_code)
     if get_device_type() != "cpu":
         load_varlen()
@@ -105,9 +102,9 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
 
 
 def find_save_list(name: str) -> frozenset[Any]:
-    """The `__getattr__` of every family's `infra.parallelize`, for `_op_sac_save_list`.
+    """Serve as `__getattr__` of every family's `infra.parallelize`, for `_op_sac_save_list`.
 
-    Read-only: changing it would not change what "op" mode saves.
+    The set is read-only, because changing it would not change what "op" mode saves.
     """
     if name != "_op_sac_save_list":
         raise AttributeError(f"infra.parallelize has no attribute {name!r}")
@@ -115,13 +112,13 @@ def find_save_list(name: str) -> frozenset[Any]:
 
 
 def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = False) -> None:
-    """Compile each block in place; blocks of one shape share the compiled code.
+    """Compile each block in place; blocks of the same shape share the compiled code.
 
-    Blocks whose experts wait for the device to know how many tokens they get, under expert
-    parallelism or in a loop, are compiled in pieces around that. A second call does nothing.
+    If a block's experts wait for the device to read their token counts (under expert parallelism,
+    or computed one by one), the parts of the block are compiled apart. A second call does nothing.
     """
-    # Blocks share one budget of variants: kinds of layers, static and dynamic shapes, with and
-    # without gradients, shares of context parallelism. With fullgraph, one too many is an error.
+    # All blocks share one limit of compiled variants: kinds of layers, static and dynamic shapes,
+    # with and without gradients, context parallelism. With fullgraph, exceeding it is an error.
     dynamo = torch._dynamo.config
     host.change_attribute(dynamo, "recompile_limit", max(dynamo.recompile_limit, 64))
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
@@ -134,15 +131,15 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
         if moe is None or (moe.experts.use_grouped_mm and not ep_enabled):
             model.layers.register_module(name, torch.compile(block, **options))
             continue
-        for piece in (block.attention, moe.router, moe.shared_experts):  # norms: one kernel anyway
+        # Not the norms, which are one kernel each without compiling.
+        for piece in (block.attention, moe.router, moe.shared_experts):
+            # Private: `Module.compile` stores the compiled call here (torch 2.13), and a second
+            # `compile` would compile again.
             if piece is not None and piece._compiled_call_impl is None:
                 piece.compile(**options)
         if moe.experts.use_grouped_mm:
             moe.experts.compile_products(**options)
     logger.debug("compiling each block with backend %r", compile_config.backend)
-
-
-# ---- data parallelism ----
 
 
 def _apply_data_parallel(
@@ -164,6 +161,6 @@ def _apply_data_parallel(
             edp_mesh=parallel_dims.get_mesh(expert_axes) if parallel_dims.ep_enabled else None,
             register_buffers=job_config.parallelism.fsdp_register_buffers,
         )
-    elif replicates and not parallel_dims.pp_enabled:  # a pipeline's schedule sums over replicas
+    elif replicates and not parallel_dims.pp_enabled:  # a pipeline schedule sums over replicas
         mesh = parallel_dims.get_mesh("dp_replicate")
         distributed.apply_ddp(model, mesh, enable_compile=compile_blocks)

@@ -1,10 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 B rows, T tokens, D head size, L table length. Position p turns pair i of a head by the angle
-p * f_i, where f_i = theta ** (-2 i / D). There are two conventions for which two of the D numbers
-are a pair:
-    neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of unit
-        numbers with these angles
+p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers differently:
+    neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of numbers
+        of magnitude 1 with these angles
     halves (i, i + D/2), as in Hugging Face; table fp32 [L, 2 D], the cosines for all D numbers
         and then the sines
 """
@@ -21,8 +20,8 @@ class RoPEScalingArgs:
     """Llama 3.1's stretching of slow frequencies to longer contexts.
 
     Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, those shorter than .../ high_freq_factor stay, and between the two the
-    frequency is blended. scaling_factor 1.0 changes nothing.
+    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and between these limits
+    the two frequencies are blended. scaling_factor 1.0 changes nothing.
     """
 
     scaling_factor: float = 8.0
@@ -31,12 +30,12 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return frequencies [D/2], in radians per token, stretched; theta does not matter here."""
-        # How often each pair turns within the context that the model was first trained on.
+        """Return frequencies [D/2], in radians per token, stretched; theta is not used."""
+        # The number of turns of each pair within the context that the model was first trained on.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         slow = frequencies / self.scaling_factor
         span = self.high_freq_factor - self.low_freq_factor
-        if span == 0:  # no band to blend in: a step
+        if span == 0:  # a step instead of a blend
             return torch.where(turns < self.low_freq_factor, slow, frequencies)
         keep = ((turns - self.low_freq_factor) / span).clamp(0, 1)
         return torch.lerp(slow, frequencies, keep)
@@ -46,11 +45,11 @@ class RoPEScalingArgs:
 class YaRNArgs:
     """YaRN's stretching to longer contexts (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
-    A pair that turns beta_fast times or more within original_seq_len tokens keeps its frequency,
-    one that turns beta_slow times or fewer is slowed down by `factor`, and between the two
-    pairs the frequency is blended. factor 1.0 changes nothing.
+    A pair that turns beta_fast times or more within original_seq_len tokens keeps its frequency, a
+    pair that turns beta_slow times or fewer is slowed down by `factor`, and the pairs between them
+    are blended linearly. factor 1.0 changes nothing.
 
-    truncate: let the blend begin and end at whole pairs, as DeepSeek's models do.
+    truncate: the blend begins and ends at whole pairs, as in DeepSeek's models.
     """
 
     factor: float
@@ -66,14 +65,14 @@ class YaRNArgs:
         n_pairs = len(frequencies)
 
         def pair_with(turns: float) -> float:
-            """The pair, as a real number, that turns this often in the original context."""
+            """Return the index, a real number, of the pair with this many turns in the context."""
             wavelength = self.original_seq_len / turns
             return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
         low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # The upper limit counts numbers, not pairs, in all published code.
+        # All published code limits the index by the number of dimensions, not of pairs.
         low, high = max(low, 0), min(high, 2 * n_pairs - 1)
         if low == high:
             high += 0.001
@@ -83,7 +82,7 @@ class YaRNArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return the correction of attention's magnitude that goes with YaRN; 1 for factor 1.
+    """Return YaRN's correction of the attention scores' magnitude; 1 for factor 1.
 
     Equation 22 of the paper if mscale is 1. Multiply queries and keys by it, or the softmax scale
     by its square.
@@ -91,12 +90,16 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _frequencies(dim: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None) -> Tensor:
-    """Frequencies fp32 [dim/2] in radians per token."""
-    # The order of operations is that of the published models: the last bit of a frequency, times
-    # a position of 100,000, is an angle that shows.
+def _angles(
+    dim: int, length: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None
+) -> Tensor:
+    """Return the angles fp32 [length, dim/2] of each position and pair, in radians."""
+    # Keep the published models' order of operations: at position 100,000 the last bit of a
+    # frequency visibly changes the angle.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return frequencies if scaling_args is None else scaling_args.stretch(frequencies, theta)
+    if scaling_args is not None:
+        frequencies = scaling_args.stretch(frequencies, theta)
+    return torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
 
 
 def precompute_freqs_cis(
@@ -105,24 +108,23 @@ def precompute_freqs_cis(
     theta: float = 10000.0,
     scaling_args: RoPEScalingArgs | YaRNArgs | None = RoPEScalingArgs(),  # noqa: B008 (only read)
 ) -> Tensor:
-    """Return the table complex64 [end, dim/2] for heads of size `dim`; see the module's top.
+    """Return the table complex64 [end, dim/2] of neighbouring pairs, for heads of size `dim`.
 
     scaling_args: None leaves the frequencies as they are.
     """
     if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
         return torch.empty((end, dim // 2), dtype=torch.complex64)
-    frequencies = _frequencies(dim, theta, scaling_args)
-    angles = torch.outer(torch.arange(end, dtype=torch.float32), frequencies)
+    angles = _angles(dim, end, theta, scaling_args)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def select_positions(table: Tensor, positions: Tensor | None, seq_len: int) -> Tensor:
-    """Return the table's rows for each token: [1, T, ...] or [B, T, ...].
+    """Return the table's row of each token: [1, T, ...] or [B, T, ...].
 
-    table: [L, ...]. positions: None for 0..T-1, or int [1, T] or [B, T]; negative ones
+    table: [L, ...]. positions: None for 0..T-1, or int [1, T] or [B, T]; negative positions
         (padding) read row 0.
-    Raises ValueError for positions beyond the table. On an accelerator looking at positions
-    would mean waiting for it, so there the check runs on the device and stops the process.
+    Raises ValueError for positions beyond the table. On an accelerator, where reading positions
+    would wait for the device, an assertion on the device stops the process instead.
     """
     length = table.shape[0]
     if positions is None:
@@ -147,7 +149,7 @@ def _beyond_table(wanted: int | str, length: int) -> str:
 def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return each token's table row with an axis for heads: [1 or B, T, 1, ...].
 
-    freqs_cis: a table [L, ...] of either convention, or rows already selected [1 or B, T, ...].
+    freqs_cis: a table [L, ...] of either convention, or selected rows [1 or B, T, ...].
     x: [B, T, heads, ...].
     """
     if freqs_cis.dim() == 2:
@@ -159,7 +161,7 @@ def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
     """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. fp32 inside, x's dtype out."""
     pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
-        # inductor has no complex kernels; written out, this fuses with its surroundings
+        # inductor has no complex kernels; real arithmetic fuses with the operations around it
         cos, sin = torch.view_as_real(rows).unbind(-1)
         first, second = pairs.unbind(-1)
         turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
@@ -171,7 +173,7 @@ def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
 def apply_rotary_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, neighbouring numbers turned by their token's position.
+    """Return queries and keys, with neighbouring pairs turned by their token's position.
 
     xq: [B, T, H, D], xk: [B, T, K, D]. freqs_cis and positions as in `reshape_for_broadcast`.
     """
@@ -179,7 +181,7 @@ def apply_rotary_emb(
     return _rotate_neighbours(xq, rows), _rotate_neighbours(xk, rows)
 
 
-# ---- the same on halves ----
+# ---- pairs of two halves ----
 
 
 def precompute_rope_cache(
@@ -189,14 +191,13 @@ def precompute_rope_cache(
     scaling_args: RoPEScalingArgs | YaRNArgs | None = None,
     magnitude: float = 1.0,
 ) -> Tensor:
-    """Return the table fp32 [max_seq_len, 2 * dim] for heads of size `dim`; see the module's top.
+    """Return the table fp32 [max_seq_len, 2 * dim] of two halves, for heads of size `dim`.
 
-    scaling_args: None leaves the frequencies as they are. magnitude: multiplies all numbers.
+    scaling_args: None leaves the frequencies as they are. magnitude: multiplies the whole table.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
-    frequencies = _frequencies(dim, base, scaling_args)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
+    angles = _angles(dim, max_seq_len, base, scaling_args)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
 
@@ -204,7 +205,7 @@ def precompute_rope_cache(
 def apply_rotary_emb_to_halves(
     xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, the two halves of each head turned by their token's position.
+    """Return queries and keys, with each head's two halves turned by their token's position.
 
     xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache and positions as in `reshape_for_broadcast`.
     fp32 inside, the inputs' dtype out.
@@ -216,7 +217,7 @@ def apply_rotary_emb_to_halves(
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, T, heads, D]; cos and sin, negative for the first half: [1 or B, T, 1, D]."""
+    """x: [B, T, heads, D]; cos, sin: [1 or B, T, 1, D], the first half of sin negated."""
     numbers = x.float()
     partners = numbers.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)

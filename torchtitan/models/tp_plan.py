@@ -1,4 +1,4 @@
-"""The plan by which every decoder's parameters are split over a mesh: tensor and expert parallelism."""
+"""The plan that splits every decoder's parameters over a mesh: tensor and expert parallelism."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 
 # Parameter -> the dimension it is split along; None: every rank has it whole.
 _OUTPUTS = {"weight": 0, "bias": 0}  # each rank computes some of a Linear's outputs
-_INPUTS = {"weight": 1, "bias": None}  # each rank adds up some of its inputs
+_INPUTS = {"weight": 1, "bias": None}  # each rank sums over some of a Linear's inputs
 _ALIKE = {"weight": None, "bias": None}
 
 TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
@@ -36,7 +36,7 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
     "layers.*.attention.wkv_a": _ALIKE,
     "layers.*.attention.kv_norm": _ALIKE,
     "layers.*.attention.wkv_b": _OUTPUTS,
-    # feed-forward, and that of experts, split by hidden units
+    # feed-forward and experts, split by hidden units
     "layers.*.feed_forward.w1": _OUTPUTS,
     "layers.*.feed_forward.w3": _OUTPUTS,
     "layers.*.feed_forward.w2": _INPUTS,
@@ -57,7 +57,7 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
 
 
 def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Split the decoder as the job says, in place: first experts, then everything else."""
+    """Split the decoder as the config says, in place: experts first, then everything else."""
     if parallel_dims.ep_enabled:
         apply_moe_ep_tp(
             model,
@@ -93,14 +93,14 @@ def apply_tp(
     enable_async_tp: bool = False,
     cp_enabled: bool = False,
 ) -> None:
-    """Split the decoder over a 1-D mesh in place, as `TENSOR_PARALLEL_PLAN` says.
+    """Split the decoder over a 1-D mesh in place, by `TENSOR_PARALLEL_PLAN`.
 
     loss_parallel: logits stay split along the vocabulary, as a DTensor.
-    enable_float8_tensorwise_tp: gather hidden states and gradients in float8, in blocks all of
-        whose linear layers torchao made float8 with one scale per tensor.
-    enable_async_tp: write the blocks' collectives as the compiler's pass finds them, which
-        `maybe_enable_async_tp` turns on.
-    cp_enabled: accepted for compatibility; changes nothing here.
+    enable_float8_tensorwise_tp: gather hidden states and gradients in float8, in blocks where
+        torchao has made all linear layers float8 with one scale per tensor.
+    enable_async_tp: write the blocks' collectives in the form that the compiler's pass recognises;
+        `maybe_enable_async_tp` turns that pass on.
+    cp_enabled: accepted for compatibility and ignored.
 
     Raises ValueError for a model that the plan doesn't fit.
     """
@@ -123,12 +123,12 @@ def apply_moe_ep_tp(
     dual_pipe_v: bool = False,
     use_deepep: bool = False,
 ) -> None:
-    """Deal the experts of every block to ranks, or split each of them, or both; in place.
+    """Distribute the experts of every block over ranks, or split each expert, or both; in place.
 
-    tp_mesh, ep_mesh: 1-D, None where this parallelism is off. Where both are on, the ranks of
-        `tp_mesh` share out the tokens.
-    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp]. Given if experts are also split
-        by hidden units, and tokens are not shared out.
+    tp_mesh, ep_mesh: 1-D, or None if this parallelism is off. With both, and without `etp_mesh`,
+        the ranks of `tp_mesh` share out the tokens.
+    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp], if experts are also split by
+        hidden units; tokens are not shared out then.
 
     Call it before `apply_tp`, which skips modules that are already distributed.
 
@@ -136,8 +136,8 @@ def apply_moe_ep_tp(
     """
     if dual_pipe_v or use_deepep:
         raise ValueError(
-            "experts are dealt by torch's all-to-all only; leave dual_pipe_v and use_deepep off, "
-            "and set parallelism.expert_parallel_comm_backend = 'standard'"
+            "tokens reach their experts by torch's all-to-all only; leave dual_pipe_v and use_deepep "
+            "off, and set parallelism.expert_parallel_comm_backend = 'standard'"
         )
     hidden_dims = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
     for moe in (block.moe for block in model.layers.values() if block.moe_enabled):

@@ -20,6 +20,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
+from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
@@ -35,7 +36,6 @@ from torchtitan.rl.weight_sync import (
 )
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
-from torchtitan.tools.products import use_onednn
 from torchtitan.tools.utils import set_default_dtype
 
 # They build on this module.

@@ -457,22 +457,22 @@ FAULTS = [
     ),
     describing(
         name="config.json with fewer than no layers",
-        message="error: …config.json: No model here is that of the Hugging Face config: it has num_hidden_layers = -2, but it must be a whole number from 1 to 1000",
+        message="error: …config.json: No model here matches the Hugging Face config: it has num_hidden_layers = -2, but it must be an integer from 1 to 1000",
         arrange=config_json(num_hidden_layers=-2),
     ),
     describing(
         name="config.json with a size beyond all models",
-        message="error: …config.json: No model here is that of the Hugging Face config: it has vocab_size = 1000000000000, but it must be a whole number from 1 to …",
+        message="error: …config.json: No model here matches the Hugging Face config: it has vocab_size = 1000000000000, but it must be an integer from 1 to …",
         arrange=config_json(vocab_size=10**12),
     ),
     describing(
         name="config.json with a text for a number",
-        message="error: …config.json: No model here is that of the Hugging Face config: it has hidden_size = '64', but it must be a whole number from 1 to …",
+        message="error: …config.json: No model here matches the Hugging Face config: it has hidden_size = '64', but it must be an integer from 1 to …",
         arrange=config_json(hidden_size="64"),
     ),
     describing(
         name="config.json with nan",
-        message="error: …config.json: No model here is that of the Hugging Face config: it has rms_norm_eps = nan, but it must be a number, not negative and below 1e12",
+        message="error: …config.json: No model here matches the Hugging Face config: it has rms_norm_eps = nan, but it must be a number, not negative and below 1e12",
         arrange=config_json(rms_norm_eps=float("nan")),
     ),
     # Conversions

@@ -1,6 +1,6 @@
-"""The name that the reference had for `torchtitan.rl`: the same modules, under both paths.
+"""The reference's path of `torchtitan.rl`: both paths give the same modules.
 
-`import torchtitan.experiments.rl.trainer` is the module `torchtitan.rl.trainer`, and so on.
+`torchtitan.experiments.rl.trainer` is the module `torchtitan.rl.trainer`, and so on.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import torchtitan.rl
 
 for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
     _name, _module = _info.name.removeprefix("torchtitan.rl."), importlib.import_module(_info.name)
-    # Python looks here before it searches for the file, of which it would load a second copy.
+    # Python looks in sys.modules first; otherwise it would load the file a second time.
     sys.modules[f"{__name__}.{_name}"] = _module
     if "." not in _name:
         globals()[_name] = _module

@@ -1,7 +1,7 @@
-"""A Llama of 0.4M parameters for tasks that are spelled in characters: RL on a laptop's CPU.
+"""A Llama of 0.4M parameters for tasks spelled in characters: RL on a laptop's CPU.
 
-`torchtitan.train` trains it on solved examples of the task in `[rl.task]`, which makes the
-checkpoint that RL starts from; `torchtitan.rl.train` also trains it from random weights.
+`torchtitan.train` trains it on solved examples of the task in `[rl.task]`; RL starts from that
+checkpoint. `torchtitan.rl.train` can also start from random weights.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Prompts of an RL task with their correct answers, for training before RL."""
+"""Prompts of an RL task with correct answers, for training before RL."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +13,16 @@ from torchtitan.rl.tasks import build_task
 
 
 class SolvedExamples(BaseDataLoader):
-    """Batches of one example per row; only the answer and the end after it count in the loss.
+    """Yields batches of one example per row; the loss covers the answer and the end-of-text token.
 
-    Ranks take turns at the examples: a step with the same total of rows has the same examples on
-    any number of ranks. Raises ConfigError if the job's config has no `[rl]` sections.
+    A step with the same total of rows has the same examples on any number of ranks. Raises
+    ConfigError if the job's config has no `[rl]` sections.
     """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):
             raise ConfigError(
-                "model.name = 'rl_toy' learns a task of the section [rl.task], which this config "
+                "model.name = 'rl_toy' learns the task of the section [rl.task], which this config "
                 "does not have; set job.custom_config_module = 'torchtitan.rl.job_config'"
             )
         self.task = build_task(job_config.rl)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and V2 and the 16B model of its kind: flavors, and the train spec."""
+"""DeepSeek-V2 and V3: flavors, and the train spec."""
 # ruff: noqa: F401 (names of the reference)
 
 from typing import Any
@@ -12,7 +12,7 @@ from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
 
-def _debug_model(**others: Any) -> DeepSeekV3ModelArgs:
+def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:
     return DeepSeekV3ModelArgs(
         vocab_size=2048,
         dim=256,
@@ -21,17 +21,17 @@ def _debug_model(**others: Any) -> DeepSeekV3ModelArgs:
         n_layers=6,
         mscale=0.70,
         moe_args=_v2_experts(8, top_k=3),
-        **others,
+        **fields,
     )
 
 
-def _v2_experts(num_experts: int, **others: Any) -> MoEArgs:
+def _v2_experts(num_experts: int, **fields: Any) -> MoEArgs:
     return MoEArgs(
         num_experts=num_experts,
         num_shared_experts=2,
         score_func="softmax",
         score_before_experts=False,
-        **others,
+        **fields,
     )
 
 

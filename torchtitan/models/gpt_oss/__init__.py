@@ -24,7 +24,7 @@ def _experts(num_experts: int) -> MoEArgs:
 
 gptoss_configs: dict[str, GptOssModelArgs] = {
     "debugmodel": GptOssModelArgs(dim=256, n_layers=4, moe_args=_experts(8)),
-    # The same for a CPU: a vocabulary of 2,048, and experts no wider than the model.
+    # "debugmodel" for a CPU: a vocabulary of 2,048, and experts as wide as the model.
     "debugmodel_small": GptOssModelArgs(
         vocab_size=2048,
         dim=256,

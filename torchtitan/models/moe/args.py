@@ -1,4 +1,4 @@
-"""Sizes and choices of a mixture of experts, and of decoders that have some."""
+"""The args of a mixture of experts, and of decoders with experts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,13 +17,13 @@ class MoEArgs:
     num_shared_experts: experts that see every token, stored as one wide feed-forward.
     score_func: turns router logits into scores.
     route_norm: divide the chosen scores by their sum; route_scale multiplies them afterwards.
-    score_before_experts: scale tokens on their way into an expert, not on their way out.
+    score_before_experts: multiply an expert's input by the score, not its output.
     num_expert_groups, num_limited_groups: choose only among the experts of the best groups.
-    group_score: a group's score is the sum of its two best experts' (DeepSeek V3), or the best
-        one's (DeepSeek V2's group_limited_greedy).
-    use_grouped_mm: all experts in one kernel; otherwise one matmul after the other.
-    load_balance_coeff: how far expert_bias moves in each step; None has no such bias.
-    _debug_force_load_balance: ignore the scores, send tokens to experts in turn.
+    group_score: a group's score is the sum of its two highest expert scores (DeepSeek V3), or the
+        highest score (DeepSeek V2's group_limited_greedy).
+    use_grouped_mm: compute all experts in one kernel; otherwise one matmul per expert.
+    load_balance_coeff: the size of a step of expert_bias; None: no such bias.
+    _debug_force_load_balance: ignore the scores and send tokens to experts in turn.
     """
 
     num_experts: int = 8
@@ -49,7 +49,7 @@ class MoEDecoderArgs(DecoderArgs):
     moe_args: MoEArgs = field(default_factory=MoEArgs)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Also take debug.moe_force_load_balance, into a copy: flavors may share one MoEArgs."""
+        """Also read debug.moe_force_load_balance, into a copy, because flavors may share MoEArgs."""
         super().update_from_config(job_config, **kwargs)
         forced = job_config.debug.moe_force_load_balance
         self.moe_args = replace(self.moe_args, _debug_force_load_balance=forced)

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with its own matrix, in eager and in compiled code.
+"""Matrix products of groups of rows, each group with its own matrix, eager and compiled.
 
 N rows in E groups, K columns, M columns of the result.
 """
@@ -11,7 +11,7 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_unary
 
-from torchtitan.tools.linear import is_slow_product
+from torchtitan.numerics.linear import is_slow_product
 
 _library = Library("torchtitan", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
@@ -19,18 +19,18 @@ _library.define("grouped_mm_weight_grad(Tensor x, Tensor grad, Tensor offsets) -
 
 
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows up to offsets[0] by weights[0], rows from there to offsets[1] by weights[1].
+    """Multiply rows up to offsets[0] by weights[0], rows from there to offsets[1] by weights[1], ...
 
     x: [N, K]; weights: [E, K, M] of the same dtype; offsets: [E] int32, ascending. Returns
-    [N, M]; rows from offsets[-1] on hold anything.
+    [N, M]; rows from offsets[-1] on are undefined.
     """
-    # torchao's weights in 8 bits override torch's own operator for every dtype.
-    takes_over = has_torch_function_unary(weights)
-    if not takes_over and is_slow_product(x):
+    # torchao's 8-bit weights override torch's own operator for every dtype.
+    is_overridden = has_torch_function_unary(weights)
+    if not is_overridden and is_slow_product(x):
         rounded = (t.to(torch.bfloat16).float() for t in (x, weights))
         return torch.ops.torchtitan.grouped_mm(*rounded, offsets).to(torch.bfloat16)
-    if not takes_over and weights.dtype != torch.bfloat16:
-        # While compiling, torch refuses other dtypes in its own operator.
+    if not is_overridden and weights.dtype != torch.bfloat16:
+        # While compiling, torch's own operator accepts only bf16.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
     return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
 
@@ -38,9 +38,9 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def grouped_linear(
     x: Tensor, weights: Tensor, biases: Tensor | None = None, *, offsets: Tensor
 ) -> Tensor:
-    """`grouped_mm` with weights laid out as a Linear's, [E, M, K], and biases [E, M] if given.
+    """`grouped_mm` with weights laid out like a Linear's, [E, M, K], and biases [E, M] or None.
 
-    Rows past the last group, which may hold nan, add nothing to a bias' gradient.
+    Rows past the last group may hold nan; they add nothing to the gradient of a bias.
     """
     out = grouped_mm(x, weights.transpose(-2, -1), offsets)
     if biases is None:
@@ -51,7 +51,7 @@ def grouped_linear(
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The tensor itself; makes its gradient contiguous, as the kernel refuses an expanded one."""
+    """The identity, with a contiguous gradient, because the kernel refuses an expanded one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -66,6 +66,8 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, offsets)
+        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
+        # call reaches the kernel of the device.
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
 

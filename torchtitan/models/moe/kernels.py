@@ -1,4 +1,4 @@
-"""Where each token goes when tokens are regrouped by expert."""
+"""The reference's path of the index computation in `torchtitan.distributed.token_groups`."""
 # ruff: noqa: F401 (names of the reference)
 
 from torchtitan.distributed.token_groups import (

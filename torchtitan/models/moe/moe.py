@@ -18,20 +18,20 @@ from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
-from torchtitan.tools.linear import linear
+from torchtitan.numerics.linear import linear
 from torchtitan.tools.logging import logger, warn_once
 
 # ---- experts ----
 
 
 class StackedExperts(nn.Module):
-    """E feed-forwards of one shape; a subclass makes their parameters, stacked along dim 0.
+    """E feed-forwards of one shape; subclasses create their parameters, stacked along dim 0.
 
-    feed_forward: as for `run_for_loop`.
+    feed_forward: one expert's function, see `run_for_loop`.
     """
 
     reads_local_parameters: ClassVar[bool] = True
-    # Set by expert parallelism: called as soon as the counts for the next forward are known.
+    # Set by expert parallelism; called with the next forward's counts as soon as they are known.
     announce_counts: Callable[[Tensor], None] | None = None
 
     def __init__(self, num_experts: int, use_grouped_mm: bool, feed_forward: Callable[..., Tensor]):
@@ -42,21 +42,21 @@ class StackedExperts(nn.Module):
         self._compiled_grouped_mm: Callable[..., Tensor] | None = None
 
     def local_parameters(self) -> tuple[Tensor, ...]:
-        """This rank's parts of the parameters, in the order in which `feed_forward` takes them."""
+        """Return this rank's parts of the parameters, in the order that `feed_forward` takes them."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D].
 
-        Under expert parallelism E counts this rank's experts, and the groups are already padded.
+        Under expert parallelism E is this rank's number of experts, and the groups are padded.
         """
         parameters = self.local_parameters()
         can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
         if self.use_grouped_mm and not can_group:
             warn_once(
                 logger,
-                f"experts of shape {list(parameters[0].shape[1:])} are computed one by one: the "
-                "grouped kernel wants dim and hidden_dim to be multiples of 16 bytes",
+                f"experts of shape {list(parameters[0].shape[1:])} are computed one by one, because "
+                "the grouped kernel needs dim and hidden_dim to be multiples of 16 bytes",
             )
         if not (self.use_grouped_mm and can_group):
             return run_for_loop(self._feed_forward, *parameters, x, num_tokens_per_expert)
@@ -66,7 +66,7 @@ class StackedExperts(nn.Module):
         return run(*parameters, x, num_tokens_per_expert)
 
     def compile_products(self, **options: Any) -> None:
-        """Compile the matrix products of this layer, and nothing else, with torch.compile."""
+        """Compile only the matrix products of this layer with torch.compile."""
         if self._compiled_grouped_mm is None:
             run = partial(run_grouped_mm, self._feed_forward)
             self._compiled_grouped_mm = torch.compile(run, **options)
@@ -96,32 +96,32 @@ def _swiglu(linear: Callable[..., Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3
 
 
 def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """Return [N, D], one expert after the other; waits for the device to know the counts.
+    """Return [N, D], computed one expert after the other; waits for the device to read the counts.
 
-    feed_forward: (linear, x, *parameters) -> out. It calls `linear(x, weight, bias=None)` where
-        one feed-forward would call `F.linear`.
-    parameters: [E, ...] each, weights laid out as a Linear's; x: [N, D], grouped by expert;
+    feed_forward: one expert's (linear, x, *parameters) -> out. It has to call `linear(x, weight,
+        bias=None)` in place of `F.linear`.
+    parameters: [E, ...] each, weights laid out like a Linear's; x: [N, D], grouped by expert;
         counts: rows per expert [E] int. Rows past their sum get zeros.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     counts = num_tokens_per_expert.tolist()
     num_tokens = sum(counts)
     groups = x[:num_tokens].split(counts)
-    # Not by index, whose gradient is as large as all experts together.
+    # Not by index, because the gradient of indexing is as large as all experts together.
     per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
     outs = [feed_forward(linear, *x_and_parameters).type_as(x) for x_and_parameters in per_expert]
     return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """As `run_for_loop`, with one kernel per matrix and no wait, in the parameters' dtype.
+    """As `run_for_loop`, by one kernel per matrix, without a wait, in the parameters' dtype.
 
-    Rows past the sum of the counts hold anything.
+    Rows past the sum of the counts are undefined.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     dtype = parameters[0].dtype
-    if torch.is_autocast_enabled(x.device.type):  # which does not know this kernel
+    if torch.is_autocast_enabled(x.device.type):  # autocast does not cast for this kernel
         dtype = torch.get_autocast_dtype(x.device.type)
         parameters = [parameter.to(dtype) for parameter in parameters]
     linear = partial(grouped_linear, offsets=offsets)
@@ -133,10 +133,10 @@ _run_experts_grouped_mm = partial(run_grouped_mm, _swiglu)
 
 
 def _needs_padding(parameter: Tensor) -> bool:
-    """Whether the tokens of each expert still have to be padded for the kernel."""
+    """Return True if the tokens of each expert still have to be padded for the kernel."""
     if parameter.device.type == "cpu":
         return False
-    # Expert parallelism pads when it sorts the tokens that came from other ranks.
+    # Expert parallelism has padded while sorting the tokens that came from other ranks.
     return not (is_dtensor(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()))
 
 
@@ -146,7 +146,7 @@ def _needs_padding(parameter: Tensor) -> bool:
 class RouterGate(nn.Linear):
     """A Linear that computes in fp32 for every dtype of input and weight.
 
-    In bf16, close scores would tie or change places, and other experts would be chosen.
+    In bf16 close scores would tie or swap, and other experts would be chosen.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -163,15 +163,15 @@ class RouterGate(nn.Linear):
 
 
 def _has_bf16_kernel(x: Tensor) -> bool:
-    """Whether x's device can multiply bf16 matrices into an fp32 one."""
+    """Return True if x's device can multiply bf16 matrices into an fp32 result."""
     return x.is_cuda and torch.version.hip is None
 
 
 class _LinearToFp32(torch.autograd.Function):
     """x [T, D] times weight [E, D] transposed, both bf16, in fp32, without an fp32 copy of x.
 
-    Products of bf16 numbers are exact in fp32, in which tensor cores sum them. The fp32 gradient
-    is multiplied as a sum of two bf16 numbers, which is off by 2^-15.
+    Products of bf16 numbers are exact in fp32, and tensor cores sum them in fp32. The fp32 gradient
+    is split into a sum of two bf16 numbers, with a relative error of 2^-15.
     """
 
     @staticmethod
@@ -182,11 +182,11 @@ class _LinearToFp32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        # Cut by its bits: the compiler would leave out a rounding of numbers in registers.
+        # Clear the low bits, because the compiler would drop a cast to bf16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
-        both = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
-        grad_x = _mm_to_fp32(both, torch.cat([weight, weight]))
-        grad_weight = _mm_to_fp32(both.t(), x).unflatten(0, (2, -1)).sum(dim=0)
+        summands = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
+        grad_x = _mm_to_fp32(summands, torch.cat([weight, weight]))
+        grad_weight = _mm_to_fp32(summands.t(), x).unflatten(0, (2, -1)).sum(dim=0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
@@ -200,8 +200,8 @@ class TokenChoiceTopKRouter(nn.Module):
     """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
 
     Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in
-    `MoEArgs`. Raises ValueError for numbers that don't go together, NotImplementedError for
-    another score_func.
+    `MoEArgs`. Raises ValueError for numbers that contradict each other, and NotImplementedError for
+    an unknown score_func.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class TokenChoiceTopKRouter(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
 
-        x: [T, D]. expert_bias: [E], added to the scores for the choice only.
+        x: [T, D]. expert_bias: [E], added to the scores only for choosing experts.
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
@@ -301,7 +301,7 @@ def _check_groups(
 
 
 def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
-    """Tokens per expert: any shape of int64 expert ids -> [E] int64; no sync with the device."""
+    """Count the tokens of each expert without waiting: int64 expert ids of any shape -> [E] int64."""
     ids = selected_experts.flatten()
     return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
 
@@ -332,9 +332,9 @@ class TokenReorderer(nn.Module):
 class MoE(nn.Module):
     """Routed experts, plus shared experts that see every token.
 
-    experts: called as `GroupedExperts`, which is the default.
-    expert_bias [E] fp32 evens out the load: the optimizer moves it before each step, by the
-    counts that training forwards have left in tokens_per_expert [E] fp32.
+    experts: a module with the forward of `GroupedExperts`, which is the default.
+    expert_bias [E] fp32 balances the load: before each step the optimizer changes it by the counts
+    that training forwards have added to tokens_per_expert [E] fp32.
 
     Raises ValueError for a load_balance_coeff that is neither None nor positive.
     """
@@ -383,20 +383,21 @@ class MoE(nn.Module):
         shape, dim = x.shape, x.shape[-1]
         x = x.reshape(-1, dim)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias)
-        # Count only what is trained on, not validation. Before the experts: recomputation of a
-        # checkpointed block, which may stop early, then counts everything exactly once more.
+        # Count training tokens only, not validation. Count before the experts: recomputing a
+        # checkpointed block may stop early after this point, so every token counts exactly twice.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
 
-        # Under tensor parallelism the reorderer may keep only this rank's share of the pairs.
+        # Under tensor parallelism the reorderer may return only this rank's share of the pairs.
         scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
         if (announce_counts := getattr(self.experts, "announce_counts", None)) is not None:
             announce_counts(num_tokens_per_expert)
         routed = x.index_select(0, pairs // self.router.top_k)
         if self.score_before_experts:
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
-        # Before the experts, where the host may wait for the counts: this keeps the device busy.
+        # Queued before the experts, because the host may wait for the counts there: this keeps the
+        # device busy meanwhile.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routed = self.experts(routed, num_tokens_per_expert)
 
@@ -408,7 +409,7 @@ class MoE(nn.Module):
         return (out if shared is None else out + shared).view(shape)
 
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters and zero the buffers, on `buffer_device` or where they are."""
+        """Fill parameters, and zero the buffers on `buffer_device` (None: where they are)."""
         self.experts.init_weights(init_std)
         self.router.init_weights(init_std)
         if self.shared_experts is not None:
@@ -423,7 +424,7 @@ class MoE(nn.Module):
 def build_moe(args: MoEArgs, dim: int, hidden_dim: int, moe_impl: str = "standard") -> MoE:
     """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`.
 
-    Raises ValueError for "deepep" and anything else but "standard".
+    Raises ValueError for anything but "standard".
     """
     if moe_impl != "standard":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The mixture of experts on DeepEP's kernels: not available; see `torchtitan.distributed.deepep`."""
+"""The reference's path of a mixture of experts with DeepEP's kernels, which are not available."""
 
 from typing import Any
 
@@ -10,6 +10,6 @@ class DeepEPMoE(MoE):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "there are no DeepEP kernels here; build MoE(moe_args, dim, hidden_dim), and set "
+            "DeepEP kernels are not available; build MoE(moe_args, dim, hidden_dim), and set "
             "parallelism.expert_parallel_comm_backend = 'standard'"
         )

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 def _permute(
     x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """`permute_tokens` into groups that the kernels take."""
+    """`permute_tokens` with the alignment that the kernels need."""
     alignment = token_groups.TOKEN_GROUP_ALIGN_SIZE_M
     return token_groups.permute_tokens(
         x, num_tokens_per_expert, ep_degree, num_local_experts, alignment
@@ -32,9 +32,9 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `func(w1, w2, w3, x, num_tokens_per_expert)` that pads its groups of tokens itself.
+    """Return `func(w1, w2, w3, x, num_tokens_per_expert)` wrapped to pad its groups of tokens.
 
-    There may be any number of weights; dim 0 of the first counts the experts.
+    There may be any number of weights; the first has one entry per expert along dim 0.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.

@@ -12,9 +12,9 @@ from torchtitan.models.train_spec import build_decoder_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
 
-def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **others: Any) -> Qwen3ModelArgs:
+def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **fields: Any) -> Qwen3ModelArgs:
     return Qwen3ModelArgs(
-        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **others
+        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **fields
     )
 
 
@@ -31,7 +31,7 @@ def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, 
 
 
 def _qwen2(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **others: Any
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **fields: Any
 ) -> Qwen3ModelArgs:
     return _qwen3(
         dim,
@@ -43,12 +43,12 @@ def _qwen2(
         max_seq_len=32768,
         qk_norm=False,
         qkv_bias=True,
-        **others,
+        **fields,
     )
 
 
 _TIED = {"enable_weight_tying": True}
-# Larger Qwen 2.5 models have embedding rows for a number of tokens that splits more evenly.
+# Larger Qwen 2.5 models pad the vocabulary, so that it splits evenly over more ranks.
 _PADDED = {"vocab_size": 152064}
 
 qwen3_args: dict[str, Qwen3ModelArgs] = {

@@ -1,4 +1,4 @@
-"""Sizes and choices of a DeepSeek-V3 model."""
+"""The args of a DeepSeek-V3 model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +12,11 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
 
     max_batch_size: not read, accepted for compatibility.
     inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
-    n_dense_layers: number of layers at the bottom that have no experts.
-    q_lora_rank: size of the latent that queries come from; 0 projects them directly.
-    kv_lora_rank: size of the latent that keys and values come from.
+    n_dense_layers: number of first layers, which have no experts.
+    q_lora_rank: size of the latent that queries are projected from; 0: no latent.
+    kv_lora_rank: size of the latent that keys and values are projected from.
     qk_nope_head_dim, qk_rope_head_dim: sizes of a query and key head's parts without and with
-        position.
+        RoPE.
     expert_parallel_comm_backend: only "standard" can be built.
     original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: YaRN, see `YaRNArgs`; it
         applies at every sequence length, and rope_factor 1 turns it off.
@@ -48,5 +48,5 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
 
     @property
     def head_dims(self) -> int:
-        """Query head size + value head size."""
+        """The query head size plus the value head size."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim

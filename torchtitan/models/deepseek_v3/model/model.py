@@ -1,8 +1,10 @@
 """DeepSeek-V2 and V3 on the shared decoder: multi-head latent attention, and experts.
 
-B rows, T tokens, M model dim, H heads, N and R sizes of a query or key head's parts without and
-with position, V size of a value head.
+B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head's parts without and
+with RoPE, V the size of a value head.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,10 @@ from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe import build_moe
 from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.models.rope import precompute_freqs_cis as precompute_table
-from torchtitan.tools.linear import Linear
-from torchtitan.tools.norm import RMSNorm
+from torchtitan.numerics.linear import Linear
+from torchtitan.numerics.norm import RMSNorm
 
-# DeepSeek's own code has it in the norms of the two latents, independent of `rms_norm_eps`.
+# DeepSeek's own code uses this eps for the two latents' norms, independent of `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -30,8 +32,8 @@ def precompute_freqs_cis(args: DeepSeekV3ModelArgs) -> Tensor:
 class Attention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values of all heads come from one latent per token. Position goes into R extra
-    numbers of each query head, and into one key of R numbers that all heads share.
+    The keys and values of all heads are projected from one latent per token. RoPE turns R extra
+    numbers of each query head, and one key of R numbers that all heads share.
     """
 
     def __init__(self, model_args: DeepSeekV3ModelArgs):
@@ -105,5 +107,5 @@ class DeepSeekV3Model(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return layer_id >= self.model_args.n_dense_layers
 
-    def build_rope_table(self) -> Tensor:
-        return precompute_freqs_cis(self.model_args)
+    def build_rope_table(self, length: int) -> Tensor:
+        return precompute_freqs_cis(replace(self.model_args, max_seq_len=length))

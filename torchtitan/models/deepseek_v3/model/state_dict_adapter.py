@@ -17,7 +17,7 @@ _LATENT_QUERIES = {
     "self_attn.q_a_layernorm": "attention.q_norm",
     "self_attn.q_b_proj": "attention.wq_b",
 }
-_OTHERS = {
+_LATENTS_AND_SHARED_EXPERTS = {
     "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
     "self_attn.kv_a_layernorm": "attention.kv_norm",
     "self_attn.kv_b_proj": "attention.wkv_b",
@@ -29,9 +29,9 @@ _MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
-    """Renames; RoPE's pairs are neighbours on both sides.
+    """Renames; RoPE pairs are neighbours here and in HF.
 
-    V2's files have no correction bias for the router. Layers for multi-token prediction, which the
+    V2's files have no correction bias for the router. Layers for multi-token prediction, which our
     model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
     """
 
@@ -44,7 +44,7 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
         for name in "qkv" if model_args.q_lora_rank else "kv":
             del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
         queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
-        self.from_hf_map |= block_hf_key_map(queries | _OTHERS) | HF_EXPERTS
+        self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
 

@@ -1,4 +1,4 @@
-"""How gpt-oss' experts, whose parameters have other names, are split by hidden units."""
+"""The reference's names for splitting gpt-oss' experts by hidden units."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
+"""The reference's path of `torchtitan.models.parallelize`."""
 # ruff: noqa: F401 (names of the reference)
 
 from torchtitan.models.parallelize import find_save_list as __getattr__

@@ -1,4 +1,4 @@
-"""Sizes and choices of a gpt-oss model."""
+"""The args of a gpt-oss model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +11,11 @@ class GptOssModelArgs(MoEDecoderArgs):
     """gpt-oss (arXiv:2508.10925).
 
     max_batch_size, dtype: not read, accepted for compatibility.
-    moe_inter_dim: hidden size of one expert. swiglu_limit: where its activations are cut off.
+    moe_inter_dim: hidden size of one expert. swiglu_limit: the limit of its activations.
     head_dim: size of an attention head, independent of dim / n_heads.
     sliding_window_size: number of tokens that a token of an even layer sees, itself included.
-    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, where
-        the last two are beta_fast and beta_slow; it applies at every sequence length.
+    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, which
+        calls the last two beta_fast and beta_slow; it applies at every sequence length.
     """
 
     max_batch_size: int = 8

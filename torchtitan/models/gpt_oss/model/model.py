@@ -1,8 +1,8 @@
 """gpt-oss on the shared decoder.
 
-Letters as in `models.decoder`. Initialisation differs from its table: in a block all weights and
-the biases and sinks of attention and experts have the std that depends on depth; only the
-router's bias starts at 0.
+Letters as in `models.decoder`. Initialisation differs from the table there: all weights of a block,
+and the biases and sinks of attention and experts, have the std that depends on depth; the router's
+bias starts at 0.
 """
 # ruff: noqa: F401 (names of the reference)
 
@@ -35,16 +35,16 @@ def precompute_rope_cache(
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
 
-    Stretched by YaRN without rounding its blend to whole pairs, and multiplied by its magnitude.
+    YaRN stretches it, with a blend that need not begin at whole pairs, and scales its magnitude.
     """
     yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
     return precompute_plain_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
 
 
 class Attention(decoder.Attention):
-    """Attention whose heads each have a sink: one more key with a learnt score and value zero.
+    """Attention with a sink in each head: one more key with a learnt score and value zero.
 
-    use_sliding_attention: a query sees no further than the window.
+    use_sliding_attention: a query sees only the sliding window.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class Attention(decoder.Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
         """See `decoder.Attention.attend`."""
         out, lse = attend(self.inner_attention, q, k, v, mask, window=self.window, return_lse=True)
-        # What the sink leaves of the softmax: exp(lse) / (exp(lse) + exp(sink)).
+        # The softmax's share without the sink: exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(lse - local_parameter(self.sinks).float())
         return (out * share.unsqueeze(-1)).to(out.dtype)
 
@@ -78,7 +78,7 @@ class Attention(decoder.Attention):
 
 
 class GptOssModel(Decoder):
-    """gpt-oss: sinks, windows in even layers, RoPE on halves with YaRN, experts in every layer."""
+    """gpt-oss: sinks, windows in even layers, RoPE of halves with YaRN, experts in every layer."""
 
     model_args: GptOssModelArgs
     rope_buffer_name = "rope_cache"
@@ -86,8 +86,8 @@ class GptOssModel(Decoder):
     def __init__(self, model_args: GptOssModelArgs):
         if model_args.attn_type == "sdpa":
             raise ValueError(
-                "attn_type 'sdpa' gives neither sliding windows nor what attention sinks need; "
-                "set model.attn_type to 'flex' or 'varlen'"
+                "attn_type 'sdpa' has no sliding windows and no attention sinks, which gpt-oss "
+                "needs; set model.attn_type to 'flex' or 'varlen'"
             )
         super().__init__(model_args)
 
@@ -100,10 +100,10 @@ class GptOssModel(Decoder):
     def build_feed_forward(self, layer_id: int) -> GptOssMoE:
         return GptOssMoE(self.model_args, self.model_args.dim, self.model_args.moe_inter_dim)
 
-    def build_rope_table(self) -> Tensor:
+    def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
-        return precompute_rope_cache(args.head_dim, args.max_seq_len, args.rope_theta, *yarn)
+        return precompute_rope_cache(args.head_dim, length, args.rope_theta, *yarn)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         window = documents.with_window(self.model_args.sliding_window_size)

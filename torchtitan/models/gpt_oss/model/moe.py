@@ -1,4 +1,4 @@
-"""The experts of gpt-oss, with biases and another SwiGLU. Letters as in `models.moe.moe`."""
+"""The experts of gpt-oss, with biases and their own SwiGLU. Letters as in `models.moe.moe`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +58,7 @@ class GptOssGroupedExperts(StackedExperts):
             local_parameter(self.mlp1_weight),
             local_parameter(self.mlp2_weight),
             local_parameter(self.mlp1_bias),
-            # With hidden units split over ranks, each rank computes one summand of the result.
+            # If hidden units are split over ranks, their results are summed, so one rank adds it.
             local_parameter(self.mlp2_bias, added_once=True),
         )
 
@@ -68,7 +68,7 @@ class GptOssGroupedExperts(StackedExperts):
 
 
 class GptOssMoE(MoE):
-    """The shared mixture of experts around these ones."""
+    """The mixture of experts of `models.moe.moe` with gpt-oss' experts."""
 
     def __init__(self, model_args: GptOssModelArgs, dim: int, hidden_dim: int):
         args = model_args.moe_args

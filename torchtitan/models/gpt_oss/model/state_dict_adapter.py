@@ -7,9 +7,10 @@ _EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
 
 
 class GptOssStateDictAdapter(KeyMapAdapter):
-    """Writes the unquantized files that transformers loads; reads these and the MXFP4 ones.
+    """Writes unquantized files, which transformers loads; reads unquantized and MXFP4 files.
 
-    Unquantized files have experts' weights [E, in, out]; dequantized ones [E, out, in], as here.
+    Experts' weights are [E, in, out] in unquantized files, and [E, out, in], as in our model, when
+    dequantized from MXFP4.
     """
 
     model_args: GptOssModelArgs

@@ -29,8 +29,8 @@ class Transformer(Decoder):
         args = self.model_args
         return FeedForward(args.dim, args.ffn_hidden_dim, bias=args.mlp_bias)
 
-    def build_rope_table(self) -> Tensor:
+    def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         return precompute_freqs_cis(
-            args.attention_head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling_args
+            args.attention_head_dim, length, args.rope_theta, args.rope_scaling_args
         )

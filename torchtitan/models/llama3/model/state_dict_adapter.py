@@ -5,7 +5,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 
 class Llama3StateDictAdapter(KeyMapAdapter):
-    """Renames, and reorders the rows of wq and wk: the two pair up rotated numbers differently."""
+    """Renames, and reorders the rows of wq and wk, because HF pairs rotated numbers differently."""
 
     model_args: TransformerModelArgs
 

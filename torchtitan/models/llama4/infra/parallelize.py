@@ -1,4 +1,4 @@
-"""The reference's path of the shared plan in `torchtitan.models.parallelize`."""
+"""The reference's path of `torchtitan.models.parallelize`."""
 # ruff: noqa: F401 (names of the reference)
 
 from torchtitan.distributed.fsdp import apply_ddp, apply_fsdp, disable_fsdp_gradient_division

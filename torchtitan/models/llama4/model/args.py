@@ -1,18 +1,17 @@
-"""Sizes and choices of a Llama 4 model."""
+"""The args of a Llama 4 model."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.models import rope
-from torchtitan.models.args import swiglu_hidden_dim
 from torchtitan.models.llama3.model.args import TransformerModelArgs as Llama3ModelArgs
 from torchtitan.models.moe import MoEDecoderArgs
 
 
 @dataclass
 class RoPEScalingArgs(rope.RoPEScalingArgs):
-    """Llama 4 Scout's: slow frequencies are stretched 16 times, and there is no band to blend."""
+    """Llama 4 Scout's: slow frequencies are stretched 16 times, without a blend."""
 
     scaling_factor: float = 16.0
     high_freq_factor: float = 1.0
@@ -22,13 +21,13 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) see no positions, and their
-        whole document; None has no such layers.
+    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) have no RoPE, and a token sees
+        its whole document; None: no such layers.
     fixed_attn_block_size: in the other layers a token sees only its chunk of this many tokens.
-        Chunks count from the beginning of the document.
+        The first chunk begins with the document.
     interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
-    auto_scale_hidden_dim: the experts that serve a token share the width of one feed-forward.
-    moe_inter_dim: hidden size of an expert itself, in place of that rule.
+    auto_scale_hidden_dim: the experts of a token together are as wide as one feed-forward.
+    moe_inter_dim: the hidden size of an expert, in place of that rule.
     use_qk_norm: RMS-normalise each head of queries and keys after RoPE, without weights.
     attn_temperature_tuning: in layers without RoPE, multiply the query at position p by
         1 + attn_scale * log(1 + floor((p + 1) / floor_scale)) (arXiv:2501.19399).
@@ -48,26 +47,25 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
     attn_scale: float = 0.1
 
     def is_nope_layer(self, layer_id: int) -> bool:
-        """Whether a layer sees its whole document, without positions."""
+        """Return True if the layer has no RoPE and sees whole documents."""
         interval = self.every_n_layers_nope
         return interval is not None and (layer_id + 1) % interval == 0
 
     @property
     def expert_hidden_dim(self) -> int:
-        """Hidden size of one expert, routed or shared."""
+        """The hidden size of one expert, routed or shared."""
         if self.moe_inter_dim is not None:
             return self.moe_inter_dim
         per_token = self.moe_args.top_k + self.moe_args.num_shared_experts
-        n_shares = per_token if self.auto_scale_hidden_dim else 1
-        return swiglu_hidden_dim(self.dim, self.ffn_dim_multiplier, self.multiple_of, n_shares)
+        return self.hidden_dim_by_rule(per_token if self.auto_scale_hidden_dim else 1)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """As for every decoder with experts. Raises ValueError like `check_chunks`."""
+        """As `MoEDecoderArgs.update_from_config`. Raises ValueError like `check_chunks`."""
         super().update_from_config(job_config, **kwargs)
         self.check_chunks(self.max_seq_len)
 
     def check_layers(self) -> None:
-        """Raise ValueError for an interval or a size that no layer can have."""
+        """Raise ValueError for an interval or a size that is too small."""
         smallest = {
             "every_n_layers_nope": 2,
             "interleave_moe_layer_step": 1,
@@ -82,7 +80,7 @@ class TransformerModelArgs(Llama3ModelArgs, MoEDecoderArgs):
                 )
 
     def check_chunks(self, seq_len: int) -> None:
-        """Raise ValueError for sdpa, which cannot keep chunks apart, with rows of several."""
+        """Raise ValueError for sdpa, which cannot mask chunks, if rows are longer than a chunk."""
         if self.attn_type == "sdpa" and seq_len > self.fixed_attn_block_size:
             raise ValueError(
                 f"attn_type 'sdpa' cannot keep the chunks of {self.fixed_attn_block_size} tokens "

@@ -22,12 +22,12 @@ from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, resha
 
 
 class Transformer(Llama3):
-    """Llama 4: layers with RoPE in chunks, some without in whole documents; experts.
+    """Llama 4: layers with RoPE see chunks, layers without RoPE see whole documents; experts.
 
-    Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the
-    table has one more column, complex64 [L, D/2 + 1]: the factor of the queries at a position.
+    Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the RoPE
+    table is complex64 [L, D/2 + 1]; the last column is the queries' factor at each position.
 
-    Raises ValueError for args that `TransformerModelArgs.check_layers` refuses.
+    Raises ValueError like `TransformerModelArgs.check_layers`.
     """
 
     model_args: TransformerModelArgs
@@ -43,8 +43,8 @@ class Transformer(Llama3):
         positions: Tensor | None = None,
         head: Callable[..., Any] | None = None,
     ) -> Any:
-        """As the decoder's. Raises ValueError for rows beyond one chunk with sdpa."""
-        if not isinstance(attention_masks, dict):  # of masks that tell chunks apart
+        """As `Decoder.forward`. Raises ValueError for sdpa with rows longer than a chunk."""
+        if not isinstance(attention_masks, dict):  # no chunked mask
             shards = shards_of(attention_masks)
             self.model_args.check_chunks(tokens.shape[1] * (1 if shards is None else shards.cp))
         return super().forward(tokens, attention_masks, positions, head)
@@ -70,13 +70,13 @@ class Transformer(Llama3):
         args = self.model_args
         return build_moe(args.moe_args, args.dim, args.expert_hidden_dim)
 
-    def build_rope_table(self) -> Tensor:
-        args, table = self.model_args, super().build_rope_table()
+    def build_rope_table(self, length: int) -> Tensor:
+        args, table = self.model_args, super().build_rope_table(length)
         if not args.attn_temperature_tuning:
             return table
         if table.device.type == "meta":  # arange there would load torch's compiler
-            return table.new_empty(table.shape[0], table.shape[1] + 1)
-        steps = torch.arange(1, len(table) + 1, dtype=torch.float32).div(args.floor_scale).floor()
+            return table.new_empty(length, table.shape[1] + 1)
+        steps = torch.arange(1, length + 1, dtype=torch.float32).div(args.floor_scale).floor()
         factors = torch.log1p(steps) * args.attn_scale + 1.0
         return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
 
@@ -88,7 +88,7 @@ class Transformer(Llama3):
 def _rotate(
     xq: Tensor, xk: Tensor, rows: Tensor, *, norm_eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """RoPE, then normalise heads if there is an eps; see `apply_rotary_emb` for the shapes."""
+    """Apply RoPE, then normalise heads unless norm_eps is None; shapes as in `apply_rotary_emb`."""
     xq, xk = apply_rotary_emb(xq, xk, rows[..., : xq.shape[-1] // 2])
     if norm_eps is None:
         return xq, xk
@@ -100,6 +100,6 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
 
 
 def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """xq: [B, T, H, D]; rows: complex [1 or B, T, D/2 + 1], the factor last."""
+    """xq: [B, T, H, D]; rows: complex [1 or B, T, D/2 + 1], with the factor in the last column."""
     factors = torch.view_as_real(rows)[..., -1, 0]
     return (xq * factors[..., None, None]).to(xq.dtype), xk

@@ -11,11 +11,11 @@ from torchtitan.models.llama4.model.args import TransformerModelArgs
 
 
 class Llama4StateDictAdapter(KeyMapAdapter):
-    """Renames, and joins w1 and w3 of all experts; RoPE's pairs are neighbours on both sides.
+    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours here and in HF.
 
-    The names of Llama4ForCausalLM, and those of the multimodal Llama4ForConditionalGeneration,
-    which begin with `language_model.`, are both read. The latter are written if the index file
-    under `hf_assets_path` has them. Weights for images are left out.
+    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
+    which begin with `language_model.`. Writes the multimodal names if the index file under
+    `hf_assets_path` has them. Weights for images are left out.
     """
 
     model_args: TransformerModelArgs
@@ -39,5 +39,5 @@ class Llama4StateDictAdapter(KeyMapAdapter):
         multimodal = {f"language_model.{hf}": entry for hf, entry in text.items()}
         index = self.fqn_to_index_mapping or {}
         is_multimodal = any(name.startswith("language_model.") for name in index)
-        # Of several names for one of our tensors, the first is written.
+        # If several names stand for one of our tensors, the first is written.
         self.from_hf_map = multimodal | text if is_multimodal else text | multimodal

@@ -1,4 +1,4 @@
-"""Sizes and choices of a Qwen 3 model."""
+"""The args of a Qwen 3 model."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torchtitan.models.moe.args import MoEDecoderArgs
 
 @dataclass
 class Qwen3ModelArgs(MoEDecoderArgs):
-    """Qwen 3; with biases and without norms in attention also Qwen 2 and 2.5.
+    """Qwen 3; also Qwen 2 and 2.5, with biases and without norms in attention.
 
-    head_dim: size of an attention head, independent of dim / n_heads.
-    hidden_dim: hidden size of the feed-forward.
-    qk_norm: normalise each head of queries and keys before RoPE (not in Qwen 2).
-    qkv_bias: wq, wk and wv have biases (in Qwen 2).
+    head_dim: the size of an attention head, independent of dim / n_heads.
+    hidden_dim: the hidden size of the feed-forward.
+    qk_norm: normalise each head of queries and keys before RoPE (False for Qwen 2).
+    qkv_bias: wq, wk and wv have biases (True for Qwen 2).
     moe_enabled: every block has experts of hidden size moe_inter_dim; hidden_dim is not used.
     """
 

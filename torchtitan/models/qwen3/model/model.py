@@ -42,6 +42,6 @@ class Qwen3Model(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled
 
-    def build_rope_table(self) -> Tensor:
+    def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
-        return precompute_rope_cache(args.head_dim, args.max_seq_len, args.rope_theta)
+        return precompute_rope_cache(args.head_dim, length, args.rope_theta)

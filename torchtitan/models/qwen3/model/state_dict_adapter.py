@@ -10,7 +10,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 
 class Qwen3StateDictAdapter(KeyMapAdapter):
-    """Renames; biases and norms of queries and keys only where the args have them."""
+    """Renames; the table has biases and norms of queries and keys only if the args have them."""
 
     model_args: Qwen3ModelArgs
 

@@ -1,9 +1,9 @@
 """Products of fp32 matrices by oneDNN, on CPUs where it is faster than MKL.
 
 On an AMD EPYC with AVX-512, oneDNN multiplies by a weight 1.1 times as fast with one thread and 1.25
-times with two; by a first matrix that is transposed, as for a weight's gradient, it is no faster.
-The choice goes by the CPU's maker and by shapes: on one machine the same product always rounds in
-the same way while an engine lives.
+times with two; with a transposed first matrix, as for a weight's gradient, it is no faster. The
+choice depends only on the CPU's maker and on shapes, so that on one machine the same product always
+rounds in the same way while an engine exists.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from torch import Tensor, library, nn
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
 
-# Below, a call takes longer than the product gains.
+# For smaller products the call costs more than oneDNN gains.
 _LEAST_MULTIPLICATIONS = 2**24
-_FEW_ROWS = 256  # of a training step
+_FEW_ROWS = 256  # tokens of a small training step
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("mm(Tensor a, Tensor b) -> Tensor")
@@ -27,7 +27,7 @@ _library.define("mm(Tensor a, Tensor b) -> Tensor")
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this CPU is such a one, and torch has both libraries."""
+    """Return True if oneDNN is faster on this CPU, and torch has both libraries."""
     cpu = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpus:
         cpu = cpus.read(4096)
@@ -41,10 +41,10 @@ def onednn_is_faster() -> bool:
 
 
 def use_onednn(model: nn.Module, device: torch.device) -> None:
-    """Have `torch.mm` of this process use oneDNN where that is faster, on loan.
+    """Let this process' `torch.mm` use oneDNN if that is faster, until `host` restores it.
 
-    Not for a model on another device, nor for one whose products are all small, since each call
-    takes 4 microseconds more. Code that is compiled uses oneDNN with `compile_options`.
+    Does nothing for a model on another device, or whose products are all small, because each call
+    takes 4 microseconds longer. Compiled code uses oneDNN by `compile_options`.
     """
     if device.type != "cpu":
         return
@@ -54,9 +54,9 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def compile_options() -> dict[str, Any] | None:
-    """Options of `torch.compile` with inductor; None where MKL is as fast.
+    """Return options of `torch.compile` with inductor; None if MKL is as fast.
 
-    None also where inductor's place for a pass is taken.
+    Also None if inductor's setting for a custom pass is in use.
     """
     if not onednn_is_faster() or load_inductor().config.post_grad_custom_post_pass is not None:
         return None
@@ -65,7 +65,7 @@ def compile_options() -> dict[str, Any] | None:
 
 @functools.cache
 def _own_mm_pass() -> Any:
-    """One for all engines: torch.compile shares code among those with equal options."""
+    """Return the pass, one for all engines, because torch.compile shares code for equal options."""
 
     class UseOwnMm(load_inductor().custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -74,7 +74,7 @@ def _own_mm_pass() -> Any:
                     node.target = torch.ops.torchtitan.mm.default
 
         def uuid(self) -> str:
-            return "torchtitan::mm for aten::mm"  # names the pass in inductor's cache
+            return "torchtitan::mm for aten::mm"  # part of the key of inductor's cache
 
     return UseOwnMm()
 
@@ -88,7 +88,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         and len(a) * b.numel() >= _LEAST_MULTIPLICATIONS
         and a.stride(1) == 1
         and a.shape[1] == len(b)
-        # Others have rows that overlap, which oneDNN refuses, or are rare.
+        # Other layouts have overlapping rows, which oneDNN refuses, or are rare.
         and (b.is_contiguous() or b.t().is_contiguous())
     ):
         return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")

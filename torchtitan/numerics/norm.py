@@ -1,6 +1,6 @@
 """RMS normalisation whose gradient takes a third of the time on the CPU.
 
-There torch composes it of elementwise steps, and backward goes through memory for each of them.
+torch's own is composed of elementwise steps there, each of which passes over memory in backward.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from torch.nn import functional as F
 def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> Tensor:
-    """`F.rms_norm`, bit for bit: x over its root mean square along the last dimensions, times weight.
+    """`F.rms_norm`, bit for bit: x / its root mean square along the last dimensions, times weight.
 
-    (Zhang and Sennrich 2019, arXiv:1910.07467.) x: [..., *normalized_shape]; weight: normalized_shape.
+    (Zhang and Sennrich 2019, arXiv:1910.07467.) x: [..., *normalized_shape]; weight:
+    normalized_shape.
     """
     if (
         x.device.type != "cpu"
-        or torch.compiler.is_compiling()  # fuses the steps by itself
+        or torch.compiler.is_compiling()  # the compiler fuses the steps
         or weight is None
         or eps is None
         or len(normalized_shape) != 1
@@ -44,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The steps of torch's own forward, which other devices and compiled blocks run.
+        # The steps of torch's forward on other devices and in compiled blocks, for the same bits.
         factor = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, factor)
         return (x * factor).mul_(weight)

@@ -1,8 +1,8 @@
 """Products of bf16 matrices that are fast on every CPU.
 
-Without bf16 instructions, torch 2.13 multiplies bf16 matrices ten to a hundred times slower than
-fp32 ones (`benchmarks/bf16_on_cpu.py`). On such CPUs they are multiplied in fp32 and rounded once,
-as bf16 instructions do.
+On CPUs without bf16 instructions torch 2.13 multiplies bf16 matrices ten to a hundred times slower
+than fp32 matrices (`benchmarks/bf16_on_cpu.py`). There the product is computed in fp32 and rounded
+once, as bf16 instructions do.
 """
 
 import platform
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Set once, when the first Linear is built: code that is being compiled cannot ask.
+# Set when the first Linear is built, because code that is being compiled cannot query the CPU.
 _cpu_multiplies_bf16: bool | None = None
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bf16 matrices."""
+    """Return True if this CPU has instructions for products of bf16 matrices."""
     global _cpu_multiplies_bf16
     if _cpu_multiplies_bf16 is None:
+        # torch has no public query (2.13), so these are private.
         if platform.machine().lower() in ("x86_64", "amd64"):
             answer = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         else:
-            # Builds without oneDNN, such as those for macOS, lack the operator and its products.
+            # Builds of torch without oneDNN, as for macOS, lack this operator and bf16 products.
             operator = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
             answer = torch.backends.mkldnn.is_available() and operator is not None and operator()
         _cpu_multiplies_bf16 = answer
@@ -32,7 +33,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def is_slow_product(x: Tensor) -> bool:
-    """Whether a product with x is in bf16, and this CPU is slow at those."""
+    """Return True if a product with x is in bf16, and this CPU is slow at bf16 products."""
     if x.device.type != "cpu" or _cpu_multiplies_bf16 is not False:
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
@@ -55,9 +56,9 @@ def project(
     *,
     in_fp32: bool,
 ) -> Any:
-    """`head(x, weight, bias)`, or without a head `linear` of them.
+    """Return `head(x, weight, bias)`, or `linear(x, weight, bias)` if head is None.
 
-    in_fp32: of copies in fp32 (fp64 stays), without autocast.
+    in_fp32: with copies of the arguments in fp32 (fp64 stays), without autocast.
     """
     product = head or linear
     if not in_fp32:
@@ -84,7 +85,7 @@ class Linear(nn.Linear):
 class _RoundedLinear(torch.autograd.Function):
     """`F.linear` of bf16 tensors, and its gradients, in fp32 and rounded once.
 
-    Autocast is off inside: the compiler would carry it over into backward.
+    Autocast is off inside, because the compiler would apply it to backward, too.
     """
 
     @staticmethod
