@@ -10,8 +10,8 @@ from tests.distributed.test_rl_layouts import LAYOUTS, assert_first_steps_of_one
 from tests.distributed.test_rl_roles import run_part
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
+from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.tasks import GuessTask
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
 

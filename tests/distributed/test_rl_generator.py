@@ -28,9 +28,9 @@ from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights

@@ -12,7 +12,7 @@ from tests.distributed.rl_runs import LAYOUTS
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import GRPOLoss
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 from torchtitan.testing.gloo import run_ranks
 
@@ -171,5 +171,5 @@ def test_batch_that_does_not_fit_the_layout_stops_all_ranks_with_a_sentence(
         assert label.startswith("labels must be ids in [0, 32) or -100, which counts nowhere, got ")
         assert f"made for {3 - dp_size} data-parallel ranks" in for_other_layout
         assert "needs ref_logprobs in the samples, got none" in without_reference
-        assert "all ranks must give the same batch, got rank 0: " in unlike
+        assert "all ranks must pass the same batch, got rank 0: " in unlike
         assert finite

@@ -1,20 +1,20 @@
-"""The policy as it was before RL, for losses that keep the new one near it."""
+"""The policy as it was before RL, for losses that keep the trained policy near it."""
 
 import torch
 from torch import Tensor
 
 from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.snapshots import exchange, own_weights
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingBatch
 
 
 class ReferencePolicy:
     """A copy of this rank's part of the policy's weights, and their log-probs.
 
-    There is no second model: for a forward, the copy is exchanged with the weights (and with the
+    There is no second model: for a forward, the copy is swapped with the weights (and with the
     biases that balance experts).
-    is_loaded: whether the copy came from a checkpoint.
+    is_loaded: True if the copy came from a checkpoint.
     """
 
     def __init__(self, trainer: PolicyTrainer):
@@ -23,11 +23,11 @@ class ReferencePolicy:
         self.take()
 
     def take(self) -> None:
-        """Make the weights of this moment the reference."""
+        """Make the current weights the reference."""
         self._weights = {name: w.detach().clone() for name, w in own_weights(self._trainer.engine)}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
-        """As `PolicyTrainer.forward`, under the reference. Collective."""
+        """Return what `PolicyTrainer.forward` returns, under the reference. Collective."""
         exchange(self._trainer.engine, self._weights)
         try:
             return self._trainer.forward(batch)
@@ -43,7 +43,7 @@ class ReferencePolicy:
         return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """The loader usually fills our tensors in place; other tensors are copied."""
+        """Take the weights of a checkpoint; the loader usually filled our tensors in place already."""
         self.is_loaded = True
         with torch.no_grad():
             for name, weight in self._weights.items():

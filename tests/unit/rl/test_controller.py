@@ -9,8 +9,8 @@ from tests.unit.rl.toy import toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.reference import ReferencePolicy
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 
@@ -294,5 +294,5 @@ def test_failure_while_building_closes_the_engine(tmp_path, monkeypatch):
 
 def test_settings_without_meaning_here_are_named(tmp_path, caplog):
     controller = Controller(toy_config(tmp_path, "--validation.enable", "--validation.seq_len=24"))
-    assert "validation.enable has no meaning in RL" in caplog.text
+    assert "validation.enable is ignored in RL" in caplog.text
     controller.close()

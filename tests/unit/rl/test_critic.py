@@ -20,7 +20,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 
 NUMBERS = st.floats(-3, 3)
 GAE_RUN = ["--rl.advantage.name=gae", "--training.steps=8"]
@@ -138,7 +138,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(
     found = []
     for settings in ({"rows": 100}, {"rows": 1}, {"rows": 4}, {"rows": 4, "bucketing": True}):
         critic.zero_grad()
-        output = critic._accumulate(Batcher(seq_len=24, **settings).batch(samples), critic.loss)
+        output = critic.forward_backward(Batcher(seq_len=24, **settings).batch(samples))
         found.append((output, gradients(critic)))
     critic.zero_grad()
     (whole, expected), *others = found
@@ -212,7 +212,7 @@ def test_sample_that_fits_no_row_leaves_the_others_as_they_are(critic):
 def test_batch_without_values_is_refused(critic):
     batch = Batcher(seq_len=24).batch(toy_samples(2))
     with pytest.raises(ValueError, match="got no old_values and no returns"):
-        critic._accumulate(batch, critic.loss)
+        critic.forward_backward(batch)
 
 
 def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, tmp_path):
@@ -360,7 +360,7 @@ def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
 
 
 def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.rl.trainer.TrainingEngine", None)
+    monkeypatch.setattr("torchtitan.rl.policy.TrainingEngine", None)
     monkeypatch.setattr(
         "torchtitan.config.checks.model.value_head",
         lambda job, *_: ["it has no place for one"] if job.model.value_head else [],

@@ -10,10 +10,12 @@ import torch
 from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
+from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
+from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.rollout import Draws, Rollouts
-from torchtitan.rl.tasks import Grade, GuessTask, JsonlTask, Prompt, Turn
+from torchtitan.rl.tasks import Grade, Prompt, Turn
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 from torchtitan.rl.vllm_generator import VLLMGenerator
 

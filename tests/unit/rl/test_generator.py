@@ -134,7 +134,7 @@ def test_weights_that_changed_unannounced_are_refused(engine):
     generator = LocalGenerator(engine)
     before = engine.weights_version
     take_a_step(engine)
-    with pytest.raises(StaleWeightsError, match=f"was told of {before}; call update_weights"):
+    with pytest.raises(StaleWeightsError, match=f"last update was version {before}; call update_weights"):
         generator.generate(PROMPTS, SAMPLING)
     assert WeightSync(engine, generator).update() == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
@@ -335,7 +335,7 @@ def test_vllm_is_not_told_of_an_fp32_head_and_the_log_says_so(engine, monkeypatc
         caplog.clear()
         with caplog.at_level("WARNING"):
             build_generator(config, engine)
-        assert caplog.text.count("model.fp32_head holds for the trainer") == n_warnings
+        assert caplog.text.count("model.fp32_head applies to the trainer") == n_warnings
 
 
 def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch):

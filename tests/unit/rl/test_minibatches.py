@@ -8,8 +8,8 @@ import torch
 
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import with_advantages
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingSample
 
 TWICE_TWO = ["--rl.epochs=2", "--rl.minibatches=2"]

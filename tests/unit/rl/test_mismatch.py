@@ -18,7 +18,7 @@ from torchtitan.rl.losses import (
     ImportanceSamplingLoss,
     build_loss,
 )
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 
 NO_UPDATE = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)

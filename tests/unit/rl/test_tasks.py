@@ -2,17 +2,15 @@ import json
 
 import pytest
 
-from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.tasks import (
+from torchtitan.experiments.rl_toy.tasks import (
     CharTokenizer,
     CopyTask,
-    JsonlTask,
     SortTask,
     SumDigitsTask,
-    Task,
-    build_task,
-    register_task,
 )
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.jsonl_task import JsonlTask
+from torchtitan.rl.tasks import Task, build_task, register_task
 
 CHARACTER_TASKS = [SumDigitsTask, CopyTask, SortTask]
 
