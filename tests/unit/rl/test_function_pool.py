@@ -205,7 +205,10 @@ def test_graded_text_ends_before_the_stop_string(lines):
     [
         ({"rl__task__reward_processes": -1}, "rl.task.reward_processes must be 0 to 1024"),
         ({"rl__task__reward_timeout_seconds": 0.0}, "rl.task.reward_timeout_seconds must be above"),
-        ({"rl__sampling__stop_strings": [""]}, "rl.sampling.stop_strings must not be empty strings"),
+        (
+            {"rl__sampling__stop_strings": [""]},
+            "rl.sampling.stop_strings must not be empty strings",
+        ),
     ],
 )
 def test_settings_are_checked(values, message):

@@ -134,7 +134,9 @@ def test_weights_that_changed_unannounced_are_refused(engine):
     generator = LocalGenerator(engine)
     before = engine.weights_version
     take_a_step(engine)
-    with pytest.raises(StaleWeightsError, match=f"last update was version {before}; call update_weights"):
+    with pytest.raises(
+        StaleWeightsError, match=f"last update was version {before}; call update_weights"
+    ):
         generator.generate(PROMPTS, SAMPLING)
     assert WeightSync(engine, generator).update() == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1

@@ -212,7 +212,12 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
     forgetful.write_text(FORGETFUL)
     for rows, with_tokenizer, flags, message in [
         ([question("a")], plain, [], "has no chat template; set rl.task.chat_template"),
-        ([question("a"), {"prompt": "b"}], tokenizer, [], "line 2: with rl.task.tools prompts must be"),
+        (
+            [question("a"), {"prompt": "b"}],
+            tokenizer,
+            [],
+            "line 2: with rl.task.tools prompts must be",
+        ),
         ([{"prompt": ["b"]}], tokenizer, [], "line 1: a message must be an object with a role"),
         ([{"prompt": [{"role": "king", "content": ""}]}], tokenizer, [], "no such role: king"),
         (
