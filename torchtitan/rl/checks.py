@@ -48,12 +48,10 @@ def check_trainer_config(job_config: JobConfig) -> None:
 def check_not_divided(job_config: JobConfig) -> None:
     """Raise ConfigError if `rl.generator.ranks` is set, for code that does not divide the ranks."""
     if job_config.ranks_apart:
-        refuse(
-            [
-                f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before a "
-                "Controller, PolicyTrainer or client is built on them; start with torchtitan.rl.train "
-                "or rl.controller.build_part, or set it to 0"
-            ]
+        raise ConfigError(
+            f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before a "
+            "Controller, PolicyTrainer or client is built on them; start with torchtitan.rl.train or "
+            "rl.controller.build_part, or set it to 0"
         )
 
 

@@ -109,19 +109,14 @@ class Link:
     def broadcast(self, message: Any = None) -> Any:
         """Send member 0's message to all members, which return it."""
         box = [message]
-        with _errors_of_gloo():
+        with errors_of_gloo():
             dist.broadcast_object_list(box, group=self.down, group_src=0)
         return box[0]
 
     def send_weights(self, weights: PolicyWeights) -> None:
-        """Send weights from member 0; the other members call `receive_weights`."""
-        with _errors_of_gloo():
+        """Send weights from member 0; the other members read them from `ReceivedWeights`."""
+        with errors_of_gloo():
             send_weights(weights, self.down, 0)
-
-    def receive_weights(self, generator: BufferedGenerator, check_digest: bool) -> None:
-        with _errors_of_gloo():
-            weights = ReceivedWeights(self.down, 0, _CPU)
-            generator.update_weights(weights, check_digest=check_digest)
 
     def send(self, answer: Any) -> None:
         """Send member 0 an answer, without waiting until it is received."""
@@ -144,7 +139,7 @@ class Link:
 
 
 @contextmanager
-def _errors_of_gloo() -> Iterator[None]:
+def errors_of_gloo() -> Iterator[None]:
     """Raise gloo's error of a lost connection.
 
     torch (2.13) looks a failed group up in its list of groups, which does not have ours, and raises
@@ -318,7 +313,9 @@ class GeneratorRank:
             while (message := self._link.broadcast()) is not None:
                 kind, argument = message
                 if kind == "weights":
-                    self._link.receive_weights(self.generator, argument)
+                    weights = ReceivedWeights(self._link.down, 0, _CPU)
+                    with errors_of_gloo():
+                        self.generator.update_weights(weights, check_digest=argument)
                 else:
                     self._thread.submit(self._answer, self._draws.begin_share(argument))
         finally:
