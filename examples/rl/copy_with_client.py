@@ -1,4 +1,4 @@
-"""A loop of one's own on the Tinker-named client learns to copy three letters: run it, a minute."""
+"""Learn to copy three letters with your own loop on the client with Tinker's names: one minute."""
 
 from torchtitan.config import ConfigManager
 from torchtitan.experiments.rl_toy.tasks import CopyTask

@@ -1,4 +1,4 @@
-"""Episodes of several turns on 2 gloo ranks: those of one process, whoever draws them."""
+"""Episodes of several turns on 2 gloo ranks equal those of one process."""
 
 import json
 
@@ -16,7 +16,7 @@ from torchtitan.testing.gloo import RankFailure, run_ranks
 
 
 def reply(task, prompt, turns):
-    """To whatever a random policy writes; half of the episodes end with each turn."""
+    """A reply to any text of a random policy; half of the episodes end with each turn."""
     return "<>" if (len(turns[-1].text) + int(prompt.answer)) % 2 else None
 
 

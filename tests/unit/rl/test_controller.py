@@ -87,7 +87,7 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
 
 
 def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
-    """The third step's draw does not end before two steps are trained and given to the generator."""
+    """The third step's draw ends only after two steps are trained and their weights sent."""
     controller = Controller(toy_config(tmp_path, "--training.steps=6", "--rl.async_steps=2"))
     may_draw, waited_too_long, drawn_with = threading.Event(), [], []
     inner = controller.generator._generator
@@ -107,7 +107,7 @@ def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
     assert len(drawn_with) == 2 and not waited_too_long
     may_draw.set()
     lags = [controller.train_step()["rl/lag"] for _ in range(4)]
-    # Updates came meanwhile, and each draw had the version of when it was asked for.
+    # Updates came meanwhile, and each draw used the version at the time of its request.
     assert lags == [2, 2, 2, 2] and drawn_with == [0, 0, 0, 1, 2, 3]
     controller.close()
 

@@ -133,7 +133,7 @@ def graded(critic, n=9):
 
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(critic):
     samples, _ = graded(critic)
-    # As after an update, or no value would be clipped.
+    # As after an update; otherwise no value would be clipped.
     samples = [dataclasses.replace(s, old_values=s.old_values - 0.3) for s in samples]
     found = []
     for settings in ({"rows": 100}, {"rows": 1}, {"rows": 4}, {"rows": 4, "bucketing": True}):
@@ -182,7 +182,7 @@ def test_values_are_those_of_the_model_before_each_sampled_token(critic):
 
 
 def test_tokens_that_were_not_sampled_are_skipped(critic, monkeypatch):
-    """A tool's answer in the middle: the turn after it follows on the turn before it."""
+    """A tool's answer is skipped: the turn after it follows the turn before it."""
     whole = toy_samples(2)[1]
     gap = (torch.arange(len(whole)) % 3 != 1).float()
     with_gaps = dataclasses.replace(whole, loss_mask=gap)
@@ -388,7 +388,7 @@ def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_pa
 
 @pytest.mark.slow
 def test_policy_with_a_critic_learns_to_copy(tmp_path):
-    """From 0 % of exact answers; without whitening the preset's entropy bonus has its size."""
+    """Starts at 0 % exact answers; without whitening, so that the preset's entropy bonus fits."""
     flags = [f"--job.config_file={CONFIGS / 'copy_cpu.toml'}", f"--job.dump_folder={tmp_path}"]
     flags += ["--rl.advantage.name=gae", "--rl.advantage.no_whiten"]
     controller = Controller(ConfigManager(JobConfig).parse_args(flags))

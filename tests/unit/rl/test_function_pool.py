@@ -106,7 +106,7 @@ def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
     def early(worker):
         result = in_time(worker)
         if result is None:
-            worker.process.join(1.0)  # it ends after it was looked at
+            worker.process.join(1.0)  # it ends after `_result` has checked it
         return result
 
     pool._result = early
@@ -178,7 +178,7 @@ def test_function_may_start_processes_of_its_own():
 
 
 def test_process_of_a_rank_that_ignores_sigterm_ends_with_it():
-    # In a generating rank signals are left to the trainer's; a pool that is not closed must end, too.
+    # A generating rank ignores signals; the processes of a pool that is not closed must still end.
     code = f"""
 import signal
 from torchtitan.rl.function_pool import FunctionPool

@@ -261,7 +261,7 @@ def test_wrappers_of_blocks_change_nothing(engine, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-# ---- vLLM, of which only our half can be run here ----
+# ---- vLLM, replaced by a fake: only our code runs here ----
 
 
 def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
@@ -272,7 +272,7 @@ def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
 
 
 class FakeVLLM(types.ModuleType):
-    """What `VLLMGenerator` calls of vLLM; continues every prompt with 7, 8 and the stop token."""
+    """Fakes the calls of vLLM; continues every prompt with 7, 8 and the stop token."""
 
     def __init__(self):
         super().__init__("vllm")
@@ -371,7 +371,7 @@ def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch)
 def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.can_empty_cache = VLLMGenerator("assets"), False
-    # As all failures of an update, which `WeightSync` tells to the other ranks.
+    # As for all failures of an update, `WeightSync` raises it on the other ranks.
     with pytest.raises(WeightMismatchError, match="did not take version .* kept its prefix cache"):
         WeightSync(engine, generator).update()
     with pytest.raises(NoWeightsError):

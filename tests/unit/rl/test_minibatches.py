@@ -56,7 +56,7 @@ def test_lag_counts_updates_and_is_bounded_by_batches_ahead(tmp_path):
     controller = controller_of(tmp_path, *TWICE_TWO, "--training.steps=18", "--rl.async_steps=2")
     lags = [controller.train_step()["rl/lag"] for _ in range(5)]
     assert lags == [0, 4, 8, 8, 8]
-    # The last batch makes as many updates as steps are left.
+    # The last batch makes only as many updates as steps are left.
     assert (controller.step, controller.num_batches) == (18, 5)
     controller.close()
 

@@ -35,7 +35,7 @@ def test_completions_are_graded_without_their_stop_token():
     assert [e.text for e in episodes] == ["7", "8", "18", "18"]
     assert [e.reward for e in episodes] == [1, 0, 1, 1]
     assert [e.group_id for e in episodes] == [0, 0, 1, 1]
-    # The policy learns to stop, too: the token is in what was sampled.
+    # The policy also learns to stop: the stop token is one of the sampled tokens.
     assert episodes[0].token_ids[-1] == TASK.tokenizer.eos_id
     assert len(episodes[0].token_log_probs) == 2
     (cut,) = make_episodes(TASK, PROMPTS[:1], [completion("7", stops=False)])

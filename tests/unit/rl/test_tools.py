@@ -1,4 +1,4 @@
-"""The policy calls tools: what it reads then, and what never stops a run."""
+"""The policy calls tools: it reads their results, and no failure of theirs stops a run."""
 
 import json
 
@@ -26,7 +26,7 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-# question -> (what the policy writes first, the results that it reads then)
+# question -> (the policy's first turn, the results that it reads after it)
 SCRIPT = {
     "right": (call("calculator", expression="(2+3)*4"), ["20"]),
     "two at once": (
@@ -89,7 +89,7 @@ def test_results_of_calls_are_read_in_the_next_turn_whatever_goes_wrong(folder, 
         assert episode.reward == (episode.text == "20")
         assert episode.scores["turns"] == 2 and episode.scores["tool_calls"] == len(results)
         assert episode.turns[0] == first
-        # The end of the turn was sampled; what follows it is the template's.
+        # The end of the turn was sampled; the text after it is the template's.
         reply = episode.turns[1]
         assert reply.startswith("\n<|im_start|>user\n<tool_response>\n")
         assert reply.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")

@@ -1,4 +1,4 @@
-"""Weights that go to a generator's own copy: complete, of the right version, bit for bit."""
+"""Weights of a generator's own copy: complete, of the right version, bit for bit."""
 
 import copy
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_tied_weights_may_come_once():
 
 
 class Altered:
-    """Weights of which something was changed on the way."""
+    """Weights that were damaged on the way."""
 
     version = 5
 

@@ -100,7 +100,7 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
     for part in ("train", "test"):
         row = {"question": "1+1?", "answer": "#### 2"}
         (tmp_path / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
-    # Everything it writes is relative to the folder above its own.
+    # The script writes only relative to the folder above its own.
     for name in ("examples", "scripts"):
         (tmp_path / name).symlink_to(Path(name).resolve())
     script = tmp_path / RECIPE / "run_qwen3.sh"
