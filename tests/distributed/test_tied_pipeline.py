@@ -15,7 +15,7 @@ from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import FIRST, SECOND, copies_in, name_in_whole_model
-from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.policy import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.testing.gloo import run_ranks

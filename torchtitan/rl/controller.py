@@ -33,8 +33,7 @@ from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.losses import metrics_of_updates
-from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
 from torchtitan.rl.roles import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.rollout import (

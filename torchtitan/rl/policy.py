@@ -1,7 +1,7 @@
-"""The trained policy: log-probs, gradients of a policy loss, optimizer steps and its weights.
+"""The trained policy, and the policy as it was before RL, for losses that keep the former near it.
 
-It holds no loop: `torchtitan.rl.controller` has one. The engine has the layouts (FSDP, TP, PP, CP and
-their products), the checkpoints and the schedule.
+There is no loop here: `torchtitan.rl.controller` has it. The engine has the layouts (FSDP, TP, PP, CP
+and their products), the checkpoints and the schedule.
 """
 
 import dataclasses
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import PolicyLoss, loss_from_config
-from torchtitan.rl.snapshots import exchange
+from torchtitan.rl.snapshots import exchange, own_weights
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
 from torchtitan.tools.logging import init_logger, logger
@@ -139,3 +140,46 @@ class PolicyTrainer(Learner):
         """Send a generator the weights; returns their version. Raises as `WeightSync.update`."""
         check_digest = self.job_config.rl.weight_sync.digest
         return WeightSync(self.engine, generator, check_digest=check_digest).update()
+
+
+class ReferencePolicy:
+    """A copy of this rank's part of the policy's weights, and their log-probs.
+
+    There is no second model: for a forward, the copy is swapped with the weights (and with the
+    biases that balance experts).
+    is_loaded: True if the copy came from a checkpoint.
+    """
+
+    def __init__(self, trainer: PolicyTrainer):
+        self._trainer = trainer
+        self.is_loaded = False
+        self.take()
+
+    def take(self) -> None:
+        """Make the current weights the reference."""
+        self._weights = {name: w.detach().clone() for name, w in own_weights(self._trainer.engine)}
+
+    def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
+        """Return what `PolicyTrainer.forward` returns, under the reference. Collective."""
+        exchange(self._trainer.engine, self._weights)
+        try:
+            return self._trainer.forward(batch)
+        finally:
+            exchange(self._trainer.engine, self._weights)
+
+    def _name_in_whole_model(self, name: str) -> str:
+        for part in self._trainer.engine.model_parts:
+            name = name_in_whole_model(part, name)
+        return name
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Take the weights of a checkpoint; the loader usually filled our tensors in place already."""
+        self.is_loaded = True
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                tensor = state_dict[self._name_in_whole_model(name)]
+                if tensor is not weight:
+                    weight.copy_(tensor)

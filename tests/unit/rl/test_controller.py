@@ -9,8 +9,7 @@ from tests.unit.rl.toy import toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 
