@@ -179,8 +179,8 @@ class PolicyLoss(ABC):
             return self._clamped(logprobs, batch["generator_logprobs"], batch)
         return self._clamped(logprobs, _old_logprobs(logprobs, batch), batch)
 
-    def _clamped(self, logprobs: Tensor, others: Tensor, batch: Batch) -> Tensor:
-        log_ratio = (logprobs - others).masked_fill(batch["loss_mask"] == 0, 0)
+    def _clamped(self, logprobs: Tensor, old_logprobs: Tensor, batch: Batch) -> Tensor:
+        log_ratio = (logprobs - old_logprobs).masked_fill(batch["loss_mask"] == 0, 0)
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
 
@@ -222,11 +222,11 @@ def kl_divergence(
     With d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio (Schulman 2020,
     "Approximating KL divergence"):
 
-        k1  d               unbiased; as a loss its gradient is 0 on average, so it only measures
+        k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
-        k3  exp(-d) - 1 + d unbiased, never negative; the one that GRPO uses
+        k3  exp(-d) - 1 + d unbiased, never negative; GRPO's
 
-    The gradients are those for tokens that the policy itself sampled.
+    The statements on gradients hold for tokens that the policy itself sampled.
     Raises ValueError for another type.
     """
     d = (logprobs - ref_logprobs).clamp(-max_log_ratio, max_log_ratio)

@@ -78,7 +78,7 @@ class DrawsEpisodes(Protocol):
     """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw; the result returns the episodes of all ranks when called. Collective."""
+        """Begin to draw; calling the result, which is collective, returns the episodes of all ranks."""
 
     def close(self) -> None: ...
 

@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn.
+    """Settings for drawing tokens.
 
     temperature: divides the logits; 0 takes the most probable token.
     top_p: draw from the most probable tokens whose total probability reaches it; 1 keeps all.
