@@ -486,10 +486,9 @@ def _server(job_config: JobConfig) -> Iterator[str]:
         )
     if generator.ranks > 1 or (async_steps and not generator.ranks):
         yield (
-            f"rl.generator.backend = 'openai' has one server with one version of the weights, which a "
-            f"rank must not update while another rank draws, got rl.generator.ranks = "
-            f"{generator.ranks} and rl.async_steps = {async_steps}; set rl.generator.ranks to 1, or "
-            "both to 0"
+            f"rl.generator.backend = 'openai' has one server, whose weights a rank must not update "
+            f"while another rank draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps "
+            f"= {async_steps}; set rl.generator.ranks to 1, or both to 0"
         )
 
 

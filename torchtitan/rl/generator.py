@@ -200,8 +200,8 @@ class _DecoderGenerator(Generator):
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
-                f"log-probs of the policy of version {self.policy_version} are not finite; look at the "
-                "last optimizer steps, or at how its weights were copied"
+                f"the policy of version {self.policy_version} has log-probs that are not finite; look "
+                "at the last optimizer steps, or at how its weights were copied"
             )
         fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
         return [

@@ -109,9 +109,9 @@ class Snapshots:
             return
         if self.is_expired(key):
             raise ValueError(
-                f"the weights of this sampling client are gone: copies are kept only of the last "
-                f"{self._limit} weights with a sampling client; raise "
-                "rl.generator.max_snapshots, or sample from a saved state"
+                f"the weights of this sampling client are gone: copies are kept of the last "
+                f"{self._limit} weights with a sampling client; raise rl.generator.max_snapshots, or "
+                "sample from a saved state"
             )
         copy = self._copies[key]
         exchange(self._engine, copy)

@@ -147,7 +147,9 @@ def test_generator_that_cannot_take_weights_while_it_draws_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="while it draws.* = 'vllm' and rl.async_steps = 1; set"):
         check_rl_config(toy_config(tmp_path, *flags, "--rl.generator.backend=vllm"))
     check_rl_config(toy_config(tmp_path, *flags))
-    with pytest.raises(ConfigError, match="rl.generator.in_flight is for training by the config's"):
+    with pytest.raises(
+        ConfigError, match="rl.generator.in_flight is for the loop of torchtitan.rl.train"
+    ):
         check_server_config(toy_config(tmp_path, "--rl.generator.in_flight"))
 
 
