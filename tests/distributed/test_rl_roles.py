@@ -229,16 +229,16 @@ class Left(Exception):
 def leave_at_update(dump_folder, flags):
     part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1", *flags))
     if not isinstance(part, Controller):
-        receive, n_updates = part._link.receive_weights, 0
+        update, n_updates = part.generator.update_weights, 0
 
-        def receive_or_leave(*arguments):
+        def update_or_leave(*arguments, **options):
             nonlocal n_updates
             n_updates += 1
             if n_updates == 3:
                 raise Left
-            receive(*arguments)
+            update(*arguments, **options)
 
-        part._link.receive_weights = receive_or_leave
+        part.generator.update_weights = update_or_leave
         with pytest.raises(Left):
             part.train()
         return "left"
