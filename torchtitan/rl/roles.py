@@ -35,7 +35,7 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
-from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, send_weights
+from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, hand_over, send_weights
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -113,10 +113,10 @@ class Link:
             dist.broadcast_object_list(box, group=self.down, group_src=0)
         return box[0]
 
-    def send_weights(self, weights: PolicyWeights) -> None:
-        """Send weights from member 0; the other members read them from `ReceivedWeights`."""
+    def send_weights(self, weights: PolicyWeights, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        """Send the weights that `pairs` iterates over; the other members read `ReceivedWeights`."""
         with errors_of_gloo():
-            send_weights(weights, self.down, 0)
+            send_weights(weights, self.down, 0, pairs=pairs, device=_CPU)
 
     def send(self, answer: Any) -> None:
         """Send member 0 an answer, without waiting until it is received."""
@@ -206,12 +206,14 @@ class RemoteGenerator:
 
         If a generating rank is gone, the next wait for episodes raises LostGeneratorError.
         """
-        pairs = _OnHost(weights)
-        if self._link is not None:
-            self._send(("weights", check_digest))
-            self._unless_lost(lambda: self._link.send_weights(pairs))
-        for _ in pairs:  # weights that were not sent, because gathering them is collective
-            pass
+
+        def send(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            if self._link is not None:
+                self._send(("weights", check_digest))
+                self._unless_lost(self._link.send_weights, weights, pairs)
+
+        if (failure := hand_over(weights, send)) is not None:
+            raise failure
         self.policy_version = weights.version
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
@@ -244,34 +246,15 @@ class RemoteGenerator:
 
     def _send(self, message: Any) -> None:
         if self._link is not None:
-            self._unless_lost(lambda: self._link.broadcast(message))
+            self._unless_lost(self._link.broadcast, message)
 
-    def _unless_lost(self, communicate: Callable[[], Any]) -> Any:
+    def _unless_lost(self, communicate: Callable[..., Any], *arguments: Any) -> Any:
         if self._lost_because is None:
             try:
-                return communicate()
+                return communicate(*arguments)
             except RuntimeError as error:  # gloo's, of a lost connection
                 self._lost_because = str(error).partition("\n")[0]
         return None
-
-
-class _OnHost:
-    """Weights with their tensors on the CPU; a second iteration continues after the first."""
-
-    def __init__(self, weights: PolicyWeights):
-        self._weights, self._pairs = weights, iter(weights)
-
-    @property
-    def version(self) -> int:
-        return self._weights.version
-
-    @property
-    def digest(self) -> str | None:
-        return self._weights.digest
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._pairs:
-            yield name, tensor.cpu()
 
 
 # ---- on a rank that generates ----

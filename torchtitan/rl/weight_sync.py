@@ -243,10 +243,18 @@ class WeightSync:
 # ---- to a generator on other ranks ----
 
 
-def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source: int) -> None:
+def send_weights(
+    weights: PolicyWeights,
+    group: dist.ProcessGroup | None,
+    source: int,
+    *,
+    pairs: Iterator[tuple[str, Tensor]] | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
 
-    source: this rank's number in the group.
+    source: this rank's number in the group. pairs: an iteration over `weights`; None begins one.
+    device: of the sent tensors; None keeps theirs.
     """
     bucket: list[tuple[str, Tensor]] = []
 
@@ -257,9 +265,9 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
             dist.broadcast(tensor.contiguous(), group=group, group_src=source)
         bucket.clear()
 
-    for name, tensor in weights:
-        # The iterator may reuse the memory for the next tensor.
-        bucket.append((name, tensor.detach().clone()))
+    for name, tensor in weights if pairs is None else pairs:
+        # A copy, because the iterator may reuse the memory for the next tensor.
+        bucket.append((name, tensor.detach().to(device or tensor.device, copy=True)))
         if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
             send_bucket()
     send_bucket()
