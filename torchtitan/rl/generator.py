@@ -203,19 +203,21 @@ class _DecoderGenerator(Generator):
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-        fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
-        return [
-            Completion(
-                token_ids=tuple(tokens[:n]),
-                token_logprobs=tuple(logprobs[:n]),
-                finish_reason="stop" if sampling.stops_at(tokens[:n]) else "length",
-                policy_version=min(versions),
-                token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
-                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+        completions = []
+        for row, versions in zip(drawn, versions_of_rows, strict=True):
+            tokens, logprobs, kept_masses = row[: len(versions)].T.tolist()
+            token_ids = tuple(map(int, tokens))
+            completions.append(
+                Completion(
+                    token_ids=token_ids,
+                    token_logprobs=tuple(logprobs),
+                    finish_reason="stop" if sampling.stops_at(token_ids) else "length",
+                    policy_version=min(versions),
+                    token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
+                    token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+                )
             )
-            for tokens, logprobs, masses, versions in zip(*fields, versions_of_rows, strict=True)
-            for n in [len(versions)]
-        ]
+        return completions
 
     def _next_version(self) -> int:
         self.before_forward()
