@@ -90,7 +90,16 @@ class Batcher:
         Raises ValueError if an optional tensor is missing in some samples and present in others.
         """
         has = _optional_fields(samples)
-        kept = self._that_fit(samples)
+        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
+        if len(kept) < len(samples):
+            logger.warning(
+                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
+                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
+                len(samples) - len(kept),
+                len(samples),
+                self.seq_len,
+                max(map(len, samples)),
+            )
         lengths = [len(samples[i]) for i in kept]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -155,19 +164,6 @@ class Batcher:
             num_skipped=len(kept) - len(in_rows),
             num_dropped_tokens=num_dropped,
         )
-
-    def _that_fit(self, samples: Sequence[TrainingSample]) -> list[int]:
-        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
-        if len(kept) < len(samples):
-            logger.warning(
-                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
-                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
-                len(samples) - len(kept),
-                len(samples),
-                self.seq_len,
-                max(map(len, samples)),
-            )
-        return kept
 
     def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the samples of each row, by their index in `lengths`."""

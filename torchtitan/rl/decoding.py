@@ -227,14 +227,14 @@ class _Rows:
         at_place, at_source, at_row, at_step = indices
         latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
         if logits is not None:
-            found = draw(
+            drawn_now = draw(
                 logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
                 self.uniform[at_row, at_step],
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-            latest = torch.stack([values.double() for values in found], dim=-1)
+            latest = torch.stack([values.double() for values in drawn_now], dim=-1)
         if schedule is not None:
             latest = schedule.broadcast_from_last_stage(latest)
         self.drawn[at_row, at_step] = latest
