@@ -1,9 +1,9 @@
-"""A loop of one's own on the Tinker-named client learns to copy three letters: run it, a minute."""
+"""Learn to copy three letters with your own loop on the client with Tinker's names: one minute."""
 
 from torchtitan.config import ConfigManager
+from torchtitan.experiments.rl_toy.tasks import CopyTask
 from torchtitan.rl.client import AdamParams, Datum, LocalTrainingClient, ModelInput, SamplingParams
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.tasks import CopyTask
 
 FLAGS = "--model.name=rl_toy --training.seq_len=16 --training.local_batch_size=256 --debug.seed=0"
 FLAGS += " --training.mixed_precision_param=float32 --activation_checkpoint.mode=none"

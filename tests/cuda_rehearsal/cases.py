@@ -156,7 +156,7 @@ _RL_STEPS = {
     "copy of pageable in rl/decoding.py draw_at": 2,
     "copy to host in rl/decoding.py continue_prompts": 2,
     "copy to host in rl/decoding.py draw_at": 2,
-    "copy to host in rl/learner.py _forward_backward": 2,
+    "copy to host in rl/learner.py forward_backward": 2,
     "event.synchronize, late in tools/host_copy.py read": 4,
 }
 
@@ -212,7 +212,7 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
         "two steps": _RL_STEPS
         | {
             "aten::_local_scalar_dense in rl/learner.py optim_step": 4,
-            "copy to host in rl/learner.py _forward_backward": 4,
+            "copy to host in rl/learner.py forward_backward": 4,
             "copy to host in rl/learner.py _per_sample": 2,
             "event.synchronize, late in tools/host_copy.py read": 8,
         }

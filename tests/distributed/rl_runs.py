@@ -28,7 +28,7 @@ CONFIGS = Path(torchtitan.rl.__file__).parent / "train_configs"
 
 
 def weights_hash(controller: Controller) -> str:
-    """Of all weights of all pipeline stages; collective."""
+    """Return a hash of all weights of all pipeline stages. Collective."""
     parts: dict[str, str] = {}
     for part in controller.trainer.engine.model_parts:
         for name, p in part.named_parameters():
@@ -48,7 +48,7 @@ def run_on_this_rank(
     kill_after: int | None = None,
     preset: str | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or kill this process after a step; returns what every step logged.
+    """Train to the end, or kill this process after a step; returns the logged metrics of every step.
 
     preset: a config of `torchtitan/rl/train_configs`; None is the toy's.
     """

@@ -7,7 +7,7 @@ from tests.unit.rl.toy import toy_config, toy_samples
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import LocalGenerator
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.testing.gloo import run_ranks
 

@@ -1,4 +1,4 @@
-"""Episodes of several turns on 2 gloo ranks: those of one process, whoever draws them."""
+"""Episodes of several turns on 2 gloo ranks equal those of one process."""
 
 import json
 
@@ -10,13 +10,13 @@ from tests.distributed.test_rl_layouts import LAYOUTS, assert_first_steps_of_one
 from tests.distributed.test_rl_roles import run_part
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
+from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.tasks import GuessTask
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
 
 def reply(task, prompt, turns):
-    """To whatever a random policy writes; half of the episodes end with each turn."""
+    """A reply to any text of a random policy; half of the episodes end with each turn."""
     return "<>" if (len(turns[-1].text) + int(prompt.answer)) % 2 else None
 
 

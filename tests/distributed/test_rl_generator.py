@@ -1,4 +1,4 @@
-"""Generators on several ranks: what is drawn does not depend on the layout."""
+"""Generators on several ranks: the draws do not depend on the layout."""
 
 import itertools
 import sys
@@ -28,9 +28,9 @@ from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
@@ -48,7 +48,7 @@ MOE_LAYOUTS = [
     Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
     Layout("PP 2, Interleaved1F1B", pp=2, extra=INTERLEAVED),
 ]
-# Five rows, so that two ranks don't get equally many; of different lengths.
+# Five rows of different lengths, so that two ranks get different numbers of rows.
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11], [12, 13, 14, 15]]
 SAMPLING = SamplingConfig(temperature=0.8, max_tokens=12, seed=3)
 
@@ -183,7 +183,7 @@ def gathers_on_rank(folder: str):
 
 
 class TakesShards:
-    """A receiver that stores what each rank has, as TorchStore does."""
+    """A receiver that stores each rank's shards, as TorchStore does."""
 
     policy_version = -1
     takes_shards = True
@@ -247,7 +247,7 @@ def test_weights_are_gathered_once_where_memory_allows(tmp_path):
             assert torch.equal(found[name], tensor), name
 
 
-# ---- vLLM, of which only our half can be run here ----
+# ---- vLLM, replaced by a fake: only our code runs here ----
 
 
 def ask_vllm_on_rank(folder: str, degree: int) -> tuple[dict, list[list[int]], int]:
@@ -297,7 +297,7 @@ def redraw_with_vllm_on_rank(folder: str, degree: int) -> tuple[list[list[int]],
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_ranks_that_split_a_vllm_engine_draw_the_same_again(degree, tmp_path):
-    """Only rank 0 knows that place 0 is to be drawn again, and rank 1 that place 3 is."""
+    """Only rank 0 knows that place 0 needs another draw, and only rank 1 that place 3 does."""
     first, second = run_ranks(redraw_with_vllm_on_rank, 2, str(tmp_path), degree)
     assert first[1] == second[1] == [1, 0, 0, 1]
     config = toy_config(tmp_path).rl

@@ -107,7 +107,7 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
 @pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
-    # Batches end at steps 4, 8, 12 and so on; the checkpoint that is due at 6 is that of 8.
+    # Batches end at steps 4, 8, 12 and so on; the checkpoint due at step 6 is saved at step 8.
     overrides = [*RESUMED, "--training.steps=16", *SEVERAL_UPDATES]
     overrides += [f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]

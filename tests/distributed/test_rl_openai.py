@@ -1,4 +1,4 @@
-"""A server of completions for several ranks: one gives it weights, all that draw ask it."""
+"""A server of completions for several ranks: one rank sends it weights, all ranks send prompts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that generate beside ranks that train: the same run, and what a lost rank does to it."""
+"""Ranks that generate beside ranks that train: the run is the same, and ends if a rank is lost."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from torchtitan.rl import decoding
 from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.generator import PolicyModel
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -29,7 +29,7 @@ STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
 
 def run_part(dump_folder, flags, kill_after=None):
-    """What this rank's part of the job logged; None on ranks that generate.
+    """Run this rank's part of the job and return its log; None on ranks that generate.
 
     kill_after: the step after which the ranks that train die.
     """
@@ -72,7 +72,7 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
 
 
 def run_part_with_onednn(dump_folder, flags):
-    """With oneDNN's products, however small they are; and whether this process keeps them."""
+    """`run_part` with oneDNN's products for all sizes; also returns whether this process keeps them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "onednn_is_faster", lambda: True)
         patch.setattr(products, "_LEAST_MULTIPLICATIONS", 64)
@@ -133,13 +133,13 @@ def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout
     both = run_roles(tmp_path / "both", 2, *flags)
     apart = run_roles(tmp_path / "apart", 3, *flags, "--rl.generator.ranks=1")
     assert numbers(apart[0]) == numbers(apart[1])
-    # One rank draws more rows at once than each of two, and sums in another order.
+    # One rank draws more rows at once than each of two ranks, and sums in another order.
     for found, expected in zip(numbers(apart[0]), numbers(both[0]), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def draw_slowly(dump_folder, flags):
-    """`run_part`, where a token takes as long as a step of training or so."""
+    """`run_part`, with a token taking about as long as a training step."""
     forward = decoding.LocalDecoder.run
 
     def slow_forward(*arguments, **options):
@@ -212,12 +212,12 @@ def fail_at_grading(dump_folder):
 
 @pytest.mark.parametrize("flags", [[], ["--rl.generator.in_flight", "--rl.async_steps=1"]], ids=str)
 def test_rank_that_is_lost_while_it_gets_weights_hangs_no_rank(flags, tmp_path):
-    """The other trainer rank still gathers weights with the first, which has nobody to send to."""
+    """The other trainer rank still gathers weights with the first, which has no receiver."""
     first, second, left = run_ranks(leave_at_update, 3, tmp_path, flags, init_process_group=False)
     assert left == "left"
     assert (
         first == second
-        and "a rank that generates, one from rank 2 on, is gone or does not answer: " in first
+        and "a rank that generates (rank 2 or a later rank) is gone or does not answer: " in first
     )
     assert "\n" not in first
 
@@ -229,16 +229,16 @@ class Left(Exception):
 def leave_at_update(dump_folder, flags):
     part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1", *flags))
     if not isinstance(part, Controller):
-        receive, n_updates = part._link.receive_weights, 0
+        update, n_updates = part.generator.update_weights, 0
 
-        def receive_or_leave(*arguments):
+        def update_or_leave(*arguments, **options):
             nonlocal n_updates
             n_updates += 1
             if n_updates == 3:
                 raise Left
-            receive(*arguments)
+            update(*arguments, **options)
 
-        part._link.receive_weights = receive_or_leave
+        part.generator.update_weights = update_or_leave
         with pytest.raises(Left):
             part.train()
         return "left"
@@ -271,7 +271,7 @@ def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
 def test_engine_by_itself_does_not_train_on_ranks_that_are_to_generate(
     build, tmp_path, monkeypatch
 ):
-    # Two ranks, of which none has met the other.
+    # Two ranks that have not connected yet.
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)

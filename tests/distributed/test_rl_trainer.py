@@ -12,11 +12,11 @@ from tests.distributed.rl_runs import LAYOUTS
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import GRPOLoss
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 from torchtitan.testing.gloo import run_ranks
 
-# Fewer samples than data-parallel ranks, an odd number, and several microbatches; split calls.
+# Fewer samples than data-parallel ranks, an odd number, several microbatches, and split calls.
 CALLS = {"one": [1], "odd": [3], "many": [9], "split": [4, 5]}
 MODES = ["token-mean", "seq-mean-token-mean"]
 # Corrections of the generator's mismatch, which is up to 0.9 nats here; the caps and bounds are
@@ -89,7 +89,7 @@ def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
                 assert key not in run
                 continue
             found = run[key]
-            # Parameters of other stages are other ranks'.
+            # Parameters of other stages are on other ranks.
             for name, gradient in found["gradients"].items():
                 torch.testing.assert_close(
                     gradient, expected["gradients"][name], rtol=1e-4, atol=2e-6
@@ -123,7 +123,7 @@ def test_split_calls_are_the_step_of_one_call(one_process):
 
 
 def mistakes_on_this_rank(dump_folder, overrides, same_batch):
-    """(what each mistake said, whether the trainer trains afterwards)"""
+    """Return (the error of each mistake, whether the trainer trains afterwards)."""
     trainer = PolicyTrainer(toy_config(dump_folder, "--rl.loss.kl_coef=0.1", *overrides))
     rank, dp_size, said = dist.get_rank(), trainer.engine.dp_size, []
 
@@ -134,7 +134,7 @@ def mistakes_on_this_rank(dump_folder, overrides, same_batch):
         return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
 
     def with_unknown(name):
-        """On the rank of the second data-parallel position, if there is one."""
+        """A batch with an unknown token id for the second data-parallel rank, if there is one."""
         samples = toy_samples(4)
         samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
         getattr(samples[1], name)[-1] = 32
@@ -171,5 +171,5 @@ def test_batch_that_does_not_fit_the_layout_stops_all_ranks_with_a_sentence(
         assert label.startswith("labels must be ids in [0, 32) or -100, which no loss counts, got ")
         assert f"made for {3 - dp_size} data-parallel ranks" in for_other_layout
         assert "needs ref_logprobs in the samples, got none" in without_reference
-        assert "all ranks must give the same batch, got rank 0: " in unlike
+        assert "all ranks must pass the same batch, got rank 0: " in unlike
         assert finite

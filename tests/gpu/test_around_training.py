@@ -8,7 +8,7 @@ from tests.unit.test_engine import make_engine, num_valid, random_batch
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import generate
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 
 BF16 = "--training.mixed_precision_param=bfloat16"

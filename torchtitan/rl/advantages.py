@@ -1,4 +1,4 @@
-"""From the rewards of completions to their advantages: within a prompt's group, or with a critic."""
+"""Advantages of completions, from their rewards: within a prompt's group, or with a critic."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -10,26 +10,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 BASELINES = ("group_mean", "rloo", "none")
 
-# Beyond it squares and sums of rewards, and fp32 products with them, would overflow.
+# Squares, sums and fp32 products of larger rewards would overflow.
 LARGEST_REWARD = 1e18
 
-# Standard deviations below this are rounding: rewards, or advantages, are equal.
+# Smaller standard deviations are rounding errors of equal rewards, or advantages.
 _SMALLEST_STD = 1e-8
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """Advantages of the completions of one step.
+    """Computes the advantages of the completions of one step.
 
     With n rewards r of one prompt and their mean m:
 
         group_mean  r - m                  (Shao et al. 2024, arXiv:2402.03300)
-        rloo        (r - m) n / (n - 1)    r minus the mean of the others (Ahmadian et al. 2024,
-                                           arXiv:2402.14740); 0 for a completion without others
+        rloo        (r - m) n / (n - 1)    r minus the mean of the other rewards (Ahmadian et al.
+                                           2024, arXiv:2402.14740); 0 if n = 1
         none        r
 
-    std: divide by the standard deviation of the group's rewards, over n and not n - 1; where they
-    are all equal the advantages are 0.
+    std: divide by the standard deviation of the group's rewards, over n and not n - 1; if all
+        rewards are equal, the advantages are 0.
     """
 
     name: str = "group_mean"
@@ -42,14 +42,14 @@ class AdvantageEstimator:
             )
         if self.std and self.name == "none":
             raise ValueError(
-                "rl.advantage.std divides what is left of a reward after its group's mean, got "
+                "rl.advantage.std divides a reward's difference from its group's mean, got "
                 "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
             )
 
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
         """Return one advantage per reward; group_ids: equal for the completions of a prompt.
 
-        Raises ValueError for a reward that is not finite, or very large.
+        Raises ValueError for a reward that is not finite, or above LARGEST_REWARD.
         """
         groups: dict[Hashable, list[float]] = {}
         for reward, group in zip(rewards, group_ids, strict=True):
@@ -61,11 +61,10 @@ class AdvantageEstimator:
             groups.setdefault(group, []).append(reward)
         if self.name == "none":
             return list(map(float, rewards))
-        # What to subtract from a group's rewards, and what to multiply by then.
         shift_and_scale: dict[Hashable, tuple[float, float]] = {}
         for group, own in groups.items():
             n = len(own)
-            # Equal rewards have advantages of exactly 0, which a rounded mean would miss.
+            # Advantages of equal rewards are exactly 0; a rounded mean would miss that.
             mean = math.fsum(own) / n if min(own) < max(own) else own[0]
             scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
             if self.std:
@@ -80,15 +79,15 @@ class AdvantageEstimator:
 class GAE:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
-    With the value V_t before each sampled token, its reward r_t, which is 0 but for the last token,
-    and V = 0 after the last token:
+    With the value V_t before each sampled token, its reward r_t, which is 0 except for the last
+    token, and V = 0 after the last token:
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1}
 
-    lam: 1 compares what a completion got with its values, 0 compares neighbouring values.
-    whiten: advantages minus their mean, divided by their standard deviation, over all tokens of the
-        call; all 0 if they are equal.
+    lam: 1 compares a completion's reward with its values, 0 compares neighbouring values.
+    whiten: subtract the mean of the advantages and divide by their standard deviation, over all
+        tokens of the call; all become 0 if they are equal.
     """
 
     gamma: float = 1.0
@@ -105,10 +104,10 @@ class GAE:
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the advantages of tokens, and the returns that values should have been.
+        """Return the advantages of tokens, and the returns, which are the targets of the values.
 
         values: of each completion's n sampled tokens, [n]; both results have these shapes, in fp64.
-        Returns are advantages before whitening plus values.
+        A return is the advantage before whitening plus the value.
         """
         lengths = [len(of_tokens) for of_tokens in values]
         if not sum(lengths):
@@ -121,7 +120,7 @@ class GAE:
             has_tokens
         ]
         delta[:, :-1] += self.gamma * padded[:, 1:]
-        # The deltas of padding are 0, so each completion's sum begins at its last token.
+        # Deltas of padding are 0, so the recursion of each completion begins at its last token.
         advantages = torch.zeros_like(delta)
         later = advantages[:, 0]
         for t in reversed(range(delta.shape[1])):
@@ -137,10 +136,10 @@ class GAE:
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """What a completion loses for coming near the longest one (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+    """The penalty for completions near the length limit (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    Nothing up to max_tokens - num_tokens tokens; from there it grows linearly to `largest` at
-    max_tokens, which a completion that was cut off has. num_tokens: 0 costs nothing.
+    0 up to max_tokens - num_tokens tokens; from there it grows linearly to `largest` at max_tokens,
+    the length of a completion that was cut off. num_tokens: 0 turns it off.
     """
 
     max_tokens: int
@@ -148,7 +147,7 @@ class OverlongPenalty:
     largest: float = 1.0
 
     def __call__(self, length: int) -> float:
-        """What is subtracted from the reward of a completion of this many tokens."""
+        """Return the number to subtract from the reward of a completion of this many tokens."""
         over = length - (self.max_tokens - self.num_tokens)
         return self.largest * over / self.num_tokens if self.num_tokens and over > 0 else 0.0
 
@@ -156,16 +155,16 @@ class OverlongPenalty:
 def advantage_metrics(
     advantages: Sequence[float], group_ids: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Mean and standard deviation of all advantages, and the share of groups in which all are 0.
+    """Return mean and standard deviation of the advantages, and the share of groups with only zeros.
 
-    Such groups teach nothing. Zeros if there are no advantages.
+    Such groups teach nothing. All three are 0 if there are no advantages.
     """
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n
     groups = set(group_ids)
-    others = {group for a, group in zip(advantages, group_ids, strict=True) if a != 0}
+    that_teach = {group for a, group in zip(advantages, group_ids, strict=True) if a != 0}
     return {
         "advantage_mean": mean,
         "advantage_std": math.sqrt(math.fsum((a - mean) ** 2 for a in advantages) / n),
-        "zero_advantage_groups": (len(groups) - len(others)) / max(len(groups), 1),
+        "zero_advantage_groups": (len(groups) - len(that_teach)) / max(len(groups), 1),
     }

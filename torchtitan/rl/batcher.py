@@ -1,7 +1,7 @@
-"""From samples to the microbatches of all ranks, with the weights that make the loss a plain sum.
+"""Microbatches of all ranks, made of samples, with the weights that make the loss a plain sum.
 
-Tokens and sequences are counted here, where the whole optimizer step is known, so that every split
-into rows, microbatches and ranks has the same gradients.
+Tokens and sequences are counted here, because here the whole optimizer step is known: so every
+split into rows, microbatches and ranks has the same gradients.
 
 B rows, T slots per row.
 """
@@ -19,14 +19,14 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger
 
-# Tensors that samples may be without.
+# Optional tensors of samples.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
-# What padding holds; the other entries of a microbatch are 0 there.
+# Values of padding; the other entries of a microbatch are 0 there.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1}
 
-# Rows that share a bucket are filled to this share of its longest: at most a quarter more slots
-# than tokens, for few more microbatches (10 for lengths from 100 to 1,000 tokens).
+# Rows of a bucket are at least this share of its longest row: at most a quarter more slots than
+# tokens, for few more microbatches (10 for lengths from 100 to 1,000 tokens).
 _LEAST_FILLED = 0.8
 
 
@@ -34,19 +34,19 @@ _LEAST_FILLED = 0.8
 class Batcher:
     """Puts samples into rows, and deals the rows to microbatches and data-parallel ranks.
 
-    dp_size: ranks that read different microbatches. All get equally many, of the same shapes
-        [B, T], filled up with rows of padding.
-    seq_len: slots of the longest row. Longer samples are left out and counted.
-    rows: the largest B. max_tokens: instead, B is as many rows as hold this many tokens.
-    packing: put several samples into a row; otherwise each has its own, padded on the right.
-    bucketing: rows of like lengths share a microbatch, whose T is its own; the longest come first.
+    dp_size: ranks that read different microbatches. All get the same number of microbatches, of the
+        same shapes [B, T], filled up with rows of padding.
+    seq_len: the largest T. Longer samples are left out and counted.
+    rows: the largest B. max_tokens: the largest B * T, in place of `rows`.
+    packing: put several samples into a row; otherwise each has its own row, padded on the right.
+    bucketing: rows of similar length share a microbatch with a T of its own; long rows come first.
         Otherwise all microbatches have one shape.
     pad_multiple: T is the longest row's length, rounded up to a multiple of this.
-    skip_zero_advantage: leave out samples whose advantages are all 0. They stay in the denominators,
-        so the gradient of a loss that is 0 for them is the same.
+    skip_zero_advantage: leave out samples whose advantages are all 0. Denominators still count them,
+        so the gradient does not change if their loss is 0.
     agg_mode, norm, count_empty: as in `aggregation_weights`.
-    deferred: leave out the last denominator of the weights, for a caller that does not know the
-        whole step; see `TrainingBatch.denominator`.
+    deferred: do not divide the weights by the step's denominator, for a caller that does not know
+        the whole step; see `TrainingBatch.denominator`.
     """
 
     dp_size: int = 1
@@ -64,7 +64,7 @@ class Batcher:
 
     @classmethod
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
-        """The batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
+        """Return the batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
         batch, loss = job_config.rl.batch, job_config.rl.loss
         rows = batch.local_batch_size
         return cls(
@@ -84,17 +84,26 @@ class Batcher:
     def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
-        A token with a log-prob that is not finite, by generator, reference or old policy, is left
-        out of the loss and its denominator. Samples with weights keep them. Without samples every
-        rank gets one microbatch of padding.
-        Raises ValueError if only some of the samples have one of the optional tensors.
+        A token is left out of the loss and its denominator if its log-prob by the generator, the
+        reference or the old policy is not finite. Samples with weights keep them. Without samples
+        every rank gets one microbatch of padding.
+        Raises ValueError if an optional tensor is missing in some samples and present in others.
         """
         has = _optional_fields(samples)
-        kept = self._that_fit(samples)
+        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
+        if len(kept) < len(samples):
+            logger.warning(
+                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
+                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
+                len(samples) - len(kept),
+                len(samples),
+                self.seq_len,
+                max(map(len, samples)),
+            )
         lengths = [len(samples[i]) for i in kept]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            """All samples' entries, one after another; the last tensor is for a batch of none."""
+            """Concatenate the samples' entries; the empty tensor at the end is for no samples."""
             of_samples = [getattr(samples[i], name) for i in kept]
             return torch.cat([*of_samples, torch.zeros(0, dtype=dtype)])
 
@@ -134,7 +143,7 @@ class Batcher:
         for name in (*_OTHER_LOGPROBS, *_OF_CRITIC):
             if has[name]:
                 values[name] = joined(name).masked_fill(~mask, 0)
-        in_rows = list(range(len(kept)))  # by their place among those that fit
+        in_rows = list(range(len(kept)))  # indices into `kept`
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
             is_in_row = torch.tensor([bool(own.any()) for own in of_samples])
@@ -156,24 +165,11 @@ class Batcher:
             num_dropped_tokens=num_dropped,
         )
 
-    def _that_fit(self, samples: Sequence[TrainingSample]) -> list[int]:
-        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
-        if len(kept) < len(samples):
-            logger.warning(
-                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
-                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
-                len(samples) - len(kept),
-                len(samples),
-                self.seq_len,
-                max(map(len, samples)),
-            )
-        return kept
-
     def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The samples of each row, by their place in `lengths`."""
+        """Return the samples of each row, by their index in `lengths`."""
         if not self.packing:
             return [[place] for place in range(len(lengths))]
-        # The longest first, each into the first row with room. `sorted` keeps equals in order.
+        # Long samples first, each into the first row with room. `sorted` is stable.
         rows: list[list[int]] = []
         room: list[int] = []
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -187,7 +183,7 @@ class Batcher:
         return rows
 
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
-        """(the rows of all ranks, rows per rank, slots per row) of each microbatch.
+        """Return (the rows of all ranks, rows per rank, slots per row) of each microbatch.
 
         row_lengths: tokens of each row. Rank r gets rows r, r + dp_size and so on of a group.
         """
@@ -228,8 +224,8 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Deal rows to microbatches and ranks in turn, so that their work differs by one row at most.
 
-        indices: of the samples, in the order of `lengths`; values: of all their tokens, one sample
-            after another.
+        indices: of the samples, in the order of `lengths`. values: by name, of all tokens of the
+            samples, one sample after another.
         """
         rows = self._rows_of(lengths)
         groups = self._groups_of([sum(lengths[place] for place in row) for row in rows])
@@ -250,7 +246,8 @@ class Batcher:
                     start += lengths[place]
             first_of_group += math.prod(shapes[group])
 
-        # For every token: its place in its sequence, the sequence's in the row, its slot of all.
+        # For every token: its position in its sequence, the sequence's number in the row, and the
+        # token's slot among the slots of all microbatches.
         repeats = torch.tensor(lengths, dtype=torch.int64)
 
         def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:
@@ -279,14 +276,14 @@ class Batcher:
 
 
 def _optional_fields(samples: Sequence[TrainingSample]) -> dict[str, bool]:
-    """Which of the fields that may be None the samples have; all have one, or none has."""
+    """Return for each optional field whether the samples have it; raises ValueError if only some do."""
     has = {}
     for name in ("weights", *_OTHER_LOGPROBS, *_OF_CRITIC):
         count = sum(getattr(sample, name) is not None for sample in samples)
         if count not in (0, len(samples)):
             raise ValueError(
                 f"either all samples of a batch have {name} or none has, got {count} of "
-                f"{len(samples)}; fill in the others"
+                f"{len(samples)}; add it to the other samples"
             )
         has[name] = count > 0
     return has

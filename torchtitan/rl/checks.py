@@ -1,4 +1,4 @@
-"""Rules that the `[rl]` sections have to obey; see `torchtitan.config.checks` for their form."""
+"""Rules for the `[rl]` sections; see `torchtitan.config.checks` for their form."""
 
 import ipaddress
 import math
@@ -11,13 +11,14 @@ from torchtitan.config.checks.common import problem_in, refuse, value_of
 from torchtitan.config.checks.values import choices
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
+from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import loss_class, loss_from_config
-from torchtitan.rl.tasks import chat_variables, find_function, task_builder
+from torchtitan.rl.tasks import find_function, task_builder
 from torchtitan.tools.errors import ConfigError
 
 
 def check_rl_config(job_config: JobConfig) -> None:
-    """Raise ConfigError at the first rule the `[rl]` sections break.
+    """Raise ConfigError for the first rule that the `[rl]` sections break.
 
     The other sections are checked when the engine is built.
     """
@@ -33,7 +34,7 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 
 def check_trainer_config(job_config: JobConfig) -> None:
-    """The same for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
+    """As `check_rl_config`, for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
     refuse(
         choices(job_config),
         _policy(job_config),
@@ -45,19 +46,17 @@ def check_trainer_config(job_config: JobConfig) -> None:
 
 
 def check_not_divided(job_config: JobConfig) -> None:
-    """Raise ConfigError if the job's ranks have roles, and what is built on them does not know."""
+    """Raise ConfigError if `rl.generator.ranks` is set, for code that does not divide the ranks."""
     if job_config.ranks_apart:
-        refuse(
-            [
-                f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before there "
-                "is a Controller, PolicyTrainer or client on them; start with torchtitan.rl.train "
-                "or rl.controller.build_part, or set it to 0"
-            ]
+        raise ConfigError(
+            f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before a "
+            "Controller, PolicyTrainer or client is built on them; start with torchtitan.rl.train or "
+            "rl.controller.build_part, or set it to 0"
         )
 
 
 def check_server_config(job_config: JobConfig) -> None:
-    """The same for the keys that `torchtitan.rl.serve` reads."""
+    """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
     refuse(_serve(job_config), weight_sharing(job_config.rl))
 
@@ -75,21 +74,21 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
     if wrong := [name for name in serve.names if not re.fullmatch(r"[a-z0-9._-]+", name)]:
         yield (
             f"rl.serve.names must be host names in lower case, without ports, got {wrong[0]!r}; "
-            "such as 'trainer.example.org'"
+            "write it like 'trainer.example.org'"
         )
     api_key(serve)
     for key in ("rescore", "in_flight"):
         if getattr(job_config.rl.generator, key):
-            yield f"rl.generator.{key} is for training by the config's own loop; turn it off"
+            yield f"rl.generator.{key} is for the loop of torchtitan.rl.train; turn it off"
     if job_config.rl.async_steps:
         yield (
-            f"rl.async_steps is for training by the config's own loop, got "
-            f"{job_config.rl.async_steps}; clients decide by themselves how far they run ahead"
+            f"rl.async_steps is for the loop of torchtitan.rl.train, got "
+            f"{job_config.rl.async_steps}; set it to 0: clients decide how far they run ahead"
         )
 
 
 def api_key(serve: RLServe) -> str:
-    """The key that the server's clients have to send; "" for none. Raises ConfigError."""
+    """Return the key that the server's clients have to send; "" for none. Raises ConfigError."""
     path, key, problem = serve.api_key_file, "", "no such file"
     if not path:
         return ""
@@ -102,18 +101,21 @@ def api_key(serve: RLServe) -> str:
     if not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(
             f"rl.serve.api_key_file must be a file with one key of printable characters and nothing "
-            f"else, got {problem} in {path!r}; write one: echo tml-$(openssl rand -hex 16) > FILE"
+            f"else, got {problem} in {path!r}; make it: echo tml-$(openssl rand -hex 16) > FILE"
         )
     return key
 
 
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:
-    """A batch's weights are shares of the whole optimizer step, so gradients have to be sums."""
+    """Raise ConfigError if gradients are not summed over ranks and over backward passes.
+
+    A batch's weights are shares of the whole optimizer step, so its gradient is a sum.
+    """
     reduction = job_config.training.gradient_reduction
     if reduction != "sum":
         raise ConfigError(
-            f"in RL gradients of all ranks have to be added up, as tokens are weighted over all of "
-            f"them, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+            f"in RL gradients of all ranks have to be added up, because a token's weight is its share "
+            f"of all ranks' tokens, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
         )
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
@@ -125,8 +127,8 @@ def check_gradients_add_up(job_config: BaseJobConfig) -> None:
 def _policy(job_config: JobConfig) -> Iterator[str]:
     if job_config.model.value_head:
         yield (
-            "RL trains a policy, which gives logits of tokens, got model.value_head = True; set it "
-            "to false: a critic comes with rl.advantage.name = 'gae'"
+            "RL trains a policy, whose outputs are logits of tokens, got model.value_head = True; set "
+            "it to false: rl.advantage.name = 'gae' adds a critic"
         )
 
 
@@ -178,7 +180,7 @@ def _numbers(job_config: JobConfig) -> Iterator[str]:
     for key in (*_SMALLEST_COUNTS, *_NOT_NEGATIVE):
         value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key, 0)
         largest = math.inf if key == "seed" else _LARGEST_COUNT
-        # NaN, which is never between two numbers, fails, too.
+        # NaN fails this comparison, too.
         if value is not None and not smallest <= value <= largest:
             rule = (
                 f"at least {smallest}"
@@ -201,12 +203,12 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
     if loss.norm and not needs_norm:
         yield (
             f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' only, got "
-            f"{loss.agg_mode!r}; take one of them out"
+            f"{loss.agg_mode!r}; take norm out, or choose that agg_mode"
         )
     if loss.count_empty and loss.agg_mode.startswith("token"):
         yield (
             f"rl.loss.count_empty is read by agg_modes of sequences and prompts only, got "
-            f"{loss.agg_mode!r}; take one of them out"
+            f"{loss.agg_mode!r}; take count_empty out, or choose another agg_mode"
         )
     if loss.max_log_ratio == 0:
         yield (
@@ -241,7 +243,7 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
     if limit is not None and batch.local_batch_size is not None:
         yield (
             f"rl.batch.local_batch_size and rl.batch.max_tokens_per_microbatch both set the rows "
-            f"of a microbatch, got {batch.local_batch_size} and {limit}; take one of them out"
+            f"of a microbatch, got {batch.local_batch_size} and {limit}; take one of the keys out"
         )
     if limit is not None and limit < seq_len:
         yield (
@@ -251,8 +253,8 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
     loss = job_config.rl.loss
     if batch.skip_zero_advantage and (loss.kl_coef > 0 or loss.entropy_coef > 0):
         yield (
-            f"rl.batch.skip_zero_advantage leaves out samples for which the loss is 0, and its KL and "
-            f"entropy terms are not, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
+            f"rl.batch.skip_zero_advantage leaves out samples whose policy loss is 0, but their KL and "
+            f"entropy terms are not 0, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
             f"{loss.entropy_coef}; turn it off, or set both to 0"
         )
     mask_type = job_config.model.attn_mask_type
@@ -269,7 +271,7 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
     yield from _critic(job_config)
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # A group of one has an advantage of 0.
+    # The advantage in a group of one completion is always 0.
     if rl.advantage.name in ("group_mean", "rloo") and rl.num_samples_per_prompt < 2:
         yield (
             f"rl.advantage.name = {rl.advantage.name!r} compares completions of one prompt, got "
@@ -278,19 +280,19 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
         )
     if rl.redraws and rl.num_samples_per_prompt < 2:
         yield (
-            f"rl.redraws = {rl.redraws} draws again where all completions of a prompt have one reward, "
-            f"which one completion always has, got rl.num_samples_per_prompt = "
+            f"rl.redraws = {rl.redraws} replaces prompts whose completions all have the same reward, "
+            f"which is always so with one completion, got rl.num_samples_per_prompt = "
             f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.redraws to 0"
         )
     if rl.minibatches > rl.num_prompts_per_step:
         yield (
-            f"rl.minibatches hold whole prompts and must not be more than rl.num_prompts_per_step = "
-            f"{rl.num_prompts_per_step}, got {rl.minibatches}; lower it"
+            f"rl.minibatches must be at most rl.num_prompts_per_step = {rl.num_prompts_per_step}, "
+            f"because each holds whole prompts, got {rl.minibatches}; lower it"
         )
     if not loss_class(rl.loss.name).has_generator:
         yield (
             f"rl.loss.name = {rl.loss.name!r} reads no rewards, so nothing would be reinforced; "
-            "take 'grpo', or give this loss to PolicyTrainer.forward_backward with batches of your "
+            "take 'grpo', or pass this loss to PolicyTrainer.forward_backward with batches of your "
             "own"
         )
 
@@ -306,8 +308,8 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
     if rl.advantage.std:
         yield (
             "rl.advantage.std divides by the standard deviation of a prompt's rewards, got "
-            "rl.advantage.name = 'gae', which does not compare them; set it to false: "
-            "rl.advantage.whiten divides by that of all tokens"
+            "rl.advantage.name = 'gae', which does not compare rewards of a prompt; set std to false: "
+            "rl.advantage.whiten divides by the standard deviation over all tokens"
         )
     if rl.batch.skip_zero_advantage:
         yield (
@@ -330,7 +332,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
 def _task(job_config: JobConfig) -> Iterator[str]:
     task = job_config.rl.task
     yield from problem_in(task_builder, task.name)
-    # key -> (its largest value, why)
+    # key -> (its largest value, the reason)
     limits = {
         "sum_digits": {"num_min": (task.num_max, "rl.task.num_max"), "value_max": None},
         "copy": {"length": None, "num_letters": (26, "the alphabet")},
@@ -348,7 +350,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
             "function in the rank's own process"
         )
     if not 1 <= task.tool_processes <= 1024:
-        yield f"rl.task.tool_processes must be 1 to 1024, got {task.tool_processes}; correct it"
+        yield f"rl.task.tool_processes must be 1 to 1024, got {task.tool_processes}; the default is 1"
     for key in ("reward_timeout_seconds", "tool_timeout_seconds"):
         if not 0 < getattr(task, key) < math.inf:
             yield f"rl.task.{key} must be above 0, got {getattr(task, key)}; the default is 10"
@@ -372,13 +374,13 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         yield from problem_in(find_function, name, "rl.task.tools")
     if task.tools and task.max_turns == 1:
         yield (
-            f"rl.task.tools = {task.tools} answer the policy, which then needs another turn, got "
-            "rl.task.max_turns = 1; raise it"
+            f"rl.task.tools = {task.tools} return results to the policy, which needs another turn to "
+            "read them, got rl.task.max_turns = 1; raise it"
         )
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
-    """The ratio needs log-probs of the distribution that tokens were drawn from."""
+    """Log-probs for the loss must be of the distribution that tokens were drawn from."""
     sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
     if not 0 < sampling.temperature < math.inf:
         yield (
@@ -389,21 +391,21 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         if getattr(sampling, key) != keeps_all:
             yield (
                 f"rl.sampling.{key} must be {keeps_all} in training, because the trainer scores "
-                f"tokens over the whole vocabulary and not over those that were kept, got "
+                f"tokens over the whole vocabulary and not over the kept tokens, got "
                 f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
             )
     if job_config.rl.overlong_tokens > sampling.max_tokens:
         yield (
-            f"rl.overlong_tokens are the last tokens of rl.sampling.max_tokens = "
-            f"{sampling.max_tokens}, got {job_config.rl.overlong_tokens}; lower it"
+            f"rl.overlong_tokens must be at most rl.sampling.max_tokens = {sampling.max_tokens}, got "
+            f"{job_config.rl.overlong_tokens}; lower it"
         )
     if any(token < 0 for token in sampling.stop_token_ids):
         yield (
             f"rl.sampling.stop_token_ids must be ids of tokens, got {sampling.stop_token_ids}; "
-            f"take out what is below 0"
+            f"take out the negative numbers"
         )
     if "" in sampling.stop_strings:
-        yield "rl.sampling.stop_strings must have characters, got ''; take it out"
+        yield "rl.sampling.stop_strings must not be empty strings, got ''; take it out"
     if sampling.max_tokens >= seq_len:
         yield (
             f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
@@ -425,20 +427,20 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
     if generator.in_flight and (generator.backend != "local" or not async_steps):
         yield (
-            f"rl.generator.in_flight gives new weights to a generator of our own while it draws, beside "
+            f"rl.generator.in_flight updates the weights of a local generator while it draws beside "
             f"training, got rl.generator.backend = {generator.backend!r} and rl.async_steps = "
             f"{async_steps}; set them to 'local' and at least 1, or turn in_flight off"
         )
     max_turns = job_config.rl.task.max_turns
     agrees = redraws > 0 or max_turns > 1
     if generator.tensor_parallel_degree > 1 and agrees and async_steps and not generator.ranks:
-        # They would do so on a thread, with the process group that the trainer is using.
         yield (
-            f"ranks that split one copy of a generator agree on what is drawn again and on replies, "
-            f"and with rl.async_steps the trainer would be in their way, got rl.redraws = {redraws}, "
-            f"rl.task.max_turns = {max_turns}, rl.async_steps = {async_steps} and "
-            f"rl.generator.tensor_parallel_degree = {generator.tensor_parallel_degree}; set "
-            "rl.generator.ranks, or the others to their defaults"
+            f"ranks that split one copy of a generator have to exchange redraws and replies, and with "
+            f"rl.async_steps they would do so on a thread, in the process group that the trainer is "
+            f"using, got rl.redraws = {redraws}, rl.task.max_turns = {max_turns}, rl.async_steps = "
+            f"{async_steps} and rl.generator.tensor_parallel_degree = "
+            f"{generator.tensor_parallel_degree}; set rl.generator.ranks, or the other keys to their "
+            "defaults"
         )
     if generator.ranks:
         for key, is_set in {
@@ -447,8 +449,8 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
         }.items():
             if is_set:
                 yield (
-                    f"rl.generator.ranks = {generator.ranks} generates on ranks of their own, and "
-                    f"{key} has no such ranks; take one of them out"
+                    f"rl.generator.ranks = {generator.ranks} needs separate ranks for generation, which "
+                    f"do not exist with {key}; take one of the keys out"
                 )
     if not 0 < generator.memory_share <= 1:
         yield (
@@ -458,12 +460,12 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
 
 
 def _not_read(rl: RL, keys: Sequence[str], choice: str, reader: str) -> Iterator[str]:
-    """The keys that are set, although only another choice than today's reads them."""
+    """Yield a problem for each key that is set although only `choice` = `reader` reads it."""
     for key in keys:
         if value_of(rl, key) != value_of(RL(), key):
             yield (
                 f"rl.{key} = {value_of(rl, key)} is read by rl.{choice} = {reader!r} only, got "
-                f"{value_of(rl, choice)!r}; take one of them out"
+                f"{value_of(rl, choice)!r}; take one of the keys out"
             )
 
 
@@ -482,25 +484,24 @@ def _server(job_config: JobConfig) -> Iterator[str]:
             f"rl.generator.timeout_seconds must be above 0, got {generator.timeout_seconds}; the "
             "default is 600"
         )
-    # A server has one version of the weights, and only one rank can say when the next one comes.
     if generator.ranks > 1 or (async_steps and not generator.ranks):
         yield (
-            f"rl.generator.backend = 'openai' has one server, which another rank must not give new "
-            f"weights while one draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps = "
-            f"{async_steps}; set rl.generator.ranks to 1, or both to 0"
+            f"rl.generator.backend = 'openai' has one server, whose weights a rank must not update "
+            f"while another rank draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps "
+            f"= {async_steps}; set rl.generator.ranks to 1, or both to 0"
         )
 
 
 def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
-    """Why the generator cannot use the trainer's own weights; empty if it can.
+    """Return the reasons why the generator cannot use the trainer's own weights; empty if it can.
 
-    trainer_dtype: of the trainer's matrix products; None as long as there is no trainer.
+    trainer_dtype: of the trainer's matrix products; None if it is not known yet.
     """
     reasons = []
     if rl.generator.backend != "local":
         reasons.append(f"rl.generator.backend = {rl.generator.backend!r} has weights of its own")
     if rl.generator.ranks:
-        reasons.append(f"rl.generator.ranks = {rl.generator.ranks} generate on ranks of their own")
+        reasons.append(f"rl.generator.ranks = {rl.generator.ranks} generates on separate ranks")
     if rl.async_steps:
         reasons.append(
             f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights"
@@ -524,18 +525,17 @@ def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
         return
     if rl.async_steps:
         yield (
-            f"rl.generator.rescore takes log-probs from today's weights, and with rl.async_steps = "
-            f"{rl.async_steps} episodes are drawn with earlier ones; turn one of them off"
+            f"rl.generator.rescore takes log-probs from the current weights, and with rl.async_steps = "
+            f"{rl.async_steps} episodes are drawn with earlier weights; turn one of them off"
         )
     if rl.generator.backend != "local":
         yield (
-            f"rl.generator.rescore would hide how far rl.generator.backend = "
-            f"{rl.generator.backend!r} samples from the trainer's policy, and every ratio would be "
-            "1; turn rescore off"
+            f"rl.generator.rescore would hide how far rl.generator.backend = {rl.generator.backend!r} "
+            "differs from the trainer's policy, because every ratio would be 1; turn rescore off"
         )
     if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
         yield (
             f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
-            f"samples from the trainer's policy in {trainer_dtype}, and every ratio would "
-            "be 1; turn rescore off, or leave the dtype out"
+            f"differs from the trainer's policy in {trainer_dtype}, because every ratio would be 1; "
+            "turn rescore off, or leave the dtype out"
         )

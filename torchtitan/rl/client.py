@@ -42,8 +42,8 @@ from torchtitan.rl.client_types import (
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
 from torchtitan.tools.utils import use_device

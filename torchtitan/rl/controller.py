@@ -1,7 +1,18 @@
-"""The loop of RL: sample, grade, learn, give the new weights to the generator.
+"""The loop of RL: sample, grade, learn, send the new weights to the generator.
+
+The way of a batch, in `Controller.train_step`:
+
+1. `rollout.Rollouts` takes prompts from the task; on each rank `rollout.Draws` has the generator
+   complete its share of them and the task grade the completions: `Episode`s, gathered on all ranks.
+2. `advantages.AdvantageEstimator`, or a `critic.Critic`, turns rewards into advantages.
+3. `batcher.Batcher` puts the episodes' `TrainingSample`s into rows: a `TrainingBatch` of all ranks,
+   with weights that make the loss a plain sum.
+4. `policy.PolicyTrainer.forward_backward` (in `learner`) gives the engine this rank's microbatches,
+   and the engine calls the loss (`losses`) on their log-probs; `optim_step` updates the weights.
+5. `weight_sync.WeightSync` sends the weights to the generator.
 
 Under torchrun every rank runs this loop with the same episodes, so all ranks take the same
-decisions; only `PolicyTrainer` and the weight update know the layout.
+decisions; only steps 4 and 5 depend on the layout.
 """
 
 import json
@@ -22,12 +33,17 @@ from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.losses import metrics_of_updates
-from torchtitan.rl.reference import ReferencePolicy
+from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
-from torchtitan.rl.roles import GeneratorRank, RemoteDraws, RemoteGenerator, join_role, task_of_job
-from torchtitan.rl.rollout import Draws, LostGeneratorError, Rollouts, with_advantages
+from torchtitan.rl.roles import GeneratorRank, RemoteGenerator, join_role, task_of_job
+from torchtitan.rl.rollout import (
+    Draws,
+    DrawsEpisodes,
+    LostGeneratorError,
+    Rollouts,
+    with_advantages,
+)
 from torchtitan.rl.tasks import Task
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import (
     Episode,
     ForwardBackwardOutput,
@@ -42,13 +58,13 @@ from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
 def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller | GeneratorRank":
-    """This rank's part of the job: with `rl.generator.ranks` the last ranks only generate.
+    """Build this rank's part of the job: with `rl.generator.ranks` the last ranks only generate.
 
-    task: in place of the one that the config names. Raises ConfigError as `Controller` does.
+    task: replaces the config's. Raises ConfigError as `Controller` does.
     """
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    _check(job_config)  # while every rank can tell
+    _check(job_config)  # before the roles part, so that every rank reports the error
     role = join_role(job_config)
     if role.generates:
         return GeneratorRank(job_config, role.link, role.first_generator, task)
@@ -58,9 +74,9 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
 
 
 class Controller:
-    """Trains a policy as its config says.
+    """Trains a policy according to its config.
 
-    task: in place of the one that the config names.
+    task: replaces the config's.
     remote: the ranks that generate, with `rl.generator.ranks`; see `build_part`.
     Raises ConfigError for a config that cannot run.
     """
@@ -78,17 +94,17 @@ class Controller:
         self.job_config, self.config = job_config, job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
         self._num_batches: int | None = None
-        # With a remote generator these are the ranks that train, as in a job of only them.
+        # With a remote generator the process group holds only the ranks that train.
         engine = None if remote is None else TrainingEngine(job_config)
         self.trainer = PolicyTrainer(job_config, engine=engine)
         engine = self.trainer.engine
         with on_error(engine.close):
             self.task = task = task_of_job(job_config, engine.train_spec, engine.model_args, task)
             self.generator: TakesWeights
-            draws: Draws
+            draws: DrawsEpisodes
             if remote is not None:
                 remote.take_policy(PolicyModel.of_engine(engine))
-                self.generator, draws = remote, RemoteDraws(remote)
+                self.generator = draws = remote
             else:
                 ahead = self.config.async_steps > 0
                 try:
@@ -102,7 +118,7 @@ class Controller:
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None
-            # A critic makes its advantages of the rewards as they are.
+            # A critic computes advantages from the unchanged rewards.
             name = "none" if self.critic else self.config.advantage.name
             self.advantages = AdvantageEstimator(name, self.config.advantage.std)
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
@@ -122,7 +138,7 @@ class Controller:
             "debug.check_document_isolation_freq": debug.check_document_isolation_freq > 0,
         }.items():
             if is_set:
-                logger.warning("%s has no meaning in RL and is ignored; take it out", key)
+                logger.warning("%s is ignored in RL; take it out", key)
 
     @property
     def step(self) -> int:
@@ -133,24 +149,24 @@ class Controller:
     def num_batches(self) -> int:
         """Batches of episodes trained on, each for `rl.epochs * rl.minibatches` steps.
 
-        As many as steps, if a checkpoint doesn't tell.
+        The number of steps, if the checkpoint is too old to hold it.
         """
         return self.step if self._num_batches is None else self._num_batches
 
     # ---- the loop ----
 
     def setup(self) -> bool:
-        """Load the newest checkpoint, if any, and give the generator its weights.
+        """Load the newest checkpoint, if any, and send the generator its weights.
 
-        False if the run is complete already. Raises ValueError as `load_newest_checkpoint` does.
+        Returns False if the run is complete already. Raises ValueError as `load_newest_checkpoint`.
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
-                    "the checkpoint of step %d came without rl_reference: the KL term compares "
-                    "with the policy of this step",
+                    "the checkpoint of step %d has no rl_reference: the KL term compares with the "
+                    "policy of this step",
                     self.step,
                 )
             self.reference.take()
@@ -163,7 +179,7 @@ class Controller:
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
-        Raises LostGeneratorError if a rank that generates is gone, after what was learned is saved.
+        Raises LostGeneratorError if a rank that generates is gone, after saving a checkpoint.
         """
         try:
             if self.setup():
@@ -195,24 +211,24 @@ class Controller:
                         save_and_stop(self.trainer.engine, reason)
                         return
                     self._evaluate_if_due(before)
-                    # Without a dataloader the checkpointer takes every step as due.
+                    # The loop decides: without a dataloader the checkpointer saves at every call.
                     is_first = before == 0 and config.checkpoint.enable_first_step_checkpoint
                     if is_first or is_last or _passes(config.checkpoint.interval, before, step):
                         started = time.monotonic()
                         self.checkpointer.save(step, last_step=is_last)
                         stop.saved(time.monotonic() - started)
-                    for tool in (profiler, snapshot):
-                        if tool is not None:
-                            tool.step()
+                    for recorder in (profiler, snapshot):
+                        if recorder is not None:
+                            recorder.step()
         finally:
             gc_handler.close()
         logger.info("training completed")
 
     def train_step(self) -> dict[str, float]:
-        """Train on one batch of episodes and return what was logged.
+        """Train on one batch of episodes and return the logged metrics.
 
-        That is one optimizer step, or `rl.epochs * rl.minibatches`, as far as `training.steps`
-        allows. Raises RuntimeError for episodes that are older than `rl.async_steps` allows.
+        Takes `rl.epochs * rl.minibatches` optimizer steps, or fewer at the end of
+        `training.steps`. Raises RuntimeError for episodes older than `rl.async_steps` allows.
         """
         started = time.perf_counter()
         first_step, number = self.step + 1, self.num_batches + 1
@@ -225,8 +241,8 @@ class Controller:
         samples = [TrainingSample.of_episode(episode) for episode in episodes]
         if self.critic is not None:
             rewards = [episode.reward for episode in episodes]
-            samples, found = self.critic.with_advantages(samples, rewards)
-            measured |= {f"critic/{name}": value for name, value in found.items()}
+            samples, of_values = self.critic.with_advantages(samples, rewards)
+            measured |= {f"critic/{name}": value for name, value in of_values.items()}
             means = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
             pairs = zip(episodes, means, strict=True)
             episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
@@ -258,13 +274,12 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """The episodes of a batch; starts those that may be drawn ahead of it.
+        """Return the episodes of a batch; begins to draw later batches up to `rl.async_steps` ahead.
 
-        Raises RuntimeError if the oldest one is older than allowed.
+        Raises RuntimeError if an episode is older than allowed.
         """
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
-        # As far ahead as the generator's weights may lag behind.
         self.rollouts.start_until(min(number + self.config.async_steps, last))
         episodes = self.rollouts.take(number)
         lag = self.trainer.policy_version - min(e.policy_version for e in episodes)
@@ -280,8 +295,8 @@ class Controller:
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
-        """Make the optimizer steps of a batch of samples; adds to what was measured."""
-        # Parts with whole prompts, so that each compares what its advantages compare.
+        """Make the optimizer steps of a batch of samples; adds metrics to `measured`."""
+        # Each part has whole prompts, because advantages compare the completions of a prompt.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
         part_of = {group: ((i + 1) * n_parts - 1) // len(groups) for i, group in enumerate(groups)}
@@ -291,7 +306,7 @@ class Controller:
         batches = [self.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
-        # Before the first update: these are log-probs of the policy that all updates begin with.
+        # Before the first update, because these are log-probs of the policy at the step's beginning.
         if self.config.generator.rescore:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
@@ -314,7 +329,7 @@ class Controller:
         return outputs, updates
 
     def close(self) -> None:
-        """Finish what is being drawn and written. Safe to call twice."""
+        """Finish the current draw and pending writes. Safe to call twice."""
         self.rollouts.close()
         self.reporter.close()
         self.trainer.close()
@@ -322,12 +337,12 @@ class Controller:
             self.critic.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
-        """The episodes with log-probs under the policy that training began with."""
+        """Return the episodes with log-probs under the policy before RL."""
         with_logprobs = []
         samples = [TrainingSample.of_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
-            logprobs = episode.token_log_probs  # of one that fits no row, and is left out anyway
+            logprobs = episode.token_log_probs  # placeholder for an episode that fits no row
             if values is not None:
                 logprobs = tuple(values[-len(episode.token_ids) :].tolist())
             with_logprobs.append(replace(episode, ref_logprobs=logprobs))
@@ -336,9 +351,9 @@ class Controller:
     # ---- evaluation ----
 
     def evaluate(self, *, greedy: bool = True) -> dict[str, float]:
-        """Mean reward and scores on the same `rl.eval_samples` held-out prompts each time.
+        """Return the mean reward and scores on `rl.eval_samples` held-out prompts, always the same.
 
-        greedy: take the likeliest token; False samples as in training.
+        greedy: take the most probable token; False samples as in training.
         """
         return mean_scores(self.rollouts.of_held_out(greedy=greedy))
 
@@ -356,7 +371,7 @@ class Controller:
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the engine's own state, as one JSON text. Collective."""
+        """Return the state of a run besides the engine's, as one JSON text. Collective."""
         state = {
             "rollouts": self.rollouts.state_dict(),  # first: it may go back to earlier prompts
             "task": self.task.state_dict(),
@@ -365,7 +380,7 @@ class Controller:
         return {"state": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the checkpoint's state is not one of this task."""
+        """Take a checkpoint's state; raises ValueError if it is not a state of this task."""
         try:
             state = json.loads(state_dict["state"])
             self.task.load_state_dict(state["task"])
@@ -374,7 +389,7 @@ class Controller:
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the state of the RL run in the checkpoint cannot be read ({type(error).__name__}: "
-                f"{error}); resume with the task it was saved with"
+                f"{error}); resume with the task of the saved run"
             ) from error
 
 
@@ -387,5 +402,5 @@ def _check(job_config: JobConfig) -> None:
 
 
 def _passes(every: int, before: int, step: int) -> bool:
-    """Whether a multiple of `every` lies after `before` and up to `step`."""
+    """Return True if a multiple of `every` is above `before` and at most `step`."""
     return step // every > before // every

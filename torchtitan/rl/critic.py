@@ -1,7 +1,7 @@
-"""A critic for PPO: values of states, by a second engine of the policy's family and layout.
+"""A critic for PPO: values of states, by a second engine with the policy's family and layout.
 
-The state of a slot is the tokens up to it: its value is what the rest of the completion is expected
-to get.
+The state of a slot is the tokens up to it; its value is the expected reward of the rest of the
+completion.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
@@ -33,17 +33,18 @@ from torchtitan.tools.logging import logger
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of values, whose step away from the old ones is bounded.
+    """Half the squared error of values, clipped near the old values:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2). The weighted
-    sum over tokens, with the batch's weights.
+    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2). The loss is the
+    weighted sum over tokens, with the batch's weights.
 
-    value_clip: c; 0 leaves out the bound.
+    value_clip: c; 0 turns clipping off.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")
+    needs_whole_sequences: ClassVar[bool] = False
 
     value_clip: float = 0.2
 
@@ -53,7 +54,7 @@ class ValueLoss:
         if missing:
             raise ValueError(
                 f"a critic learns from old_values and returns in the samples, got no "
-                f"{' and no '.join(missing)}; fill them by Critic.with_advantages"
+                f"{' and no '.join(missing)}; add them with Critic.with_advantages"
             )
 
     def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
@@ -75,9 +76,9 @@ class ValueLoss:
 class Critic(Learner):
     """Learns the values of a policy's states, and makes advantages of them.
 
-    It has the policy's layout and groups. It begins with the policy's weights (but for the head,
-    which is random), with what `rl.critic.initial_load_path` names, or with a checkpoint, which
-    holds it beside the policy.
+    It has the policy's layout and process groups. Its first weights are the policy's (and a random
+    value head), those in `rl.critic.initial_load_path`, or those of a checkpoint, which holds the
+    critic beside the policy.
 
     Raises ConfigError for a model that cannot have a value head.
     """
@@ -85,38 +86,38 @@ class Critic(Learner):
     def __init__(self, job_config: JobConfig, policy: TrainingEngine):
         config, advantage = job_config.rl.critic, job_config.rl.advantage
         self.config, self._policy = config, policy
-        self.loss = ValueLoss(config.value_clip)
         self._estimate = GAE(advantage.gamma, advantage.lam, advantage.whiten)
         self._batcher = Batcher.from_config(job_config, policy.dp_size)
         self.is_loaded = False
-        super().__init__(TrainingEngine(critic_config(job_config), layout=policy.layout))
+        engine = TrainingEngine(critic_config(job_config), layout=policy.layout)
+        super().__init__(engine, ValueLoss(config.value_clip))
 
     def begin(self) -> None:
-        """Take the weights to begin with, unless a checkpoint has brought them. Collective."""
+        """Take the first weights, unless a checkpoint was loaded. Collective."""
         if self.is_loaded:
             return
         if self._policy.step > 0:
             logger.warning(
-                "the checkpoint of step %d came without rl_critic: the critic begins from nothing",
+                "the checkpoint of step %d has no rl_critic: the critic begins untrained",
                 self._policy.step,
             )
         if self.config.initial_load_path:
             self.engine.load(self.config.initial_load_path, model_only=True)
             return
-        theirs = dict(own_weights(self._policy))
+        of_policy = dict(own_weights(self._policy))
         with torch.no_grad():
             for name, weight in own_weights(self.engine):
-                if name in theirs:  # all but the head
-                    local_tensor(weight).copy_(local_tensor(theirs[name]))
+                if name in of_policy:  # all but the value head
+                    local_tensor(weight).copy_(local_tensor(of_policy[name]))
 
     def with_advantages(
         self, samples: Sequence[TrainingSample], rewards: Sequence[float]
     ) -> tuple[list[TrainingSample], dict[str, float]]:
-        """The samples of a step with advantages, old values and returns; and metrics. Collective.
+        """Return a step's samples with advantages, old values and returns; and metrics. Collective.
 
         rewards: of each sample, for its last sampled token. Tokens that were not sampled are
-        skipped, as if the next sampled one came at once. All ranks have all samples: what is
-        computed depends on no split of them.
+        skipped, as if the next sampled token followed directly. All ranks have all samples, so the
+        result does not depend on their split.
         """
         values = self.forward(self._batcher.batch(samples))
         fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
@@ -124,7 +125,7 @@ class Critic(Learner):
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
         advantages, returns = self._estimate([rewards[i] for i in fitting], old)
 
-        # What fits no row is left out of the loss: it only needs to have the entries.
+        # Samples that fit no row are not in the loss, but all samples need the entries.
         names = ("advantages", "old_values", "returns")
         found = [
             replace(sample, **{name: torch.zeros(len(sample)) for name in names})
@@ -137,15 +138,13 @@ class Critic(Learner):
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Make one optimizer step on the batch; returns metrics."""
-        output = self._accumulate(batch, self.loss)
-        # A checkpoint of the policy, with our weights in it, may still be copying them.
+        output = self.forward_backward(batch)
+        # A checkpoint of the policy holds the critic's weights, and may still be copying them.
         self._policy.checkpointer.maybe_wait_for_staging()
         done = self.optim_step()
         return output.metrics | {"grad_norm": done.grad_norm, "lr": done.lr}
 
-    # ---- what a Learner asks ----
-
-    def _head(self, loss_fn: Any = None) -> None:
+    def _output_layer(self, loss_fn: Any = None) -> None:
         return None
 
     def _loss_inputs(self, outputs: Tensor) -> tuple[Tensor]:
@@ -171,7 +170,7 @@ class Critic(Learner):
 
 
 def critic_config(job_config: JobConfig) -> JobConfig:
-    """The job of the critic's engine; raises ConfigError for one that cannot run."""
+    """Return the config of the critic's engine; raises ConfigError if it cannot run."""
     job, critic = copy.deepcopy(job_config), job_config.rl.critic
     job.job.description = f"critic of {job.job.description}"
     job.job.print_config, job.job.save_config_file = False, None
@@ -184,26 +183,26 @@ def critic_config(job_config: JobConfig) -> JobConfig:
         resolve_job(job, builds_data=False)
     except ConfigError as error:
         raise ConfigError(
-            f"rl.advantage.name = 'gae' trains a critic, the policy's model with a value head, and "
-            f"{error}; or take 'group_mean', which needs no critic"
+            f"rl.advantage.name = 'gae' trains a critic, which is the policy's model with a value "
+            f"head, and {error}; or take 'group_mean', which needs no critic"
         ) from None
     return job
 
 
 def _fit_of_values(values: Sequence[Tensor], returns: Sequence[Tensor]) -> dict[str, float]:
-    """How well values told the returns, over all tokens.
+    """Return metrics of how well values predict returns, over all tokens.
 
-    explained_variance: 1 - Var(R - V) / Var(R); 1 is perfect, 0 no better than a constant. 0 where
-    all returns are equal.
+    explained_variance: 1 - Var(R - V) / Var(R); 1 is perfect, 0 no better than a constant. 0 if all
+    returns are equal.
     """
-    of_tokens = torch.cat([*values, torch.zeros(0)]).double()
-    wanted = torch.cat([*returns, torch.zeros(0)]).double()
-    if not len(wanted):
+    predicted = torch.cat([*values, torch.zeros(0)]).double()
+    targets = torch.cat([*returns, torch.zeros(0)]).double()
+    if not len(targets):
         return {}
-    variance = wanted.var(correction=0)
-    unexplained = (wanted - of_tokens).var(correction=0)
+    variance = targets.var(correction=0)
+    unexplained = (targets - predicted).var(correction=0)
     return {
-        "value_mean": of_tokens.mean().item(),
-        "return_mean": wanted.mean().item(),
+        "value_mean": predicted.mean().item(),
+        "return_mean": targets.mean().item(),
         "explained_variance": (1 - unexplained / variance).item() if variance > 0 else 0.0,
     }

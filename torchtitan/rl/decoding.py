@@ -1,7 +1,7 @@
-"""Continuing many prompts at once with a model on this process, or with a rank's part of one.
+"""Continuing many prompts at once with a model on this process, or with a rank's part of a model.
 
-P prompts, N rows to be continued (one for each completion wanted), B of them in the cache at a time,
-L new tokens at most, V vocabulary.
+P prompts, N rows to continue (one row per completion), B rows in the cache at a time, L new tokens
+at most, V vocabulary.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 
 N_FIELDS = len(Drawn._fields)
-# Rows that wait enter the cache once one place in so many is free.
+# Waiting rows enter the cache once 1/8 of its places are free.
 PLACES_PER_ENTRY = 8
 
 
 @dataclass(frozen=True)
 class LocalDecoder:
-    """What continues prompts: a model, or this rank's parts of one.
+    """A model, or this rank's parts of a model, for `continue_prompts`.
 
     runner: holds the model. group: ranks that share out the rows of a call.
-    runs_uncompiled: run compiled modules as they were written.
+    runs_uncompiled: run compiled modules without their compiled code.
     """
 
     runner: Runner
@@ -45,35 +45,35 @@ class LocalDecoder:
     def of_model(
         cls, model: Decoder, autocast: contextlib.AbstractContextManager | None = None
     ) -> "LocalDecoder":
-        """A whole model on this process. autocast: a context for the forward."""
+        """Return the decoder of a whole model on this process. autocast: a context for the forward."""
         device = getattr(model, model.rope_buffer_name).device
         nothing = contextlib.nullcontext
-        # There are no batches to process.
+        # None: decoding runs no batches, so the runner needs nothing to process them.
         return cls(Runner([model], device, None, nothing, autocast or nothing()))
 
     @classmethod
     def of_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
-        """An engine's own modules, in any layout; nothing is copied.
+        """Return the decoder of an engine's own modules, in any layout; nothing is copied.
 
-        Every rank of the engine has to make the same calls. Ranks that would train on different
-        data generate different rows, those of one model (tensor, pipeline parallelism) the same.
+        Every rank of the engine has to make the same calls. Data-parallel ranks generate different
+        rows; the ranks of one model (tensor, pipeline parallelism) generate the same rows.
         """
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         return cls(engine.runner, None if mesh is None else mesh.get_group(), True)
 
     @property
     def rope_table(self) -> Tensor:
-        """Its length is the longest row."""
+        """The model's RoPE table; its length is the length limit of a row."""
         model: Any = self.runner.model_parts[0]
         return getattr(model, model.rope_buffer_name)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Put the model into evaluation, without gradients; all of it is restored afterwards."""
+        """Put the model into evaluation mode, without gradients; restore its state afterwards."""
         as_written: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.runs_uncompiled and "torch._dynamo" in sys.modules:
-            # Modules would be compiled again for each new shape of the cache. This holds for all
-            # threads, so a model that no trainer compiles does without it.
+            # Otherwise modules are compiled again for each new shape of the cache. The stance applies
+            # to all threads, so it is not set for a model that no trainer compiles.
             as_written = torch.compiler.set_stance("force_eager")
         gathered = contextlib.nullcontext
         if self._may_keep_gathered():
@@ -86,9 +86,9 @@ class LocalDecoder:
                 self.runner.reshard()
 
     def _may_keep_gathered(self) -> bool:
-        """Whether every rank has room for all weights at once. Collective over the group.
+        """Return True if every rank has memory for all weights at once. Collective over the group.
 
-        Otherwise each forward, which is one token, gathers every layer.
+        Without it each forward, which is one token, gathers every layer.
         """
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
         if not needed:  # on all ranks alike
@@ -102,19 +102,19 @@ class LocalDecoder:
         if not fits:
             warn_once(
                 logger,
-                f"generation gathers the weights of each layer for each token: all of them take "
-                f"{needed / 2**30:.1f} GiB, which has to be at most half of what each rank has free, "
-                f"and here {free / 2**30:.1f} GiB are; more ranks, or tensor parallelism, make "
-                "generation several times as fast",
+                f"generation gathers the weights of each layer for each token: all layers together "
+                f"take {needed / 2**30:.1f} GiB, which must be at most half of each rank's free "
+                f"memory, here {free / 2**30:.1f} GiB; with more ranks, or tensor parallelism, "
+                "generation is several times as fast",
             )
         return fits
 
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
-        """The model's forward; None on ranks that don't see logits.
+        """Return the logits of one forward; None on ranks without the last stage.
 
-        Not `Runner.run`: it leaves autocast and reshards FSDP's root unit after every forward. Here
-        a forward is one token, and each would cast the weights and gather the root unit again;
-        `ready` does both once for all tokens.
+        `Runner.run` is not used, because it leaves autocast and reshards FSDP's root unit after
+        every forward. Here a forward is one token, and every token would cast the weights and gather
+        the root unit again; `ready` does both once for all tokens.
         """
         schedule = self.runner.schedule
         if schedule is None:
@@ -134,25 +134,24 @@ def continue_prompts(
     max_rows: int,
     next_version: Callable[[], int] = lambda: 0,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Return what was drawn, fp64 [N, L, N_FIELDS], and the version that drew each token of a row.
+    """Return the drawn tokens, fp64 [N, L, N_FIELDS], and for each row the versions that drew them.
 
-    A row has as many tokens as versions.
-
-    Collective over the decoder's group; each rank gets the rows of all.
+    A row has as many tokens as versions; the rest of its L entries are not used. Collective over the
+    decoder's group; each rank gets all rows.
 
     prompt_of_row: for each of N rows, the index of the prompt that it continues; rows of one prompt
-        stand together.
+        are consecutive.
     uniform: fp64 [N, L] from [0, 1), one number for each token that may be drawn.
-    max_rows: how many rows a rank continues at once; 0 for all. The others wait, and get the places
-        of rows that have ended.
-    next_version: called before each forward, returns the version of the weights that it is made
-        with. It may change them, if no ranks generate together: keys and values that are there
-        stay, as in PipelineRL (Piché et al. 2025, arXiv:2509.19128).
+    max_rows: number of rows that a rank continues at once; 0 for all. The other rows wait, and take
+        the places of rows that have ended.
+    next_version: called before each forward; returns the version of the forward's weights. It may
+        update the weights, if no ranks generate together: keys and values in the cache stay, as in
+        PipelineRL (Piché et al. 2025, arXiv:2509.19128).
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
     per_rank = -(-n_rows // n_ranks)
-    # All ranks have to make the same number of forwards: one without rows continues the first.
+    # All ranks have to make the same number of forwards: a rank without rows continues row 0.
     own = range(rank * per_rank, (rank + 1) * per_rank)
     rows, is_wanted = [row if row < n_rows else 0 for row in own], [row < n_rows for row in own]
     with decoder.ready():
@@ -176,11 +175,11 @@ def continue_prompts(
 
 
 class _Rows:
-    """The rows that a rank continues, in their order: some wait, some have a place in the cache.
+    """The rows that a rank continues, in order: some wait, some have a place in the cache.
 
-    By place: `row_at` is the row there, `is_open` whether it goes on, `tokens` its latest token.
-    By row: `drawn` [N, L, N_FIELDS], and `versions` of the weights that drew each of its tokens.
-    is_wanted: False for rows that only keep this rank company with the others of the group.
+    For each place: `row_at` is its row, `is_open` is True until the row ends, `tokens` is the row's
+    latest token. For each row: `drawn` [N, L, N_FIELDS], and `versions` of the weights that drew its
+    tokens. is_wanted: False for rows that this rank continues only to take part in the forwards.
     """
 
     def __init__(
@@ -195,11 +194,11 @@ class _Rows:
         self.sampling, (n_rows, n_new), device = sampling, uniform.shape, uniform.device
         self.drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
         self.versions: list[list[int]] = [[] for _ in range(n_rows)]
-        self._so_far: list[list[int]] = [[] for _ in range(n_rows)]  # where completions may stop
+        self._so_far: list[list[int]] = [[] for _ in range(n_rows)]  # token ids, to find stops
         self.row_at, self.is_open = list(range(n_places)), [False] * n_places
         self.tokens = torch.zeros(n_places, dtype=torch.int64, device=device)
         self.n_begun, self.n_waiting = 0, n_rows
-        # A forward for the prompts of one row at a time would hold up all the others.
+        # A forward for the prompt of each single row would delay all other rows.
         self._places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
 
     def places(self, is_open: bool) -> list[int]:
@@ -210,7 +209,7 @@ class _Rows:
         return self.n_waiting > 0 and n_free >= min(self.n_waiting, self._places_per_entry)
 
     def enter(self, end: int) -> list[int]:
-        """Give free places to rows that wait, up to row `end`, and return these places."""
+        """Give free places to waiting rows, up to row `end`, and return these places."""
         places = self.places(is_open=False)[: end - self.n_begun]
         for place in places:
             self.row_at[place] = self.n_begun
@@ -228,14 +227,14 @@ class _Rows:
         at_place, at_source, at_row, at_step = indices
         latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
         if logits is not None:
-            found = draw(
+            drawn_now = draw(
                 logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
                 self.uniform[at_row, at_step],
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-            latest = torch.stack([values.double() for values in found], dim=-1)
+            latest = torch.stack([values.double() for values in drawn_now], dim=-1)
         if schedule is not None:
             latest = schedule.broadcast_from_last_stage(latest)
         self.drawn[at_row, at_step] = latest
@@ -249,10 +248,10 @@ class _Rows:
             self.is_open[place] = self.is_wanted[row] and not has_ended
 
     def drop_ended(self, forward: CachedForward) -> None:
-        """Rows that have ended cost as much as others, but dropping them copies the cache.
+        """Drop ended rows from the cache once half of the rows have ended and none waits.
 
-        So they are once half have ended and none waits; one stays, as other ranks may wait for
-        this one.
+        Ended rows cost as much as open rows, but dropping them copies the cache. One row always
+        stays, because other ranks may need this rank's forwards.
         """
         n_open = sum(self.is_open)
         if self.n_waiting or len(self.is_open) == 1 or n_open > len(self.is_open) // 2:
@@ -264,7 +263,7 @@ class _Rows:
         self.is_open = [self.is_open[place] for place in kept]
 
     def n_left(self) -> int:
-        """Rows of all ranks of the group that wait or go on. Collective over it."""
+        """Return the number of waiting and open rows of all ranks of the group. Collective."""
         n_left, group = sum(self.is_open) + self.n_waiting, self.decoder.group
         if group is None:
             return n_left
@@ -281,27 +280,27 @@ def _continue_rows(
 ) -> None:
     """Draw all rows to their ends.
 
-    Each turn of the loop is one forward, of prompts or of a token of each row in the cache. So the
-    ranks of the group, which make equally many, may be at different points.
+    Each turn of the loop is one forward, either of prompts or of one token per row in the cache. So
+    ranks of a group make the same number of forwards although they read prompts at different times.
     """
     decoder, device = rows.decoder, rows.tokens.device
     longest = max(len(prompts[index]) for index in prompt_of_row)
     max_length = longest + rows.uniform.shape[1] - 1
-    n_read = 0  # rows whose prompts were read
+    n_read = 0  # rows whose prompt was read
     with kv_cache(decoder.runner.model_parts, max_length, decoder.run) as forward:
         while rows.n_left():
             has_run = False
             if rows.may_enter():
                 if rows.n_begun == n_read:
-                    # Each prompt is read once, however many rows continue it, and kept until all
-                    # of them have a place.
+                    # Each prompt is read once, however many rows continue it. Its keys and values
+                    # are kept until all its rows have a place.
                     n_free = len(rows.places(is_open=False))
                     read = sorted(set(prompt_of_row[n_read : n_read + n_free]))
                     while n_read < len(prompt_of_row) and prompt_of_row[n_read] in read:
                         n_read += 1
                     lengths = [len(prompts[index]) for index in read]
                     padded = [[*prompts[i], *[0] * (max(lengths) - len(prompts[i]))] for i in read]
-                    # A row for each prompt is where it belongs at once, without a second cache.
+                    # If each prompt has one row, it is read into its place, without a second cache.
                     is_direct = not forward.lengths and read == prompt_of_row[:n_read]
                     just_read = forward if is_direct else forward.aside(max(lengths))
                     version = next_version()
@@ -320,7 +319,7 @@ def _continue_rows(
                 rows.drop_ended(forward)
             if not has_run:
                 for place, length in enumerate(forward.lengths):
-                    if length == forward.max_length:  # of a row that has ended
+                    if length == forward.max_length:  # this row has ended
                         forward.lengths[place] = 0
                 version_of_step = next_version()
                 logits = forward(rows.tokens[:, None], last_only=True)

@@ -38,7 +38,7 @@ from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
-# They build on this module.
+# Loaded on access, because they import this module.
 __getattr__ = load_on_access(
     __name__,
     {
@@ -53,13 +53,14 @@ Prompts = Sequence[Sequence[int]]
 class Generator(ABC):
     """Continues prompts with the weights of the last update.
 
-    policy_version: of these weights; -1 before there are any.
-    is_collective: whether all ranks have to call `generate` together, with the same arguments, and
-        all get all completions; otherwise each rank calls it by itself, but for
-    ranks_per_copy: as many consecutive ranks, which hold one copy of the model, call it together.
-    weight_names: the naming of the weights it wants; "shared" if it has the trainer's own.
-    weight_dtype: what parameters have to be cast to; None for no cast.
-    takes_shards: whether it wants each rank's shards as they are, in place of whole tensors:
+    policy_version: version of these weights; -1 before the first update.
+    is_collective: True if all ranks have to call `generate` together, with the same arguments; then
+        all of them get all completions.
+    ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
+        together, if it is not collective.
+    weight_names: the names under which it takes weights; "shared" if it has the trainer's tensors.
+    weight_dtype: the type that parameters have to be cast to; None for no cast.
+    takes_shards: True if it takes each rank's shards in place of whole tensors:
         `weight_sync.LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
@@ -78,11 +79,11 @@ class Generator(ABC):
         *,
         first_row: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        """Return `num_samples` completions of each prompt (token ids), those of a prompt together.
+        """Return `num_samples` completions of each prompt (token ids), prompt by prompt.
 
-        first_row: number of the first completion among those of all ranks, where ranks share them
-            out, or for each prompt the number of its first; draws with `sampling.seed` belong to a
-            completion's number, not to a rank.
+        first_row: number of the first completion among the completions of all ranks, or for each
+            prompt the number of its first completion. Draws with `sampling.seed` depend on this
+            number, not on the rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
         for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
@@ -98,10 +99,10 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """As `generate`, with weights of a known version. rows: numbers of the completions."""
+        """Return what `generate` returns; the version was checked. rows: numbers of the completions."""
 
     def check_weights(self) -> None:
-        """Raise StaleWeightsError or NoWeightsError unless it has the weights of its version."""
+        """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
         if self.policy_version < 0:
             raise NoWeightsError(
                 "the generator's model has no weights, or only a part of an update; call "
@@ -112,21 +113,21 @@ class Generator(ABC):
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
     ) -> None:
-        """Take over all weights and their version; None where weights are shared.
+        """Take over all weights and their version; `weights` is None if they are shared.
 
-        Raises WeightMismatchError if they are not those that were sent.
+        Raises WeightMismatchError if the received weights differ from the sent ones.
         """
 
     def pinned(self) -> "Generator":
-        """What draws with today's weights later on, whatever was updated by then.
+        """Return a generator that keeps sampling from the current weights, even after updates.
 
-        The generator itself, unless it lets updates come before their turn.
+        It is the generator itself, unless updates may arrive during a draw.
         """
         return self
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What the next draws depend on, besides weights and arguments."""
+        """Return what the next draws depend on besides weights and arguments."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -135,33 +136,33 @@ class Generator(ABC):
 class _DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
-    max_rows: how many completions a rank continues at once, which bounds its cache; 0 for all.
+    max_rows: number of completions that a rank continues at once, which bounds its cache; 0 for all.
     """
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
         if max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
-        # Called before each forward; it may update the weights.
+        # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its completion; the last is drawn and not read."""
+        """The length limit of a prompt with its completion; the model never reads the last token."""
         return len(self.decoder.rope_table) + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
-        """Raise ValueError if one cannot be continued by so many tokens."""
+        """Raise ValueError if a prompt cannot be continued by `max_tokens` tokens."""
         for i, prompt in enumerate(prompts):
             wrong = [x for x in prompt if type(x) is not int and not isinstance(x, np.integer)]
             if wrong:
                 raise ValueError(
                     f"prompt {i} must be a list of token ids, got {wrong[0]!r} in it; encode texts, and "
-                    "give tensors as tensor.tolist()"
+                    "pass tensors as tensor.tolist()"
                 )
             if not len(prompt):
-                raise ValueError(f"prompt {i} has no token; give every prompt one to begin with")
+                raise ValueError(f"prompt {i} has no token; give every prompt at least one token")
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
@@ -180,8 +181,8 @@ class _DecoderGenerator(Generator):
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        # The same numbers on every rank, one for each token that a completion may get: neither the
-        # layout of ranks nor the end of other rows changes them.
+        # One number for each token that a completion may get, the same on every rank: neither the
+        # layout of ranks nor the end of other rows changes a row's numbers.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
@@ -199,22 +200,24 @@ class _DecoderGenerator(Generator):
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
-                f"the policy of version {self.policy_version} gives log-probs that are not finite; look at the "
-                "last optimizer steps, or at how its weights were copied"
+                f"the policy of version {self.policy_version} has log-probs that are not finite; look "
+                "at the last optimizer steps, or at how its weights were copied"
             )
-        fields = drawn[..., 0].long().tolist(), drawn[..., 1].tolist(), drawn[..., 2].tolist()
-        return [
-            Completion(
-                token_ids=tuple(tokens[:n]),
-                token_logprobs=tuple(logprobs[:n]),
-                finish_reason="stop" if sampling.stops_at(tokens[:n]) else "length",
-                policy_version=min(versions),
-                token_kept_mass=tuple(masses[:n]) if sampling.truncates else None,
-                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+        completions = []
+        for row, versions in zip(drawn, versions_of_rows, strict=True):
+            tokens, logprobs, kept_masses = row[: len(versions)].T.tolist()
+            token_ids = tuple(map(int, tokens))
+            completions.append(
+                Completion(
+                    token_ids=token_ids,
+                    token_logprobs=tuple(logprobs),
+                    finish_reason="stop" if sampling.stops_at(token_ids) else "length",
+                    policy_version=min(versions),
+                    token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
+                    token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+                )
             )
-            for tokens, logprobs, masses, versions in zip(*fields, versions_of_rows, strict=True)
-            for n in [len(versions)]
-        ]
+        return completions
 
     def _next_version(self) -> int:
         self.before_forward()
@@ -230,9 +233,9 @@ class _DecoderGenerator(Generator):
 class LocalGenerator(_DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
 
-    Every change of the weights must be followed by `update_weights`, or it refuses to sample.
-    All ranks call it together. Those that train on different data continue different prompts;
-    each makes as many forwards as the one with the longest completion.
+    Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
+    All ranks call it together. Data-parallel ranks continue different prompts; each makes as many
+    forwards as the rank with the longest completion.
     """
 
     is_collective = True
@@ -247,25 +250,25 @@ class LocalGenerator(_DecoderGenerator):
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
     ) -> None:
-        """Note the version of the engine's weights; nothing is copied."""
+        """Record the version of the engine's weights; nothing is copied."""
         self.policy_version = self.engine.weights_version
 
     def check_weights(self) -> None:
         if self.engine.weights_version != self.policy_version:
             raise StaleWeightsError(
                 f"the trainer's weights are of version {self.engine.weights_version} and the "
-                f"generator was told of {self.policy_version}; call update_weights after each "
-                "optimizer step and after loading"
+                f"generator's last update was version {self.policy_version}; call update_weights "
+                "after each optimizer step and after loading"
             )
 
 
 class CopyGenerator(_DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
-    model: a decoder, with parameters in the dtype that weights are sent in.
+    model: a decoder; weights have to be sent in the dtypes of its parameters.
     autocast: a context for the model's forward.
 
-    `generate` does not communicate, so a thread may call it while another trains.
+    `generate` does not communicate, so a thread may call it while another thread trains.
     """
 
     weight_names = "ours"
@@ -291,10 +294,10 @@ class CopyGenerator(_DecoderGenerator):
         seed: int = 0,
         max_rows: int = 0,
     ) -> "CopyGenerator":
-        """A generator with a copy of the engine's model on every rank; it has no weights yet.
+        """Return a generator with a copy of the engine's model on every rank, without weights yet.
 
-        dtype: of its parameters except routers, which keep the engine's; None for what the
-            trainer computes in.
+        dtype: of its parameters except routers, which keep the engine's dtype; None takes the dtype
+            of the trainer's matrix products.
         """
         return cls.of_model_of(PolicyModel.of_engine(engine), dtype, seed, max_rows)
 
@@ -303,11 +306,12 @@ class CopyGenerator(_DecoderGenerator):
     def of_model_of(
         cls, policy: "PolicyModel", dtype: torch.dtype | None, seed: int, max_rows: int
     ) -> "CopyGenerator":
-        """The same, where the policy's engine need not be on this rank."""
+        """As `of_engine`, for a rank that need not have the policy's engine."""
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        use_onednn(model, policy.device)  # or draws would depend on whether this rank has an engine
+        # As the engine does; otherwise draws would differ between ranks with and without an engine.
+        use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
@@ -315,28 +319,28 @@ class CopyGenerator(_DecoderGenerator):
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
                 parameter.data = parameter.data.to(dtype or policy.compute_dtype)
-        # Not the engine's own context, which a thread that trains may be in.
+        # Not the engine's own context, because another thread may be inside it.
         autocast = maybe_enable_amp(
             policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # a mixture until all have come
+        self.policy_version = -1  # a mixture until all weights are copied
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 
 
 class BufferedGenerator(Generator):
-    """Lets updates come while another thread draws: neither waits for the other.
+    """Accepts updates while another thread draws: neither waits for the other.
 
-    An update is copied aside. The next draw of a `pinned` generator that was pinned after it takes
-    it over first. So what a draw uses depends on when it was asked for, and not on how long others
-    took. Draws happen in the order of their pins, on one thread.
+    `update_weights` copies the weights aside, and `pinned` returns a generator that takes the copy
+    over before it draws. So the weights of a draw depend on when it was pinned, and not on timing.
+    Draws happen in the order of their pins, on one thread.
 
-    generator: has weights of its own. Besides its own copy there are as many as versions that were
-    pinned and not yet taken over: at most `rl.async_steps`, and one.
-    in_flight: take over the newest update before each token instead, whatever was pinned. For
+    generator: has weights of its own. Besides these there is one copy per version that was pinned
+        and not yet taken over: at most `rl.async_steps` + 1.
+    in_flight: take over the newest update before each token instead, regardless of pins. For
         generators with a `before_forward`.
     """
 
@@ -355,9 +359,9 @@ class BufferedGenerator(Generator):
         return self if self._in_flight else copy.copy(self)
 
     def _take_over(self) -> None:
-        staged = self._staged  # read once: another thread may put a newer one there
+        staged = self._staged  # read once: another thread may replace it
         assert staged is not None
-        if staged.failure is not None:  # there is nothing left to read
+        if staged.failure is not None:  # its weights were read already and cannot be read again
             raise copy.copy(staged.failure)
         if self._generator.policy_version != staged.version:
             try:
@@ -375,7 +379,7 @@ class BufferedGenerator(Generator):
         return self._generator.generate(prompts, sampling, num_samples, first_row=first_rows)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Copy the weights aside. Their names and digest are checked when they are taken over."""
+        """Copy the weights aside; names and digest are checked when a draw takes them over."""
         self._staged, self._checks_digest = StagedWeights(weights), check_digest
         self.policy_version = weights.version
 
@@ -387,7 +391,7 @@ class BufferedGenerator(Generator):
 
 
 class ForeignGenerator(Generator):
-    """A generator on somebody else's engine, which gets Hugging Face weights and a seed per row."""
+    """A generator on another project's engine, which takes Hugging Face weights and a seed per row."""
 
     weight_names = "hf"
 
@@ -396,7 +400,7 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def _seed_of_call(self, sampling: SamplingConfig) -> int:
-        """A row's number is added to it."""
+        """Return the seed of a call; each row adds its number."""
         if sampling.seed is not None:
             return sampling.seed
         self._n_calls += 1
@@ -407,7 +411,7 @@ class ForeignGenerator(Generator):
     ) -> Completion:
         kept_mass = None
         if sampling.temperature == 0:
-            # Nothing else could be drawn; engines give the log-probs at temperature 1.
+            # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
             kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
             logprobs = [0.0] * len(logprobs)
         reason = "stop" if sampling.stops_at(token_ids) else "length"
@@ -422,7 +426,7 @@ class ForeignGenerator(Generator):
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """What a generator with weights of its own has to know of the model that is trained.
+    """The trained model as a generator with weights of its own needs it.
 
     parallel_dims: of the trainer. device: this rank's.
     """
@@ -439,7 +443,7 @@ class PolicyModel:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What the trainer's matrix products get: FSDP casts to it, elsewhere autocast does."""
+        """The dtype of the trainer's matrix products: FSDP casts to it, or else autocast does."""
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
         return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
@@ -454,7 +458,7 @@ class PolicyModel:
 
 
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
-    """The generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
+    """Return the generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
@@ -467,20 +471,21 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
 
 
 def build_copy(policy: PolicyModel) -> Generator:
-    """A generator with weights of its own, which it has not got yet.
+    """Return a generator with a model of its own, without weights yet.
 
-    Raises ImportError if vLLM is wanted and not installed.
+    Raises ImportError if the config names vLLM and it is not installed.
     """
     config, rl = policy.job_config, policy.job_config.rl
     if rl.generator.backend != "local" and config.model.fp32_head:
         name = "vLLM" if rl.generator.backend == "vllm" else "the server"
         logger.warning(
-            "model.fp32_head holds for the trainer; %s's output projection keeps its own type", name
+            "model.fp32_head applies to the trainer; %s's output projection keeps its own dtype",
+            name,
         )
     if rl.generator.backend == "vllm":
         return __getattr__("VLLMGenerator")(
             config.model.hf_assets_path,
-            # vLLM's own choice may be bf16 where config.json says float32.
+            # Without it vLLM may choose bf16 although config.json says float32.
             dtype=policy.generator_dtype or policy.compute_dtype,
             seed=rl.seed,
             memory_share=rl.generator.memory_share,

@@ -16,19 +16,19 @@ from torchtitan.tools.errors import ConfigError
 
 @dataclass
 class RLTask:
-    # What the policy has to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl
-    # (prompts from a file), or a task that the module of experimental.custom_import registers
+    # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
+    # from a file), or one that the module of experimental.custom_import registers
     name: str = "sum_digits"
-    # How often the policy may write in one episode, where the task replies to it
+    # Turns that the policy may take in one episode, if the task replies to it
     max_turns: int = 1
-    num_min: int = 2  # For sum_digits: how many numbers to add at least
-    num_max: int = 2  # For sum_digits: how many at most
+    num_min: int = 2  # For sum_digits: the fewest numbers to add
+    num_max: int = 2  # For sum_digits: the most numbers to add
     value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
     length: int = 3  # For copy and sort: letters in the prompt
-    # For copy and sort: how many different letters there are, from a on; at most 26
+    # For copy and sort: size of the alphabet, which begins at a; at most 26
     num_letters: int = 8
     path: str = ""  # For jsonl: a file with one JSON object per line
-    # For jsonl: such a file to evaluate on; empty takes the first lines of path
+    # For jsonl: the file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
     # For jsonl: the key of the prompt, a text or a list of messages, objects with role and content
     prompt_key: str = "prompt"
@@ -38,28 +38,29 @@ class RLTask:
     chat_variables: str = ""
     # For jsonl: functions that the policy may call, each as module:function
     tools: list[str] = field(default_factory=list)
-    tool_processes: int = 1  # Processes of each rank that call them
-    tool_timeout_seconds: float = 10.0  # How long one call may take; then its result is an error
+    tool_processes: int = 1  # Processes of each rank that call these functions
+    # Time limit of one call; a call that takes longer returns an error to the policy
+    tool_timeout_seconds: float = 10.0
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
-    # For jsonl: module:function, called with (completion text, expected answer), which returns the
-    # reward, a number; it also gets prompt, row (the JSON object) and turns if it has such parameters
+    # For jsonl: module:function, called with (completion text, expected answer); it returns the
+    # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
     reward_fn: str = ""
-    # For jsonl: processes of each rank that call it; 0 calls it in the rank's own process
+    # For jsonl: processes of each rank that call reward_fn; 0 calls it in the rank's own process
     reward_processes: int = 0
-    # For jsonl with processes: how long one call may take; then the reward is 0, with a warning
+    # For jsonl with reward_processes: time limit of one call; then the reward is 0, with a warning
     reward_timeout_seconds: float = 10.0
 
 
 @dataclass
 class RLAdvantage:
-    # What a reward is compared with: the mean of its prompt's completions, the mean of the other
-    # ones (rloo), nothing, or what a critic expected at each token (gae)
+    # The baseline of a reward: the mean over its prompt's completions, the mean over the other
+    # completions (rloo), none, or a critic's value of each token (gae)
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
     # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
     std: bool = False
-    gamma: float = 1.0  # For gae: the discount of what comes a token later
-    # For gae: 1 compares what a completion got with its values, 0 compares neighbouring values
+    gamma: float = 1.0  # For gae: the discount per token
+    # For gae: 1 compares a completion's reward with its values, 0 compares neighbouring values
     lam: float = 1.0
     # For gae: give the advantages of a step's tokens a mean of 0 and a standard deviation of 1
     whiten: bool = True
@@ -68,48 +69,48 @@ class RLAdvantage:
 @dataclass
 class RLCritic:
     # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face
-    # files, of a language model too; empty takes the policy's
+    # files, which may be of a language model; empty takes the policy's weights
     initial_load_path: str = ""
     lr: float | None = None  # Peak of the schedule; None takes optimizer.lr
     weight_decay: float | None = None  # None takes optimizer.weight_decay
-    # How far a value may go from the one before the step's first update until its loss is bounded; 0
-    # bounds nothing
+    # Values are clipped to this distance from the values before the step's first update; 0 turns it
+    # off
     value_clip: float = 0.2
     warmup_steps: int = 0  # The first steps train only the critic
 
 
 @dataclass
 class RLLoss:
-    # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling, cross_entropy, or one that the
-    # module of experimental.custom_import registers
+    # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
+    # cross_entropy, or one that the module of experimental.custom_import registers
     name: str = "grpo"
-    # For grpo, ppo: how far from 1 a ratio may go before it is clipped; None is 0.2
+    # For grpo, ppo: ratios are clipped to this distance from 1; None is 0.2
     clip_eps: float | None = None
-    # For dapo, gspo, cispo: how far below 1; None is the loss's own default
+    # For dapo, gspo, cispo: ratios are clipped to this distance below 1; None is the loss's default
     ratio_clip_low: float | None = None
-    # For dapo, gspo, cispo: how far above 1; None is the loss's own default
+    # For dapo, gspo, cispo: ratios are clipped to this distance above 1; None is the loss's default
     ratio_clip_high: float | None = None
-    # For grpo, ppo, dapo, gspo: a token of negative advantage whose ratio is above this has no gradient;
-    # None is 3, 0 turns it off
+    # For grpo, ppo, dapo, gspo: a token of negative advantage has no gradient if its ratio is above
+    # this; None is 3, 0 turns it off
     dual_clip: float | None = None
-    # Weigh tokens by how much likelier they were under the trainer's policy when the step began than
-    # under the generator's: by their own ratio, or by that of the whole completion
+    # Weigh tokens by the probability ratio of the trainer's policy at the start of the step to the
+    # generator's: of the token, or of the whole completion
     correction: Literal["none", "token", "sequence"] = "none"
     correction_cap: float = 2.0  # The largest such weight
     # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
     # None leaves out none
     max_token_mismatch: float | None = None
-    # The same for whole completions, by the mean difference of their tokens
+    # Leave out completions whose tokens' mean difference exceeds this many nats
     max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
     max_log_ratio: float = 10.0
-    # How per-token losses become one, always over the whole step
+    # How per-token losses are combined, always over the whole step
     agg_mode: LossAggregation = "token-mean"
-    # The constant that seq-mean-token-sum-norm divides by, e.g. the longest completion
+    # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
     norm: float = 0.0
-    # Means over sequences and prompts also count those without a token in the loss, as verl's do
+    # Means over sequences and prompts include those without a token in the loss, as in verl
     count_empty: bool = False
-    # Weight of the divergence from the reference policy; above 0 samples need ref_logprobs
+    # Weight of the divergence from the reference policy; if above 0, samples need ref_logprobs
     kl_coef: float = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence
     entropy_coef: float = 0.0  # Weight of the entropy bonus
@@ -117,15 +118,15 @@ class RLLoss:
 
 @dataclass
 class RLBatch:
-    seq_len: int | None = None  # Longest row, in tokens; None takes training.seq_len
+    seq_len: int | None = None  # Length limit of a row, in tokens; None takes training.seq_len
     # Rows per data-parallel rank in one forward pass; None takes training.local_batch_size
     local_batch_size: int | None = None
-    # Instead of a number of rows: as many as hold this many tokens, padding included
+    # Tokens per data-parallel rank in one forward pass, padding included, instead of rows
     max_tokens_per_microbatch: int | None = None
-    # Lay several samples into a row, which needs model.attn_mask_type = position_block_causal;
-    # otherwise each has a row of its own
+    # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
+    # otherwise each sample has its own row
     packing: bool = False
-    # Put rows of like lengths into one microbatch, which is as long as its own longest
+    # Group rows of similar length into a microbatch, padded only to its own longest row
     bucketing: bool = False
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
     skip_zero_advantage: bool = False
@@ -136,38 +137,39 @@ class RLBatch:
 @dataclass
 class RLGenerator:
     # Sample with the trainer's own modules, with vLLM, which has to be installed, or with an HTTP
-    # server that speaks OpenAI's /v1/completions with token ids
+    # server that has OpenAI's /v1/completions with token ids
     backend: Literal["local", "vllm", "openai"] = "local"
-    # The last so many ranks of the job only generate, beside the others, which train and have the
+    # The last N ranks of the job only generate and the other ranks only train, in the config's
     # layout; 0 generates on the trainer's ranks
     ranks: int = 0
-    # Type of the generator's weights; None is what the trainer's matrix products are in
+    # Type of the generator's weights; None takes the type of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
     max_batch_size: int = 256
-    # Take over new weights between two tokens of unfinished completions, instead of between two draws; for
-    # local generators with rl.async_steps. What is drawn then depends on how long everything takes
+    # Take over new weights between two tokens of unfinished completions, instead of between two draws;
+    # for local generators with rl.async_steps. The draws then depend on timing
     in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
     # in host memory, each as large as a rank's part of the weights
     max_snapshots: int = 4
-    # For vllm: share of the device's memory for weights and cache; a trainer on it needs the rest
+    # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the
+    # rest
     memory_share: float = 0.4
     # For vllm: consecutive ranks that split one copy of the model
     tensor_parallel_degree: int = 1
-    # For vllm: longest prompt with its completion, in tokens; None takes training.seq_len
+    # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: int | None = None
     url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
-    model: str = ""  # For openai: the model's name there
-    # For openai: gets {"path": a folder of Hugging Face files, "version": n} in a POST after each update,
-    # and answers when the server has loaded them; empty asks vLLM's own server, which has to be
-    # started with VLLM_SERVER_DEV_MODE=1
+    model: str = ""  # For openai: the model's name on the server
+    # For openai: address for a POST of {"path": a folder of Hugging Face files, "version": n} after
+    # each update, which answers when the server has loaded the files; empty uses the endpoints of
+    # vLLM's own server, which has to be started with VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
     max_requests: int = 64  # For openai: requests of one rank at the same time
-    timeout_seconds: float = 600.0  # For openai: of one request
+    timeout_seconds: float = 600.0  # For openai: time limit of one request
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
-    # decoding, so that they are bitwise those of the first forward-backward pass; for a generator
-    # with the trainer's own precision, whose distribution they stand for
+    # decoding, so that they are bitwise equal to those of the first forward-backward pass; only for
+    # a generator in the trainer's own precision
     rescore: bool = False
 
 
@@ -177,44 +179,45 @@ class RLSampling:
     temperature: float = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
-    max_tokens: int = 16  # Longest completion; where there are several turns, of each of them
+    max_tokens: int = 16  # Length limit of a completion; with several turns, of each turn
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
-    # Texts that end a completion, with the token that completes them
+    # Texts that end a completion, at the token that completes the text
     stop_strings: list[str] = field(default_factory=list)
 
 
 @dataclass
 class RLWeightSync:
-    # How weights reach the generator: it shares the trainer's tensors, or gets copies by broadcast;
-    # auto shares where it can
+    # How weights reach the generator: it shares the trainer's tensors (reference), or gets copies
+    # (broadcast); auto shares them if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
-    digest: bool = True  # Compare a digest of the weights on both sides at each update
+    digest: bool = True  # Compare digests of the sent and received weights at each update
 
 
 @dataclass
 class RLServe:
-    host: str = "127.0.0.1"  # Address to listen at; another machine reaches only others than this
-    # Host names that clients may call this server by, besides localhost and IP addresses
+    # Address to listen at; the default cannot be reached from another machine
+    host: str = "127.0.0.1"
+    # Host names of this server that clients may use, besides localhost and IP addresses
     names: list[str] = field(default_factory=list)
-    api_key_file: str = ""  # File with the key that clients have to send, as TINKER_API_KEY
+    api_key_file: str = ""  # File with the key that clients have to send, their TINKER_API_KEY
     port: int = 8000  # Port to listen at; 0 takes a free one and logs it
     base_model: str = "policy"  # The model's name for clients
-    only_base_model: bool = False  # Refuse clients that ask for a model of another name
-    max_request_mib: int = 64  # Larger requests are refused, in MiB
+    only_base_model: bool = False  # Refuse clients that request a model of another name
+    max_request_mib: int = 64  # Size limit of a request, in MiB
 
 
 @dataclass
 class RL:
     num_prompts_per_step: int = 16  # Prompts per step
     num_samples_per_prompt: int = 16  # Completions of each prompt
-    # Parts of a step's samples, whole prompts each, of which every one makes an optimizer update
+    # Number of parts of a step's samples, each with whole prompts and an optimizer update of its own
     minibatches: int = 1
-    epochs: int = 1  # How often a step goes through its samples
-    # Draw again for prompts whose completions all have one reward, and teach nothing, up to this many
-    # times, with another prompt in their place; every try takes prompts of its own from the task
+    epochs: int = 1  # How many times a step goes through its samples
+    # Replace prompts whose completions all have the same reward, which teach nothing, by new prompts
+    # up to this many times; every try takes new prompts from the task
     redraws: int = 0
-    # Completions in the last this many tokens before rl.sampling.max_tokens lose reward, growing
+    # Completions lose reward if they reach the last N tokens before rl.sampling.max_tokens: growing
     # linearly to overlong_penalty at max_tokens; 0 penalizes none
     overlong_tokens: int = 0
     overlong_penalty: float = 1.0
@@ -227,9 +230,9 @@ class RL:
     log_samples: int = 16
     task: RLTask = section(RLTask, "Prompts and rewards")
     advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
-    critic: RLCritic = section(RLCritic, "What gae learns values with")
+    critic: RLCritic = section(RLCritic, "The model of values for gae")
     loss: RLLoss = section(RLLoss, "The policy loss and how it is summed")
-    batch: RLBatch = section(RLBatch, "How samples are laid into rows")
+    batch: RLBatch = section(RLBatch, "How samples are put into rows")
     generator: RLGenerator = section(RLGenerator, "What draws completions")
     sampling: RLSampling = section(RLSampling, "How completions are drawn for training")
     weight_sync: RLWeightSync = section(RLWeightSync, "How weights reach the generator")
@@ -254,7 +257,7 @@ class JobConfig(BaseJobConfig):
         return self.rl.generator.ranks
 
     def trainer_ranks(self, world_size: int) -> int:
-        """All but those of `rl.generator.ranks`; raises ConfigError if none are left."""
+        """Return the number of ranks that train; raises ConfigError if `rl.generator.ranks` leaves none."""
         apart = self.ranks_apart
         if apart and not apart < world_size:
             raise ConfigError(
@@ -265,13 +268,13 @@ class JobConfig(BaseJobConfig):
 
 
 def batch_seq_len(job_config: JobConfig) -> int:
-    """Longest row of a batch, in tokens."""
+    """Return the length limit of a row of a batch, in tokens."""
     own = job_config.rl.batch.seq_len
     return job_config.training.seq_len if own is None else own
 
 
 def longest_episode(job_config: JobConfig) -> int:
-    """Most tokens of a prompt and all that follows it, which a row and the generator can hold."""
-    row = batch_seq_len(job_config) + 1  # the last token is only predicted
+    """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
+    row = batch_seq_len(job_config) + 1  # the last token is only a label
     generator = job_config.rl.generator.max_seq_len
     return row if generator is None else min(row, generator)

@@ -1,4 +1,4 @@
-"""What a policy and a critic share: gradients of a loss per token, and optimizer steps.
+"""The common part of a policy and a critic: gradients of a per-token loss, and optimizer steps.
 
 Every method is collective: all ranks call it with the same `TrainingBatch` and get the same result.
 
@@ -26,48 +26,86 @@ from torchtitan.step.forward import Head
 
 
 class Learner(ABC):
-    """Learns from batches of samples, in steps that the caller decides on.
+    """Learns from batches of samples; the caller decides when to take an optimizer step.
 
-    What the model gives for a token is its score: a log-prob of the label, or a value.
+    `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
+    A token's score is the log-prob of its label (policy), or a value (critic).
+    loss: the loss of `forward_backward`, unless a call passes another.
     """
 
-    engine: TrainingEngine
-
-    def __init__(self, engine: TrainingEngine):
-        self.engine = engine
+    def __init__(self, engine: TrainingEngine, loss: Any):
+        self.engine, self.loss = engine, loss
         self._begin_step()
 
     @abstractmethod
-    def _head(self, loss_fn: Any = None) -> Head | None:
-        """What the model computes in place of its own outputs, for this loss or only for scores."""
+    def _output_layer(self, loss_fn: Any = None) -> Head | None:
+        """Return the layer that replaces the model's output layer; None keeps the model's own.
+
+        loss_fn: the loss to compute inputs for; None computes only scores.
+        """
 
     @abstractmethod
     def _loss_inputs(self, outputs: Any) -> tuple:
-        """What losses get of a model's outputs, the scores [B, T] first."""
+        """Return the inputs of losses, made of a model's outputs; the scores [B, T] are first."""
 
     # ---- one step ----
 
     def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
-        """The scores of each sample's slots, a 1-D fp32 tensor on the CPU; no gradients.
+        """Return the scores of each sample's slots, a 1-D fp32 tensor on the CPU; no gradients.
 
-        Log-probs are 0 where the loss does not count. None for samples that are in no row. Raises
+        Log-probs are 0 for tokens not in the loss. A sample that is in no row gets None. Raises
         ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
         return self._per_sample(batch, self._score(batch))
 
-    def _accumulate(
-        self, batch: TrainingBatch, loss_fn: Any, return_scores: bool = False
+    def forward_backward(
+        self, batch: TrainingBatch, loss_fn: Any = None, *, return_logprobs: bool = False
     ) -> ForwardBackwardOutput:
-        """See `PolicyTrainer.forward_backward`. return_scores: as `logprobs` of the output."""
+        """Add the gradients of the batch's loss to the gradients so far.
+
+        loss_fn: a `PolicyLoss`; None takes `self.loss`.
+        return_logprobs: also gather and return the scores.
+
+        If it raises during the computation, the gradients of the whole step are zeroed and the step
+        begins again, because part of the batch may be in them. Raises ValueError on all ranks,
+        before anything is computed, if on any rank the batch is made for another layout, differs
+        from the other ranks' batches, or lacks what the loss reads.
+        """
+        loss_fn = self.loss if loss_fn is None else loss_fn
+        if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
+            raise ValueError(
+                f"{loss_fn} takes ratios over whole sequences, which context parallelism splits, "
+                f"got parallelism.context_parallel_degree = {self.engine.parallel_dims.cp}; set it "
+                f"to 1, or take GRPOLoss with corrections per token"
+            )
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
                 "the batches of one optimizer step must all have final weights or all leave the "
                 "normalisation to the step; batch them in one way, or call optim_step in between"
             )
         self._check_on_all_ranks(batch, loss_fn)
+
+        def loss_of(outputs: Any, _labels: Tensor, engine_batch: Batch) -> tuple:
+            inputs = self._loss_inputs(outputs)
+            return *loss_fn(*inputs, engine_batch), inputs[0] if return_logprobs else None
+
         try:
-            output = self._forward_backward(batch, loss_fn, return_scores)
+            step = self.engine.forward_backward_step(
+                input_dict=[mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)],
+                loss_fn=loss_of,  # the batch's weights are shares of the whole step
+                head=self._output_layer(loss_fn),
+                metrics={
+                    name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names
+                },
+            )
+            loss, *values = torch.stack([step.loss, *step.metrics.values()]).tolist()
+            metrics = dict(zip(step.metrics, values, strict=True))
+            output = ForwardBackwardOutput(
+                loss=loss,
+                metrics=finalize_metrics(metrics, batch.num_measured_tokens),
+                logprobs=self._per_sample(batch, step.outputs) if return_logprobs else None,
+            )
         except BaseException:
             self.zero_grad()
             raise
@@ -76,42 +114,19 @@ class Learner(ABC):
             self._denominator = (self._denominator or 0.0) + batch.denominator
         return output
 
-    def _forward_backward(
-        self, batch: TrainingBatch, loss_fn: Any, return_scores: bool
-    ) -> ForwardBackwardOutput:
-        def loss_of(outputs: Any, _labels: Tensor, engine_batch: Batch) -> tuple:
-            inputs = self._loss_inputs(outputs)
-            return *loss_fn(*inputs, engine_batch), inputs[0] if return_scores else None
-
-        step = self.engine.forward_backward_step(
-            input_dict=[mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)],
-            loss_fn=loss_of,  # the weights in the batch are shares of the whole step
-            head=self._head(loss_fn),
-            metrics={
-                name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names
-            },
-        )
-        loss, *values = torch.stack([step.loss, *step.metrics.values()]).tolist()
-        metrics = dict(zip(step.metrics, values, strict=True))
-        return ForwardBackwardOutput(
-            loss=loss,
-            metrics=finalize_metrics(metrics, batch.num_measured_tokens),
-            logprobs=self._per_sample(batch, step.outputs) if return_scores else None,
-        )
-
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
         """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
 
-        params: settings for this step only; None, as a whole or in it, takes the config's.
+        params: settings for this step only; None, for all or for one setting, takes the config's.
         Raises ValueError if there was no `forward_backward` since the last step.
         """
         if not self._num_accumulated:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
         params = OptimParams() if params is None else params
-        # The batch counts tokens of all ranks, and the engine sums shares over ranks.
-        share = self._denominator
-        if share is not None and self.engine.dp_rank != 0:
-            share = 0.0
+        # The denominator is of all ranks' samples, and the engine sums it over ranks: rank 0 passes it.
+        denominator = self._denominator
+        if denominator is not None and self.engine.dp_rank != 0:
+            denominator = 0.0
         changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         changes = {name: value for name, value in changes.items() if value is not None}
         groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
@@ -121,7 +136,7 @@ class Learner(ABC):
             for group in groups:
                 group.update(changes)
             result = self.engine.optim_step(
-                lr=params.lr, max_norm=params.max_norm, denominator=share
+                lr=params.lr, max_norm=params.max_norm, denominator=denominator
             )
         finally:
             for group, values in zip(groups, before, strict=True):
@@ -151,7 +166,11 @@ class Learner(ABC):
     # ---- helpers ----
 
     def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
-        """Collective, and before all other collectives, in which ranks would wait for each other."""
+        """Raise ValueError on all ranks if the batch cannot be used on one of them.
+
+        Collective, and called before all other collectives, in which ranks would wait for a rank
+        that raised.
+        """
         dp_size = self.engine.dp_size
 
         def check() -> tuple:
@@ -161,7 +180,7 @@ class Learner(ABC):
                         f"the batch was made for {len(of_ranks)} data-parallel ranks, got a "
                         f"trainer with {dp_size}; make it with Batcher(dp_size={dp_size})"
                     )
-                for microbatch in of_ranks:  # of all ranks, whose errors no other would see
+                for microbatch in of_ranks:
                     vocab_size = self.engine.model_args.vocab_size
                     check_ids("the tokens of samples", microbatch.token_ids, vocab_size)
                     check_ids("labels", microbatch.labels, vocab_size)
@@ -169,24 +188,24 @@ class Learner(ABC):
                         loss_fn.check(microbatch.engine_batch())
             return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
 
-        found = on_all_ranks(check)
-        if len(set(found)) > 1:
+        sizes = on_all_ranks(check)
+        if len(set(sizes)) > 1:
             listed = "; ".join(
                 f"rank {rank}: {n} microbatches of {samples} samples with {tokens} tokens"
-                for rank, (n, samples, tokens) in enumerate(found[:8])
+                for rank, (n, samples, tokens) in enumerate(sizes[:8])
             )
-            raise ValueError(f"all ranks must give the same batch, got {listed}")
+            raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
     def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
-        """Scores [B, T] of this rank's microbatches; None without the last stage."""
+        """Return the scores [B, T] of this rank's microbatches; None without the last stage."""
         return self.engine.forward_step(
             [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
             output_fn=lambda outputs, _: self._loss_inputs(outputs)[0],
-            head=self._head(),
+            head=self._output_layer(),
         )
 
     def _per_sample(self, batch: TrainingBatch, scores: list[Tensor] | None) -> list[Tensor | None]:
-        """Cut [B, T] scores into samples, and gather those of all ranks."""
+        """Cut [B, T] scores into samples, and gather the samples of all ranks."""
         samples: dict[int, Tensor] = {}
         microbatches = batch.of_rank(self.engine.dp_rank)
         for microbatch, values in zip(

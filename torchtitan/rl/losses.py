@@ -1,9 +1,9 @@
 """Losses of the RL trainer: pure functions of per-token tensors, summed with the batch's weights.
 
-With r = exp(logprob - generator_logprob), the ratio of the trained policy to the one that sampled,
-and A the advantage, the loss of a token is:
+With r = exp(logprob - generator_logprob), the ratio of the trained policy to the policy that
+sampled, and A the advantage, the loss of a token is:
 
-    grpo, ppo            -min(r A, clip(r, 1 - eps, 1 + eps) A), where A < 0 at most -c A
+    grpo, ppo            -min(r A, clip(r, 1 - eps, 1 + eps) A), at most -c A if A < 0
     dapo                 the same with a lower and an upper eps
     gspo                 the same with r the geometric mean of the sequence's ratios
     cispo                -stop_gradient(clip(r, 1 - low, 1 + high)) A logprob
@@ -11,9 +11,9 @@ and A the advantage, the loss of a token is:
     cross_entropy        -logprob
 
 With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
-weighted by that policy's ratio to the one that sampled: see `torchtitan.rl.mismatch`.
+weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.mismatch`.
 
-B rows, T slots per row; what belongs to a token is pre-shifted, see `torchtitan.rl.types`.
+B rows, T slots per row; values of a token are shifted already, see `torchtitan.rl.types`.
 """
 
 import math
@@ -35,8 +35,8 @@ Measured = dict[str, Tensor]
 class LossOutput(NamedTuple):
     """loss: a scalar to call backward on. metrics: scalars without gradient.
 
-    Over microbatches and ranks, metrics are summed, but those whose name ends in `_max` maximized.
-    `finalize_metrics` then makes means of the sums.
+    The engine adds metrics over microbatches and ranks, but takes the maximum of metrics whose name
+    ends in `_max`. `finalize_metrics` then divides the sums.
     """
 
     loss: Tensor
@@ -49,16 +49,17 @@ class PolicyLoss(ABC):
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
     max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
-    correction, correction_cap, max_token_mismatch, max_sequence_mismatch: as `weighting`, `cap`,
-        `max_token` and `max_sequence` of `MismatchGuard`. Masked tokens are in no term, and
-        stay in the denominators. The policy at the step's beginning is `old_logprobs` in the
-        batch; without them it is the one that is being trained, as in the first update.
-    kl_coef, kl_type: divergence from `ref_logprobs` in the batch; see `kl_divergence`.
+    correction, correction_cap, max_token_mismatch, max_sequence_mismatch: the `weighting`, `cap`,
+        `max_token` and `max_sequence` of `MismatchGuard`. Masked tokens are left out of all terms
+        but not out of the denominators. The batch's `old_logprobs` are of the policy when the step
+        began; without them the trained policy stands in, which is the same in the first update.
+    kl_coef, kl_type: weight and estimator of the divergence from the batch's `ref_logprobs`; see
+        `kl_divergence`.
     """
 
-    # Whether it reads the generator's log-probs.
+    # True if the loss reads the generator's log-probs.
     has_generator: ClassVar[bool] = True
-    # Names of what `per_token` measures.
+    # Names of the metrics that `per_token` returns.
     token_metrics: ClassVar[tuple[str, ...]] = ()
 
     max_log_ratio: float = 10.0
@@ -89,7 +90,7 @@ class PolicyLoss(ABC):
 
     @property
     def guard(self) -> MismatchGuard:
-        """What corrects for the generator's distance from the trainer's policy."""
+        """The correction for the generator's distance from the trainer's policy."""
         return MismatchGuard(
             self.correction,
             self.correction_cap,
@@ -99,17 +100,17 @@ class PolicyLoss(ABC):
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether the loss of a token depends on others of its sequence."""
+        """True if the loss of a token depends on other tokens of its sequence."""
         return self.guard.needs_whole_sequences
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether it reads the entropy of each token's distribution."""
+        """True if the loss reads the entropy of each token's distribution."""
         return self.entropy_coef > 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Keys of the metrics in every output, in order; pipeline ranks without an output need them."""
+        """The names of the metrics of every output, in order; pipeline ranks without outputs read them."""
         names = ["policy_loss"]
         if self.has_generator:
             names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
@@ -125,7 +126,7 @@ class PolicyLoss(ABC):
         if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
             raise ValueError(
                 f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
-                f"fill them by a forward pass of the reference policy, or set it to 0"
+                f"compute them with a forward pass of the reference policy, or set it to 0"
             )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
@@ -137,7 +138,7 @@ class PolicyLoss(ABC):
         if self.needs_entropy and entropy is None:
             raise ValueError(
                 f"rl.loss.entropy_coef = {self.entropy_coef} needs the entropy of every token, got "
-                f"none; have it computed with TokenLogProbs(entropy=True)"
+                f"none; compute it with TokenLogProbs(entropy=True)"
             )
         self.check(batch)
         weights, mask = batch["loss_weights"], batch["loss_mask"]
@@ -170,16 +171,16 @@ class PolicyLoss(ABC):
         return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
 
     def log_ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """log(policy / old policy) of each token, clamped; 0 where the loss does not count.
+        """Return log(policy / old policy) of each token, clamped; 0 for tokens not in the loss.
 
-        The old policy is the generator's; with a correction, the trainer's at the step's beginning.
+        The old policy is the generator's; with a correction, the trainer's when the step began.
         """
         if self.correction == "none":
             return self._clamped(logprobs, batch["generator_logprobs"], batch)
         return self._clamped(logprobs, _old_logprobs(logprobs, batch), batch)
 
-    def _clamped(self, logprobs: Tensor, others: Tensor, batch: Batch) -> Tensor:
-        log_ratio = (logprobs - others).masked_fill(batch["loss_mask"] == 0, 0)
+    def _clamped(self, logprobs: Tensor, old_logprobs: Tensor, batch: Batch) -> Tensor:
+        log_ratio = (logprobs - old_logprobs).masked_fill(batch["loss_mask"] == 0, 0)
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
 
@@ -191,8 +192,8 @@ def _old_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
 def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
 
-    Maxima (`_max`), counts (`_count`) and parts of the loss (`_loss`), which are weighted already,
-    stay as they are.
+    Maxima (`_max`), counts (`_count`) and terms of the loss (`_loss`), which are weighted already,
+    are not divided.
     num_tokens: tokens in the loss, over the same microbatches and ranks; 0 gives zeros.
     """
     return {
@@ -202,7 +203,7 @@ def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[st
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several updates' final metrics: maxima (`_max`), sums of counts (`_count`), else means."""
+    """Merge the metrics of several updates: maxima (`_max`), sums of counts (`_count`), else means."""
     merged = {}
     for name in updates[0]:
         values = [metrics[name] for metrics in updates]
@@ -221,11 +222,11 @@ def kl_divergence(
     With d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio (Schulman 2020,
     "Approximating KL divergence"):
 
-        k1  d               unbiased; as a loss its gradient is 0 on average, so it only measures
+        k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
-        k3  exp(-d) - 1 + d unbiased, never negative; the one that GRPO uses
+        k3  exp(-d) - 1 + d unbiased, never negative; GRPO's
 
-    The gradients are those for tokens that the policy itself sampled.
+    The statements on gradients hold for tokens that the policy itself sampled.
     Raises ValueError for another type.
     """
     d = (logprobs - ref_logprobs).clamp(-max_log_ratio, max_log_ratio)
@@ -245,10 +246,10 @@ def kl_divergence(
 class _ClippedRatioLoss(PolicyLoss):
     """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    dual_clip: c, above 1. The clip bounds a negative advantage's loss from below
-        only: a token that the generator held for improbable would weigh as much as its ratio. Here
-        the loss is -c A at most, without a gradient beyond (Ye et al. 2020, arXiv:1912.09729,
-        eq. 5; c = 3 there). 0 turns it off.
+    dual_clip: c, above 1. PPO's clip bounds the loss of a negative advantage only from below: the
+        loss of a token that the generator found improbable grows with its ratio. Here the loss is at
+        most -c A, with no gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5; c = 3 there).
+        0 turns it off.
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = (
@@ -269,7 +270,7 @@ class _ClippedRatioLoss(PolicyLoss):
 
     @abstractmethod
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio may go."""
+        """Return the clip distances below and above 1."""
 
     def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """The ratio of each token, [B, T]."""
@@ -292,10 +293,10 @@ class _ClippedRatioLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class GRPOLoss(_ClippedRatioLoss):
-    """The clipped ratio with one bound below and above 1.
+    """The clipped ratio with the same clip distance below and above 1.
 
-    Shao et al. 2024 (arXiv:2402.03300), eq. 3. Its KL term is `kl_coef` here, and its division by
-    the lengths is the batch's aggregation "seq-mean-token-mean".
+    Shao et al. 2024 (arXiv:2402.03300), eq. 3. The paper's KL term is `kl_coef` here, and its
+    division by the lengths is the batch's aggregation "seq-mean-token-mean".
     """
 
     clip_eps: float = 0.2
@@ -306,10 +307,10 @@ class GRPOLoss(_ClippedRatioLoss):
 
 @dataclass(frozen=True)
 class DAPOLoss(_ClippedRatioLoss):
-    """The clipped ratio with separate bounds below and above 1.
+    """The clipped ratio with separate clip distances below and above 1.
 
-    Yu et al. 2025 (arXiv:2503.14476), eq. 8. The wider upper bound lets improbable tokens grow,
-    which keeps entropy up.
+    Yu et al. 2025 (arXiv:2503.14476), eq. 8. The larger distance above 1 lets improbable tokens
+    grow, which keeps entropy up.
     """
 
     ratio_clip_low: float = 0.2
@@ -323,10 +324,10 @@ class DAPOLoss(_ClippedRatioLoss):
 class GSPOLoss(DAPOLoss):
     """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
-    Zheng et al. 2025 (arXiv:2507.18071), in the form per token: the value is the sequence's ratio,
-    the gradient the token's own. Both forms agree where a sequence has one advantage and one
-    weight. The paper's objective has the aggregation "seq-mean-token-mean". A sequence must not be
-    split between ranks.
+    Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: the value is the sequence's ratio,
+    the gradient is that of the token. It equals the sequence-level form if all tokens of a sequence
+    have the same advantage and weight. The paper's objective has the aggregation
+    "seq-mean-token-mean". A sequence must not be split between ranks.
     """
 
     ratio_clip_low: float = 3e-4
@@ -338,7 +339,7 @@ class GSPOLoss(DAPOLoss):
 
     def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
         log_ratio = self.log_ratio(logprobs.detach(), batch)
-        # The mean over each sequence's tokens in the loss; 0 if it has none.
+        # The mean over the tokens of a sequence that are in the loss; 0 if there are none.
         in_loss = batch["loss_mask"] != 0
         sums, counts, index = sequence_sums(log_ratio, in_loss, batch["sequence_ids"])
         mean = (sums / counts.clamp(min=1)).gather(1, index)
@@ -349,7 +350,7 @@ class GSPOLoss(DAPOLoss):
 class CISPOLoss(PolicyLoss):
     """Clips a token's weight and not its gradient, so that every token has a gradient.
 
-    MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5, where nothing is clipped from below.
+    MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5; the paper does not clip from below.
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
@@ -366,7 +367,7 @@ class CISPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class ImportanceSamplingLoss(PolicyLoss):
-    """The policy gradient, corrected for the policy that sampled; nothing is clipped."""
+    """The policy gradient with the ratio to the policy that sampled as a factor, without clipping."""
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
 
@@ -377,7 +378,7 @@ class ImportanceSamplingLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class CrossEntropyLoss(PolicyLoss):
-    """Minus the log-prob of the label: supervised learning. No advantages, no generator."""
+    """Minus the log-prob of the label: supervised learning, without advantages or a generator."""
 
     has_generator: ClassVar[bool] = False
 
@@ -399,7 +400,7 @@ _LOSSES: dict[str, type[PolicyLoss]] = {
 
 
 def register_loss(name: str) -> Callable[[type[PolicyLoss]], type[PolicyLoss]]:
-    """Decorator that makes a `PolicyLoss` dataclass known as `rl.loss.name`.
+    """Return a decorator that registers a `PolicyLoss` dataclass under a value of `rl.loss.name`.
 
     Raises ValueError if the name is taken.
     """
@@ -413,14 +414,17 @@ def register_loss(name: str) -> Callable[[type[PolicyLoss]], type[PolicyLoss]]:
 
 
 def loss_class(name: str) -> type[PolicyLoss]:
-    """The class of a name; raises ValueError for an unknown one."""
+    """Return the loss class of a name; raises ValueError for an unknown name."""
     if name not in _LOSSES:
         raise ValueError(f"rl.loss.name must be one of {', '.join(_LOSSES)}, got {name!r}")
     return _LOSSES[name]
 
 
 def build_loss(name: str, **settings: Any) -> PolicyLoss:
-    """The loss of that name; None is its default. Raises ValueError for settings it doesn't have."""
+    """Return the loss of that name; a setting of None takes the default.
+
+    Raises ValueError for settings that the loss does not have.
+    """
     loss_cls = loss_class(name)
     known = {field.name for field in fields(loss_cls)}
     given = {key: value for key, value in settings.items() if value is not None}
@@ -434,7 +438,7 @@ def build_loss(name: str, **settings: Any) -> PolicyLoss:
 
 
 def loss_from_config(config: Any) -> PolicyLoss:
-    """The loss that the section `[rl.loss]` describes; the batcher reads what denominators are."""
-    not_its = ("name", "agg_mode", "norm", "count_empty")
-    settings = {k: v for k, v in vars(config).items() if k not in not_its}
+    """Return the loss that the section `[rl.loss]` describes."""
+    of_batcher = ("name", "agg_mode", "norm", "count_empty")
+    settings = {k: v for k, v in vars(config).items() if k not in of_batcher}
     return build_loss(config.name, **settings)

@@ -1,14 +1,15 @@
-"""What to do about tokens that the generator drew from another policy than the trainer's.
+"""Weights and masks for tokens that the generator drew from another policy than the trainer's.
 
 The generator rounds differently, and may have older weights. With m = log(old / generator) of each
 sampled token, where `old` is the trainer's policy when the step began, tokens get a weight
 
-    token     min(exp(m), cap)                            of the token's own ratio
-    sequence  min(exp(sum of m over the sequence), cap)   of the whole completion's
+    token     min(exp(m), cap)                            from the token's own ratio
+    sequence  min(exp(sum of m over the sequence), cap)   from the whole completion's ratio
 
 (truncated importance sampling: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"), and those whose m is too far from 0 leave the loss. Denominators
-count all tokens, so that neither depends on the split into microbatches.
+brings you off-policy RL training"), and tokens whose m is too far from 0 leave the loss.
+Denominators count all tokens, so neither the weights nor the masks depend on the split into
+microbatches.
 
 B rows, T slots per row, see `torchtitan.rl.types`.
 """
@@ -25,9 +26,8 @@ CORRECTIONS = ("none", "token", "sequence")
 
 
 class Corrected(NamedTuple):
-    """weights: [B, T] factors of the policy loss. is_masked: [B, T] bool, out of every term.
-
-    metrics: sums and counts by name, as in `LossOutput`.
+    """weights: [B, T] factors of the policy loss. is_masked: [B, T] bool, True for tokens to leave
+    out of all terms. metrics: sums and counts by name, as in `LossOutput`.
     """
 
     weights: Tensor
@@ -40,8 +40,8 @@ class MismatchGuard:
     """Weights and masks by the ratio of the trainer's old policy to the generator's.
 
     weighting: "none", "token" or "sequence". cap: the largest weight, at least 1.
-    max_token: tokens whose |m| is above it are masked. max_sequence: sequences in which |the mean
-        of m over the tokens in the loss|, masked ones included, is above it are. In nats.
+    max_token: tokens are masked if |m| is above it, in nats. max_sequence: sequences are masked if
+        |the mean of m over the tokens in the loss|, masked tokens included, is above it, in nats.
 
     Raises ValueError for values out of range.
     """
@@ -59,8 +59,8 @@ class MismatchGuard:
             )
         if not 1 <= self.cap < math.inf:
             raise ValueError(
-                f"rl.loss.correction_cap must be at least 1 and finite, or it would change tokens "
-                f"that both policies agree on, got {self.cap}; 2 is usual"
+                f"rl.loss.correction_cap must be at least 1 and finite, because a smaller cap changes "
+                f"the weight of tokens that both policies agree on, got {self.cap}; 2 is usual"
             )
         for name in ("max_token", "max_sequence"):
             if not getattr(self, name) > 0:
@@ -118,7 +118,7 @@ class MismatchGuard:
         measured["masked_frac"] = is_masked.sum()
         weights = torch.ones_like(m)
         if self.weighting != "none":
-            # Before exp: the logarithm of the cap is a small number, whatever the ratio is.
+            # Clamp before exp, which could overflow.
             largest = min(math.log(self.cap), max_log_ratio)
             weights = of_weight.clamp(-max_log_ratio, largest).exp()
             measured["correction_mean"] = (weights * in_loss).sum()
@@ -129,10 +129,10 @@ class MismatchGuard:
 def sequence_sums(
     values: Tensor, in_loss: Tensor, sequence_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sums of the values in the loss by sequence, how many they are, the sequence of each slot).
+    """Return (sums of the values in the loss per sequence, their counts, each slot's sequence).
 
-    All [B, T]; entry i of a row of the first two is about its sequence number i. Padding (id -1)
-    points at sequence 0 and is in no sum.
+    All are [B, T]; in sums and counts, entry i of a row belongs to its sequence number i. Padding
+    (id -1) gets sequence 0 and is not summed.
     """
     index = sequence_ids.clamp(min=0)
     counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)

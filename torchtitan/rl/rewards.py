@@ -1,10 +1,10 @@
-"""Reward functions to name in `rl.task.reward_fn`."""
+"""Reward functions for `rl.task.reward_fn`."""
 
 import re
 from decimal import Decimal
 
-# GSM8K's last line: "#### 1,200". A number may have a sign, a dollar sign on either side of it,
-# thousands in groups of three, and decimals; what follows, such as a unit, is not read.
+# GSM8K's last line: "#### 1,200". A number may have a sign before or after a dollar sign, thousands
+# in groups of three, and decimals; text after it, such as a unit, is ignored.
 _SIGN = "[-+\N{MINUS SIGN}]?"
 _ANSWER = re.compile(
     rf"####[ \t]*({_SIGN}\$?{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)?(?:\.\d+)?)(?![\d,.]*\d)",
@@ -13,9 +13,9 @@ _ANSWER = re.compile(
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    """The number after the last "####" of a text; None if there is none.
+    """Return the number after the last "####" of a text; None if there is none.
 
-    "#### $1,200.50 in all" is 1200.5. "#### 1,2" and "#### 1.2.3" are no numbers.
+    "#### $1,200.50 in all" is 1200.5. "#### 1,2" and "#### 1.2.3" are not numbers.
     """
     start = text.rfind("####")
     match = _ANSWER.match(text, start) if start >= 0 else None
@@ -26,10 +26,10 @@ def gsm8k_answer(text: str) -> Decimal | None:
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1 if a completion ends in the answer's number in GSM8K's form, "#### 42"; else 0.
+    """Return 1 if a completion ends in the answer's number in GSM8K's form, "#### 42"; else 0.
 
-    How the number is written does not count: 1,200 is 1200.00. Raises ValueError if the answer
-    itself, from the data, has no such line.
+    Numbers are compared by value: 1,200 equals 1200.00. Raises ValueError if the answer itself,
+    from the data, has no such line.
     """
     expected = gsm8k_answer(answer)
     if expected is None:

@@ -1,10 +1,9 @@
 """Ranks that only generate, beside the ranks that train: `rl.generator.ranks`.
 
-Each role has a default process group of its own, in which everything works as in a job of only
-these ranks. The trainer's rank 0 tells the generating ranks what to draw, in the order in which it
-wants it, and sends them the weights in between. They receive on one thread and draw on another, so
-the trainer waits for neither; which weights a draw uses follows from that order, not from how long
-anything takes.
+Each role has a default process group of its own, so its code runs as in a job of only these ranks.
+The trainer's rank 0 sends the generating ranks requests and weights, one message after another.
+They receive on one thread and draw on another, so the trainer waits for neither. The weights of a
+draw depend on the order of the messages, not on timing.
 """
 
 import os
@@ -33,12 +32,12 @@ from torchtitan.rank_layout import parallel_dims_of, set_device
 from torchtitan.rl.checks import rescoring
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_copy
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
-from torchtitan.rl.rollout import Draws, LostGeneratorError, Request
+from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
-from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, send_weights
+from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, hand_over, send_weights
 from torchtitan.tools import host
-from torchtitan.tools.errors import ConfigError, RunError
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import SIGNALS
 from torchtitan.tools.utils import use_device
@@ -47,9 +46,10 @@ _CPU = torch.device("cpu")
 
 
 class Role(NamedTuple):
-    """generates: whether this rank draws, or trains. link: None on trainer ranks but the first.
+    """This rank's role. generates: it draws; False if it trains.
 
-    first_generator: number of the first generating rank in the whole job.
+    link: None on all trainer ranks but rank 0. first_generator: number of the first generating rank
+    in the whole job.
     """
 
     generates: bool
@@ -58,16 +58,16 @@ class Role(NamedTuple):
 
 
 def join_role(job_config: JobConfig) -> Role:
-    """Divide torchrun's ranks by `rl.generator.ranks`, and join the default group of this one's role.
+    """Divide torchrun's ranks by `rl.generator.ranks`, and join the default group of this rank's role.
 
-    From then on RANK and WORLD_SIZE are those within the role. Collective over all ranks.
+    Afterwards RANK and WORLD_SIZE count the ranks of the role. Collective over all ranks.
     Raises ConfigError if a process group exists already, or no ranks are left to train.
     """
     n_apart = job_config.rl.generator.ranks
     if dist.is_initialized():
         raise ConfigError(
-            f"rl.generator.ranks = {n_apart} gives the roles process groups of their own, and there "
-            "is one of all ranks already; start without it"
+            f"rl.generator.ranks = {n_apart} makes a process group for each role, but a process group "
+            "of all ranks exists already; start without one"
         )
     n_trainers = job_config.trainer_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
@@ -92,39 +92,34 @@ def join_role(job_config: JobConfig) -> Role:
 
 
 class Link:
-    """Between the trainer's rank 0, which is member 0, and the ranks that generate.
+    """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: how long member 0 waits for an answer; it notices at once if a rank dies.
-    down: the group in which member 0 sends messages to all, one after another.
+    timeout: time limit of member 0's wait for an answer; a rank that dies is noticed at once.
+    down: the group in which member 0 sends messages to all members, one after another.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
-        # Between two messages the trainer may do anything.
+        # Without a time limit, because the trainer may take long between two messages.
         down, forever = dist.PrefixStore("down", store), timedelta(days=365)
         self.down = _gloo_group(down, member, size, forever)
         self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
     def broadcast(self, message: Any = None) -> Any:
-        """Member 0's message, on every member."""
+        """Send member 0's message to all members, which return it."""
         box = [message]
-        with _errors_of_gloo():
+        with errors_of_gloo():
             dist.broadcast_object_list(box, group=self.down, group_src=0)
         return box[0]
 
-    def send_weights(self, weights: PolicyWeights) -> None:
-        """Member 0's, which the others `receive_weights`."""
-        with _errors_of_gloo():
-            send_weights(weights, self.down, 0)
-
-    def receive_weights(self, generator: BufferedGenerator, check_digest: bool) -> None:
-        with _errors_of_gloo():
-            weights = ReceivedWeights(self.down, 0, _CPU)
-            generator.update_weights(weights, check_digest=check_digest)
+    def send_weights(self, weights: PolicyWeights, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        """Send the weights that `pairs` iterates over; the other members read `ReceivedWeights`."""
+        with errors_of_gloo():
+            send_weights(weights, self.down, 0, pairs=pairs, device=_CPU)
 
     def send(self, answer: Any) -> None:
-        """Send member 0 an answer, without waiting until it takes it."""
+        """Send member 0 an answer, without waiting until it is received."""
         data = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
             self._unsent.append((self._up.send([tensor], 0, 0), tensor))
@@ -132,7 +127,7 @@ class Link:
             self._unsent.popleft()
 
     def receive_from_all(self) -> list[Any]:
-        """The next answer of each other member, on member 0."""
+        """Return the next answer of each other member; called on member 0."""
         answers = []
         for member in range(1, self.size):
             length = torch.zeros(1, dtype=torch.int64)
@@ -144,9 +139,12 @@ class Link:
 
 
 @contextmanager
-def _errors_of_gloo() -> Iterator[None]:
-    """Raise what a lost connection raises: torch looks a failed group up where ours are not listed,
-    and raises that in its place."""
+def errors_of_gloo() -> Iterator[None]:
+    """Raise gloo's error of a lost connection.
+
+    torch (2.13) looks a failed group up in its list of groups, which does not have ours, and raises
+    ValueError in place of the first error.
+    """
     try:
         yield
     except ValueError as error:
@@ -157,7 +155,11 @@ def _errors_of_gloo() -> Iterator[None]:
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of ranks that have no default group in common."""
+    """Make a process group of ranks that have no default group in common.
+
+    `dist.new_group` makes only groups within the default group, so torch's (2.13) private
+    `_register_backend` is the way to build one.
+    """
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -170,7 +172,7 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 
 
 class RemoteGenerator:
-    """The generating ranks, for the ranks that train; `weight_sync.WeightSync` gives it weights.
+    """The generating ranks, for the ranks that train: it takes weights, and begins draws.
 
     link, first_generator: of this rank's `Role`.
     """
@@ -181,16 +183,16 @@ class RemoteGenerator:
 
     def __init__(self, link: Link | None, first_generator: int):
         self._link, self._first_generator = link, first_generator
-        self._n_asked = self._n_received = 0
-        # Answers that came before they were wanted: number of the question -> what each rank said
+        self._n_requests = self._n_received = 0
+        # Answers received before their turn: number of the request -> (episodes, failure) of ranks
         self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
-        self._loss: str | None = None  # why the connection is gone
+        self._lost_because: str | None = None
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
-        """Learn in what form the generating ranks want the weights.
+        """Set the names and dtype of the weights that the generating ranks take.
 
-        Raises ConfigError if they would not draw what `rl.generator.rescore` stands for.
+        Raises ConfigError if `rl.generator.rescore` is set and their policy differs.
         """
         refuse(rescoring(policy.job_config.rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
@@ -200,103 +202,66 @@ class RemoteGenerator:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Send the weights; the next draws that are asked for use them. Collective.
+        """Send the weights; later requests use them. Collective.
 
-        If a generating rank is gone, the next `answer` says so.
+        If a generating rank is gone, the next wait for episodes raises LostGeneratorError.
         """
-        pairs = _OnHost(weights)
-        if self._link is not None:
-            self._say(("weights", check_digest))
-            self._unless_lost(lambda: self._link.send_weights(pairs))
-        for _ in pairs:  # what was not sent: gathering it is collective
-            pass
+
+        def send(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            if self._link is not None:
+                self._send(("weights", check_digest))
+                self._unless_lost(self._link.send_weights, weights, pairs)
+
+        if (failure := hand_over(weights, send)) is not None:
+            raise failure
         self.policy_version = weights.version
 
-    def ask(self, request: Request) -> int:
-        """Have all generating ranks draw and grade; returns the question's number."""
-        self._n_asked += 1
-        self._say(("draw", request))
-        return self._n_asked
+    def begin(self, request: Request) -> Callable[[], list[Episode]]:
+        """Send a request to all generating ranks; see `rollout.DrawsEpisodes`.
 
-    def answer(self, number: int) -> list[Episode]:
-        """The episodes that a question asked for, on rank 0.
-
-        Raises LostGeneratorError if a generating rank is gone, RunError if it could not draw.
+        The result raises LostGeneratorError if a generating rank is gone, RunError if one failed.
         """
+        self._n_requests += 1
+        self._send(("draw", request))
+        return partial(from_rank_zero, partial(self._answer, self._n_requests))
+
+    def _answer(self, number: int) -> list[Episode]:
+        """Wait for the episodes of a request; called on rank 0."""
         while number not in self._answers:
             of_ranks = self._unless_lost(self._link.receive_from_all)
-            if self._loss is not None:
+            if self._lost_because is not None:
                 raise LostGeneratorError(
-                    f"a rank that generates, one from rank {self._first_generator} on, is gone or "
-                    f"does not answer: {self._loss}"
+                    f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
+                    f"does not answer: {self._lost_because}"
                 )
             self._n_received += 1
             self._answers[self._n_received] = of_ranks
-        answers = self._answers.pop(number)
-        for rank, (_, failure) in enumerate(answers, start=self._first_generator):
-            if failure is not None:
-                raise RunError(f"rank {rank} could not draw or grade its episodes: {failure}")
-        return [episode for episodes, _ in answers for episode in episodes]
+        return episodes_of(self._answers.pop(number), self._first_generator)
 
     def close(self) -> None:
-        """Have the generating ranks end. Safe to call twice."""
+        """Make the generating ranks end. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._say(None)
+            self._send(None)
 
-    def _say(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         if self._link is not None:
-            self._unless_lost(lambda: self._link.broadcast(message))
+            self._unless_lost(self._link.broadcast, message)
 
-    def _unless_lost(self, communicate: Callable[[], Any]) -> Any:
-        if self._loss is None:
+    def _unless_lost(self, communicate: Callable[..., Any], *arguments: Any) -> Any:
+        if self._lost_because is None:
             try:
-                return communicate()
-            except RuntimeError as error:  # gloo's, of a connection
-                self._loss = str(error).partition("\n")[0]
+                return communicate(*arguments)
+            except RuntimeError as error:  # gloo's, of a lost connection
+                self._lost_because = str(error).partition("\n")[0]
         return None
-
-
-class _OnHost:
-    """Weights whose tensors come on the CPU; an iteration goes on where one before has stopped."""
-
-    def __init__(self, weights: PolicyWeights):
-        self._weights, self._pairs = weights, iter(weights)
-
-    @property
-    def version(self) -> int:
-        return self._weights.version
-
-    @property
-    def digest(self) -> str | None:
-        return self._weights.digest
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._pairs:
-            yield name, tensor.cpu()
-
-
-class RemoteDraws(Draws):
-    """Has the generating ranks complete and grade prompts."""
-
-    def __init__(self, generator: RemoteGenerator):
-        self._remote = generator
-
-    def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        return partial(self._remote.answer, self._remote.ask(request))
-
-    def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
-        return from_rank_zero(share)
-
-    def close(self) -> None:
-        self._remote.close()
 
 
 # ---- on a rank that generates ----
 
 
 class GeneratorRank:
-    """Draws and grades what the trainer asks for, until it ends; in the place of a `Controller`.
+    """Draws and grades episodes for the trainer until it ends; it takes the place of a `Controller`.
 
     Raises ConfigError for a config that cannot run.
     """
@@ -316,15 +281,14 @@ class GeneratorRank:
             self.generator = BufferedGenerator(generator, in_flight=in_flight)
         except ImportError as error:
             raise ConfigError(str(error)) from error
-        # What it begins is drawn on the thread below.
-        self._draws = Draws(task, self.generator, device, ahead=False)
+        self._draws = Draws(task, self.generator, device, ahead=False)  # on the thread below
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
         """Serve until the trainer is done.
 
-        Signals that ask a run to end are left to the ranks that train: they still need episodes for
-        their checkpoint. Raises RuntimeError if the trainer is gone.
+        Ignores the signals that end a run, because the ranks that train handle them and still need
+        episodes for their checkpoint. Raises RuntimeError if the trainer is gone.
         """
         before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         logger.info("generating for the ranks that train")
@@ -332,9 +296,11 @@ class GeneratorRank:
             while (message := self._link.broadcast()) is not None:
                 kind, argument = message
                 if kind == "weights":
-                    self._link.receive_weights(self.generator, argument)
+                    weights = ReceivedWeights(self._link.down, 0, _CPU)
+                    with errors_of_gloo():
+                        self.generator.update_weights(weights, check_digest=argument)
                 else:
-                    self._thread.submit(self._answer, self._draws.begin(argument))
+                    self._thread.submit(self._answer, self._draws.begin_share(argument))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -344,11 +310,11 @@ class GeneratorRank:
             answer: tuple[list[Episode], str | None] = draw(), None
         except Exception as error:  # the trainer raises it
             answer = [], repr(error)
-        with suppress(RuntimeError):  # the trainer is gone, which the other thread notices, too
+        with suppress(RuntimeError):  # the trainer is gone; the other thread raises for that
             self._link.send(answer)
 
     def close(self) -> None:
-        """Finish what is being drawn, and the task's processes. Safe to call twice."""
+        """Finish the current draw and the task's processes. Safe to call twice."""
         self._thread.shutdown(cancel_futures=True)
         self._draws.close()
         host.move_out(self)
@@ -357,10 +323,10 @@ class GeneratorRank:
 def task_of_job(
     job_config: JobConfig, spec: TrainSpec, model_args: Any, task: Task | None = None
 ) -> Task:
-    """The job's task, or the given one in its place.
+    """Return the given task, or build the config's.
 
-    Raises ConfigError if its tokenizer does not fit the model, or it never replies and
-    `rl.task.max_turns` says that it does.
+    Raises ConfigError if its tokenizer does not fit the model, or if `rl.task.max_turns` is above 1
+    and the task never replies.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn
@@ -371,7 +337,7 @@ def task_of_job(
     if job_config.rl.task.max_turns > 1 and not task.replies:
         raise ConfigError(
             f"rl.task.max_turns = {job_config.rl.task.max_turns} is for tasks that reply to the "
-            f"policy, got {type(task).__name__}, which never does; set it to 1, or write the task's "
-            "`reply`"
+            f"policy, got {type(task).__name__}, which never replies; set it to 1, or write the "
+            "task's `reply`"
         )
     return task

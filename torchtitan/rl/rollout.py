@@ -1,11 +1,11 @@
-"""Collecting rollouts: prompts are completed, completions are graded, and all ranks get them all.
+"""Collecting rollouts: prompts are completed, completions are graded, and all ranks get all of them.
 
-Each rank draws and grades a share of the completions. What is drawn depends on `rl.seed`, the step,
-the place in it and the turn, not on the rank or the time: a resumed run draws the same, and so does
-another layout.
+Each rank draws and grades a share of the completions. The draws depend on `rl.seed`, the step, the
+prompt's place in the step and the turn, not on the rank or on timing: a resumed run draws the same
+completions, and so does another layout.
 
-Where the task replies, an episode is a dialogue: sampled tokens, the reply's tokens, sampled tokens,
-and so on. What was sampled is never encoded again.
+If the task replies, an episode is a dialogue: sampled tokens, the reply's tokens, sampled tokens,
+and so on. Sampled tokens are never decoded and encoded again.
 """
 
 import random
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class LostGeneratorError(LostConnectionError):
 
 
 class Try(NamedTuple):
-    """A prompt for each place in a step, and how to complete them."""
+    """One prompt for each place in a step, and the sampling settings."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingConfig
@@ -43,13 +43,14 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw: `num_samples` episodes for each place, with the place as their group.
+    """A request for `num_samples` episodes for each place, with the place as their group.
 
-    tries: the next one is for places whose completions all got one reward.
-    penalty: what long completions lose; None takes rewards as they are.
-    stop_strings: that end a completion; those of the tries don't count.
-    max_turns: how often the policy may write in an episode.
-    max_tokens: the longest episode, prompt included; another turn has to fit. None sets no limit.
+    tries: the next try has new prompts for places whose completions all got the same reward.
+    penalty: subtracted from rewards of long completions; None leaves rewards unchanged.
+    stop_strings: texts that end a completion; the tries' own are ignored.
+    max_turns: number of turns that the policy may take in an episode.
+    max_tokens: length limit of an episode, prompt included; a further turn has to fit. None sets no
+        limit.
     """
 
     tries: Sequence[Try]
@@ -60,7 +61,10 @@ class Request:
     max_tokens: int | None = None
 
     def with_extras(self, episode: Episode, number: int) -> Episode:
-        """An episode of a try, by its number, with what the request adds to its grade."""
+        """Return an episode with the penalty and the scores that the request adds.
+
+        number: of the try that drew it.
+        """
         if len(self.tries) > 1:
             episode = replace(episode, scores=episode.scores | {"redraws": number})
         if self.penalty is not None:
@@ -70,10 +74,19 @@ class Request:
         return episode
 
 
-class Draws:
-    """Has a generator of these ranks complete prompts, and grades what it draws.
+class DrawsEpisodes(Protocol):
+    """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
-    ahead: draw on a thread, while the trainer works. device: what is drawn on.
+    def begin(self, request: Request) -> Callable[[], list[Episode]]:
+        """Begin to draw; calling the result, which is collective, returns the episodes of all ranks."""
+
+    def close(self) -> None: ...
+
+
+class Draws:
+    """Completes prompts with a generator on these ranks, and grades the completions.
+
+    ahead: draw on a thread, while the trainer works. device: of the generator.
     """
 
     def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
@@ -85,35 +98,36 @@ class Draws:
             )
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Have the thread draw this rank's share with today's weights; returns what waits for it.
+        """Begin to draw with the current weights; see `DrawsEpisodes`."""
+        return partial(_of_all_ranks, self.begin_share(request))
 
-        Without a thread it is drawn when it is waited for.
-        """
+    def begin_share(self, request: Request) -> Callable[[], list[Episode]]:
+        """As `begin`, for this rank's share; without a thread, the result draws it when called."""
         draw = partial(self._draw, self._generator.pinned(), request)
         return draw if self._thread is None else self._thread.submit(draw).result
 
     def _draw(self, generator: Generator, request: Request) -> list[Episode]:
-        """This rank's share of a request, in the order of places.
+        """Return this rank's share of a request, in the order of places.
 
-        What a rank draws again depends on its own places only, so the thread needs no other rank,
-        unless ranks generate together.
+        The places that a rank tries again depend only on its own places, so the thread needs no
+        communication, unless ranks generate together.
         """
         n_tries, n_together = len(request.tries), _num_together(generator)
         by_place: dict[int, list[Episode]] = {}
 
         def attempt(number: int, places: Sequence[int]) -> list[int]:
-            """Draw and grade; returns those of this rank's places that are worth another try."""
+            """Draw and grade; returns this rank's places whose completions got the same reward."""
             drawn: dict[int, list[Episode]] = {}
             for episode in self._complete(generator, request, number, places):
-                found = drawn.setdefault(episode.group_id, [])
-                found.append(request.with_extras(episode, number))
+                of_place = drawn.setdefault(episode.group_id, [])
+                of_place.append(request.with_extras(episode, number))
             by_place.update(drawn)
             return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
 
         places: Sequence[int] = range(len(request.tries[0].prompts))
         for number in range(n_tries):
             if number + 1 < n_tries and n_together > 1:
-                # A rank that cannot grade must not leave the others in the next try.
+                # If grading fails on one rank, all ranks have to leave together.
                 flat = on_all_ranks(partial(attempt, number, places))
                 places = sorted(place for of_rank in flat for place in of_rank)
             else:
@@ -127,41 +141,38 @@ class Draws:
     ) -> list[Episode]:
         """Complete the prompts of a try at these places, and grade this rank's share.
 
-        Only the rank that drew a completion grades it: a reward function may be slow or random.
+        Only the rank that drew a completion grades it, because a reward function may be slow or
+        random.
         """
         (prompts, sampling), n_samples = request.tries[number], request.num_samples
         stops, decode = request.stop_strings, self.task.tokenizer.decode
         sampling = replace(sampling, stop_strings=stops, decode=decode)
-        # Each rank has a run of consecutive places; those of all ranks in order are all of them.
+        # Each rank has a run of consecutive places; the runs of all ranks in order are all places.
         rank = dist.get_rank() if dist.is_initialized() else 0
         n, n_ranks, together = len(prompts), num_ranks(), _num_together(generator)
         share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
         first = rank // together * together
         share_together = range(n * first // n_ranks, n * (first + together) // n_ranks)
-        asked = [place for place in places if place in share_together]
         dialogues = [
             _Dialogue(prompts[place], place, place * n_samples + i)
-            for place in asked
+            for place in places
+            if place in share_together
             for i in range(n_samples)
         ]
 
-        def first_turn() -> list[Completion]:
-            contexts = [prompts[place].token_ids for place in asked]  # read once for all samples
-            rows = [place * n_samples for place in asked]
-            return generator.generate(contexts, sampling, n_samples, first_row=rows)
-
-        def next_turn(n_before: int, going_on: Sequence[_Dialogue]) -> list[Completion]:
-            contexts = [(*d.prompt.token_ids, *d.token_ids) for d in going_on]
-            seed = sampling.seed  # the first turn's
-            if seed is not None:
-                seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
-            of_turn = replace(sampling, seed=seed)
-            rows = [d.row for d in going_on]
-            return generator.generate(contexts, of_turn, first_row=rows) if rows else []
-
         def turn(n_before: int, going_on: Sequence[_Dialogue]) -> dict[int, _Reply]:
-            """Draw a turn of dialogues; returns the replies to those of this rank, by their rows."""
-            completions = next_turn(n_before, going_on) if n_before else first_turn()
+            """Draw a turn of dialogues; returns the replies to this rank's dialogues, by row."""
+            # All samples of a prompt share its first turn's context, which is read once.
+            per_context = 1 if n_before else n_samples
+            seed, with_contexts = sampling.seed, going_on[::per_context]
+            if n_before and seed is not None:
+                seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
+            completions = generator.generate(
+                [(*d.prompt.token_ids, *d.token_ids) for d in with_contexts],
+                replace(sampling, seed=seed),
+                per_context,
+                first_row=[d.row for d in with_contexts],
+            )
             for dialogue, completion in zip(going_on, completions, strict=True):
                 dialogue.completions.append(completion)
             if n_before + 1 == request.max_turns:
@@ -172,8 +183,8 @@ class Draws:
         for n_before in range(request.max_turns):
             is_last = n_before + 1 == request.max_turns
             work = partial(turn, n_before, going_on)
-            # Ranks that generate together have to know what all their prompts go on with, and none
-            # may wait in a turn for one that has failed.
+            # Ranks that generate together need the replies to all their dialogues. If one of them
+            # fails, all have to leave together.
             of_ranks = on_all_ranks(work) if together > 1 and not is_last else [work()]
             replies = {row: reply for of_rank in of_ranks for row, reply in of_rank.items()}
             if not replies:
@@ -187,16 +198,16 @@ class Draws:
     def _replies(
         self, dialogues: Sequence["_Dialogue"], sampling: SamplingConfig, request: Request
     ) -> dict[int, "_Reply"]:
-        """What the task replies to those dialogues that go on, by their rows.
+        """Return the task's replies to the dialogues that go on, by row.
 
-        One goes on if its turn ended by itself, the task replies, and another turn fits.
+        A dialogue goes on if its turn ended with a stop, the task replies, and another turn fits.
         """
-        asked = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
+        stopped = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
         texts = self.task.reply_all(
-            [(d.prompt, d.turns(self.task, request.stop_strings)) for d in asked]
+            [(d.prompt, d.turns(self.task, request.stop_strings)) for d in stopped]
         )
         replies = {}
-        for dialogue, text in zip(asked, texts, strict=True):
+        for dialogue, text in zip(stopped, texts, strict=True):
             if text is None:
                 continue
             options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
@@ -215,32 +226,40 @@ class Draws:
                 replies[dialogue.row] = _Reply(text, tuple(token_ids))
         return replies
 
-    def of_all_ranks(self, share: Callable[[], list[Episode]]) -> list[Episode]:
-        """The episodes of all ranks, in rank order. Collective.
-
-        If one rank's share cannot be drawn, such as for a reward function, every rank raises.
-        """
-        if num_ranks() == 1:
-            return share()
-        own: list[Episode] = []
-        failure: Exception | None = None
-        try:
-            own = share()
-        except Exception as error:  # raised below, after the other ranks know
-            failure = error
-        shares = all_ranks((own, None if failure is None else repr(failure)))
-        if failure is not None:
-            raise failure
-        for rank, (_, text) in enumerate(shares):
-            if text is not None:
-                raise RunError(f"rank {rank} could not draw or grade its episodes: {text}")
-        return [episode for of_rank, _ in shares for episode in of_rank]
-
     def close(self) -> None:
-        """Finish what is being drawn, and the task's processes. Safe to call twice."""
+        """Finish the current draw and the task's processes. Safe to call twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self.task.close()
+
+
+def _of_all_ranks(share: Callable[[], list[Episode]]) -> list[Episode]:
+    """Return the episodes of all ranks, in rank order. Collective.
+
+    If `share` raises on one rank, for instance in a reward function, every rank raises.
+    """
+    if num_ranks() == 1:
+        return share()
+    own: list[Episode] = []
+    failure: Exception | None = None
+    try:
+        own = share()
+    except Exception as error:  # raised below, after the other ranks know
+        failure = error
+    shares = all_ranks((own, None if failure is None else repr(failure)))
+    if failure is not None:
+        raise failure
+    return episodes_of(shares)
+
+
+def episodes_of(
+    shares: Sequence[tuple[list[Episode], str | None]], first_rank: int = 0
+) -> list[Episode]:
+    """Join (episodes, failure) of ranks from `first_rank` on; raises RunError for a failure."""
+    for rank, (_, failure) in enumerate(shares, start=first_rank):
+        if failure is not None:
+            raise RunError(f"rank {rank} could not draw or grade its episodes: {failure}")
+    return [episode for of_rank, _ in shares for episode in of_rank]
 
 
 class Rollouts:
@@ -249,14 +268,16 @@ class Rollouts:
     config: the section `[rl]`. longest_episode: in tokens, prompt included; None sets no limit.
     """
 
-    def __init__(self, task: Task, config: RL, draws: Draws, longest_episode: int | None = None):
+    def __init__(
+        self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
+    ):
         self.task, self.config, self._draws = task, config, draws
         self._longest_episode = longest_episode
         eos_id = task.tokenizer.eos_id
         stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
         settings = vars(config.sampling) | {
             "stop_token_ids": tuple(sorted(stops)),
-            "stop_strings": (),  # a Request has them apart: a tokenizer does not travel
+            "stop_strings": (),  # they are in the Request: they need a tokenizer, which is not sent
         }
         self.sampling = SamplingConfig(**settings)
         self._penalty = None
@@ -265,11 +286,11 @@ class Rollouts:
                 self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
             )
         self._next_step = 1
-        # step -> its episodes, or what returns or raises this rank's share of them
+        # step -> its episodes, or the function that waits for them
         self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
         # step -> the task's state before its prompts were taken
         self._task_before: dict[int, dict[str, Any]] = {}
-        # Steps that an earlier run drew ahead, as far as its `rl.async_steps` allowed.
+        # Steps that were drawn ahead before a resume; they may be older than `rl.async_steps` allows.
         self.restored_steps: frozenset[int] = frozenset()
 
     # ---- training ----
@@ -279,7 +300,7 @@ class Rollouts:
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
-        """Begin to draw all steps up to this one that were not begun before."""
+        """Begin to draw all steps up to `last_step` that are not begun yet."""
         while self._next_step <= last_step:
             self._task_before[self._next_step] = self.task.state_dict()
             tries = []
@@ -296,7 +317,7 @@ class Rollouts:
         """The step's episodes of all ranks. Collective; steps are taken in order."""
         episodes = self._ahead[step]
         if not isinstance(episodes, list):
-            episodes = self._draws.of_all_ranks(episodes)
+            episodes = episodes()
         del self._ahead[step]
         self._task_before.pop(step, None)
         return episodes
@@ -304,20 +325,20 @@ class Rollouts:
     # ---- evaluation ----
 
     def of_held_out(self, *, greedy: bool) -> list[Episode]:
-        """One episode for each held-out prompt, of all ranks; the same prompts and draws each time.
+        """Return one episode for each held-out prompt; the prompts and draws are always the same.
 
-        greedy: take the likeliest token; False samples as in training.
+        greedy: take the most probable token; False samples as in training. Collective.
         """
         prompts = self.task.held_out(self.config.eval_samples)
         if not prompts:
             raise ValueError(
-                f"{type(self.task).__name__} has no held-out prompt to evaluate on; give it one, or "
+                f"{type(self.task).__name__} has no held-out prompt to evaluate on; add one to it, or "
                 "set rl.eval_every to 0"
             )
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
         request = self._request([Try(prompts, sampling)], 1)
-        return self._draws.of_all_ranks(self._draws.begin(request))
+        return self._draws.begin(request)()
 
     def _request(
         self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None = None
@@ -337,14 +358,14 @@ class Rollouts:
     # ---- state ----
 
     def close(self) -> None:
-        """Finish what is being drawn. Safe to call twice."""
+        """Finish the current draw. Safe to call twice."""
         self._draws.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on, and the episodes that were drawn ahead. Collective.
+        """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        The weights that drew these will be gone, so they cannot be drawn again. Where the
-        generator is gone, too, the run goes on with other episodes of the same prompts.
+        These episodes are saved because the weights that drew them are not. If the generator is
+        gone, too, a resumed run draws new episodes of the same prompts.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):
@@ -374,10 +395,10 @@ class _Reply(NamedTuple):
 
 @dataclass
 class _Dialogue:
-    """An episode that is being drawn: completions, and replies to all but the last one.
+    """An unfinished episode: completions, and replies to all completions but the last.
 
-    place: of the prompt in its step. row: the episode's number among those of all ranks.
-    is_out_of_room: whether it ended because a reply and another turn would not fit.
+    place: of the prompt in its step. row: the episode's number among the episodes of all ranks.
+    is_out_of_room: True if it ended because a reply and another turn would not fit.
     """
 
     prompt: Prompt
@@ -395,7 +416,7 @@ class _Dialogue:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All after the prompt."""
+        """All tokens after the prompt."""
         return tuple(token for part in self._in_turn() for token in part.token_ids)
 
     def turns(self, task: Task, stop_strings: Sequence[str]) -> list[Turn]:
@@ -406,7 +427,7 @@ class _Dialogue:
         ]
 
     def episode(self, turns: Sequence[Turn], grade: Grade, *, several_turns: bool) -> Episode:
-        """several_turns: whether there could have been more than one."""
+        """Return the graded episode. several_turns: the request allowed more than one turn."""
         scores, parts, last = grade.scores, list(self._in_turn()), self.completions[-1]
         if several_turns:
             scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
@@ -449,7 +470,7 @@ def _graded(
     kinds = sorted({type(grade).__name__ for grade in grades})
     if len(grades) != len(pairs) or not all(isinstance(grade, Grade) for grade in grades):
         raise ValueError(
-            f"grading must give a Grade for each of {len(pairs)} completions, got {len(grades)} of "
+            f"grading must return a Grade for each of {len(pairs)} completions, got {len(grades)} of "
             f"type {', '.join(kinds)}; correct {type(task).__name__}"
         )
     return [
@@ -461,7 +482,7 @@ def _graded(
 def _text_and_stop(
     task: Task, completion: Completion, stop_strings: Sequence[str]
 ) -> tuple[str, str]:
-    """A completion's text without what ended it, and what did."""
+    """Return a completion's text without the stop that ended it, and the text of the stop."""
     decode = task.tokenizer.decode
     text = decode(list(completion.token_ids))
     if completion.finish_reason != "stop":
@@ -469,18 +490,18 @@ def _text_and_stop(
     ends = [text.index(string) for string in stop_strings if string in text]
     if ends:
         return text[: min(ends)], text[min(ends) :]
-    # Not all tokenizers know the option, which only replies need.
+    # Only replies need the stop's text, and not all tokenizers have this option.
     stop = decode([completion.token_ids[-1]], skip_special_tokens=False) if task.replies else ""
     return decode(list(completion.token_ids[:-1])), stop
 
 
 def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -> list[Episode]:
-    """The same episodes with their advantages; needs all completions of each prompt."""
+    """Return the episodes with their advantages; needs all completions of each prompt."""
     advantages = estimate([e.reward for e in episodes], [e.group_id for e in episodes])
     pairs = zip(episodes, advantages, strict=True)
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
 def _num_together(generator: Generator) -> int:
-    """How many consecutive ranks have to ask for the same completions."""
+    """Return the number of consecutive ranks that have to call `generate` together."""
     return num_ranks() if generator.is_collective else generator.ranks_per_copy

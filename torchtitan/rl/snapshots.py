@@ -1,7 +1,7 @@
-"""Copies of earlier weights, which take the place of the weights for a forward or a draw.
+"""Copies of earlier weights, which replace the current weights for a forward or a draw.
 
-There is no second model: a copy is exchanged with this rank's part of the weights (and with the
-biases that balance experts), and exchanged back.
+There is no second model: a copy is swapped with this rank's part of the weights (and with the
+biases that balance experts), and swapped back.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torchtitan.engine import TrainingEngine
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of the weights: parameters, and saved buffers of floating point."""
+    """Yield this rank's part of the weights: parameters, and saved buffers of floating point."""
     for part in engine.model_parts:
         for name, parameter in part.named_parameters():
             yield name_without_wrappers(name), parameter
@@ -40,7 +40,7 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 
 
 def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
-    """This rank's part of the weights, copied to host memory."""
+    """Return this rank's part of the weights, copied to host memory."""
     return {
         name: local_tensor(weight.detach()).to("cpu", copy=True)
         for name, weight in own_weights(engine)
@@ -49,16 +49,17 @@ def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class WeightsKey:
-    """Stands for the weights of one moment. number: counts the keys that were given out."""
+    """Identifies the weights of one moment. number: counts the keys, from 1."""
 
     number: int
 
 
 class Snapshots:
-    """Weights of earlier moments in host memory, as long as somebody holds their key.
+    """Weights of earlier moments in host memory, for as long as a caller holds their key.
 
-    limit: a key's weights are kept until this many later ones were asked for; pinned ones stay.
-        Ranks count alike, so all of them have a copy, or none, whenever Python frees a key.
+    limit: a key's weights are dropped after this many later keys; pinned keys never expire. Expiry
+        depends on the number of keys, which is the same on all ranks, and not on when Python frees a
+        key.
     """
 
     def __init__(self, engine: TrainingEngine, limit: int):
@@ -70,7 +71,7 @@ class Snapshots:
         self._now: Callable[[], WeightsKey | None] = lambda: None
 
     def key(self, *, pinned: bool = False) -> WeightsKey:
-        """The key of the weights as they are; a copy is made when they change."""
+        """Return the key of the current weights; they are copied before they change."""
         key = self._now()
         if key is None:
             key = self._new_key()
@@ -86,12 +87,12 @@ class Snapshots:
         return WeightsKey(self._n_keys)
 
     def is_expired(self, key: WeightsKey) -> bool:
-        """Whether too many later weights were asked for."""
+        """Return True if more than `limit` later keys exist and this key is not pinned."""
         return key not in self._pinned and self._n_keys - key.number > self._limit
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside, the weights change."""
+        """Wrap code that changes the weights."""
         key = self._now()
         if key is not None:
             self._copies[key] = host_copy(self._engine)
@@ -102,15 +103,15 @@ class Snapshots:
 
     @contextlib.contextmanager
     def using(self, key: WeightsKey) -> Iterator[None]:
-        """Inside, the model has the weights of the key. Raises ValueError if they are gone."""
+        """Give the model the key's weights inside the context. Raises ValueError if they are gone."""
         if key is self._now():
             yield
             return
         if self.is_expired(key):
             raise ValueError(
                 f"the weights of this sampling client are gone: copies are kept of the last "
-                f"{self._limit} that sampling clients were made for; raise "
-                "rl.generator.max_snapshots, or sample from a saved state"
+                f"{self._limit} weights with a sampling client; raise rl.generator.max_snapshots, or "
+                "sample from a saved state"
             )
         copy = self._copies[key]
         exchange(self._engine, copy)
@@ -120,7 +121,7 @@ class Snapshots:
             exchange(self._engine, copy)
 
     def loaded(self, load: Callable[[], None]) -> WeightsKey:
-        """The key of the weights that `load` puts into the model, which keeps those it has."""
+        """Return the key of the weights that `load` puts into the model; the model's own are restored."""
         copy = host_copy(self._engine)
         try:
             load()

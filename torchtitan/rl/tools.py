@@ -1,7 +1,7 @@
 """Tools for the policy to call: Python functions, their schemas, and calls in other processes.
 
-A call is written as Hermes and Qwen write it, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-Whatever goes wrong with one becomes its result, a text that begins with "error: ".
+A call has the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+The result of a call that fails is a text that begins with "error: ".
 """
 
 import ast
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.function_pool import FunctionPool
 from torchtitan.tools.logging import logger
 
-# The last one may have been ended by a stop string, which is no part of the text.
+# The closing tag may be missing at the end: a stop string is not part of the text.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 _TYPES = {
@@ -32,7 +32,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a text makes. problem: why it cannot be made; None if it can be tried."""
+    """A call in the policy's text. problem: why it cannot be made; None for a valid call."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in what the policy wrote, in their order."""
+    """Return the calls in the policy's text, in order."""
     calls = []
     for match in _CALL.findall(text):
         try:
@@ -60,10 +60,10 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The JSON schema of a function: its `schema` attribute, or from annotations and docstring.
+    """Return a function's JSON schema: its `schema` attribute, or made of annotations and docstring.
 
-    name: module:function, for errors. Raises ValueError for a parameter of no known type, and for an
-    attribute that is no schema.
+    name: module:function, for errors. Raises ValueError for a parameter of unknown type, and for an
+    attribute that is not a schema.
     """
     if hasattr(function, "schema"):
         return _checked(function.schema, name)
@@ -74,8 +74,8 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
         json_type = _TYPES.get(typing.get_origin(kind) or kind)
         if json_type is None or parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(
-                f"rl.task.tools: the parameter {parameter.name!r} of {name} must be one that can be "
-                f"named, annotated as {', '.join(t.__name__ for t in _TYPES)}, got {parameter}; "
+                f"rl.task.tools: the parameter {parameter.name!r} of {name} must not be positional-only "
+                f"and must be annotated as {', '.join(t.__name__ for t in _TYPES)}, got {parameter}; "
                 "correct it, or give the function a JSON schema in its attribute `schema`"
             )
         properties[parameter.name] = {"type": json_type}
@@ -95,7 +95,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def _checked(schema: Any, name: str) -> dict[str, Any]:
-    """A function's attribute `schema`; a chat template may read any of what is asked for here."""
+    """Return a function's attribute `schema`; raises ValueError if it lacks what templates read."""
     described = schema.get("function") if isinstance(schema, dict) else None
     own_name = described.get("name") if isinstance(described, dict) else None
     parameters = described.get("parameters", {}) if isinstance(described, dict) else None
@@ -114,10 +114,10 @@ def _checked(schema: Any, name: str) -> dict[str, Any]:
 
 
 class Toolbox:
-    """Functions that the policy may call, in processes of their own.
+    """Functions that the policy may call, in separate processes.
 
     functions: by their names, module:function. n_processes: of this rank. timeout_seconds: of a call.
-    Raises ValueError for functions without a schema, or two of one name.
+    Raises ValueError for functions without a schema, or two functions of the same name.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Toolbox:
         if len(set(names)) < len(names):
             raise ValueError(f"rl.task.tools must have different names, got {names}; rename one")
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._pool = VerifierPool(
+        self._pool = FunctionPool(
             list(functions),
             n_processes,
             timeout_seconds,
@@ -138,22 +138,20 @@ class Toolbox:
         )
 
     def results(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What the calls return, as texts, in their order."""
+        """Return the calls' results as texts, in order."""
         known = [call for call in calls if self._problem(call) is None]
         numbers = [self._numbers[call.name] for call in known]
-        verdicts = iter(
-            self._pool.call_all([((), call.arguments or {}) for call in known], numbers)
-        )
+        results = iter(self._pool.call_all([((), call.arguments or {}) for call in known], numbers))
         texts = []
         for call in calls:
             problem, value = self._problem(call), ""
             if problem is None:
-                verdict = next(verdicts)
-                problem, value = verdict.error or verdict.failure, verdict.value
-                if verdict.failure is not None:
-                    logger.warning("%s; the policy is told", verdict.failure)
+                result = next(results)
+                problem, value = result.error or result.failure, result.value
+                if result.failure is not None:
+                    logger.warning("%s; the policy gets this as the result", result.failure)
             texts.append(value if problem is None else f"error: {problem}")
-        # No tokenizer takes half of a surrogate pair, which JSON can spell.
+        # JSON can spell half of a surrogate pair, which no tokenizer accepts.
         return [text.encode(errors="replace").decode() for text in texts]
 
     def _problem(self, call: ToolCall) -> str | None:
@@ -167,11 +165,11 @@ class Toolbox:
 
 
 def as_text(value: Any) -> str:
-    """A function's result, for the policy to read: a text as it is, anything else as JSON."""
+    """Return a function's result for the policy to read: a text unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-# ---- a tool ----
+# ---- the calculator, a tool to try ----
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

@@ -3,8 +3,8 @@
     python -m torchtitan.rl.train --job.config_file job.toml             # one process
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
-The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`). Config
-mistakes and --help answer before anything heavy is imported; exit codes are those of
+The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`). --help
+and config errors are printed before anything heavy is imported. The exit codes are those of
 `torchtitan.train`.
 """
 
@@ -18,7 +18,7 @@ from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.lazy_names import load_on_access
 
-# Heavy, and a mistake in the config is told without it.
+# It imports torch, which a config error does not have to wait for.
 __getattr__ = load_on_access(__name__, {"build_part": "torchtitan.rl.controller"})
 
 

@@ -1,6 +1,6 @@
 """The values that the parts of the RL trainer exchange.
 
-Per-token tensors of the training side are pre-shifted: index t of labels, masks, log-probs,
+Per-token tensors for training are shifted already: index t of labels, masks, log-probs,
 advantages and weights belongs to the prediction made at input token t. A sequence of n tokens
 fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
 
@@ -25,16 +25,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn.
+    """Settings for drawing tokens.
 
     temperature: divides the logits; 0 takes the most probable token.
-    top_p: draw from the most probable tokens whose mass reaches it; 1 keeps all.
+    top_p: draw from the most probable tokens whose total probability reaches it; 1 keeps all.
     top_k: draw from this many of the most probable tokens; 0 keeps all.
-    max_tokens: the longest completion.
+    max_tokens: the length limit of a completion.
     stop_token_ids: each of these ends a completion, and is part of it.
-    stop_strings: so does the token that completes one of these in the completion's text, which
-        `decode` gives (token ids -> text).
-    seed: decides the draws; None continues the generator's own stream.
+    stop_strings: a completion also ends with the token that completes one of these texts.
+    decode: token ids -> text, in which `stop_strings` are searched.
+    seed: of the draws; None continues the generator's own random stream.
     """
 
     temperature: float = 1.0
@@ -49,13 +49,13 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.stop_strings and self.decode is None:
             raise ValueError(
-                f"stop_strings = {self.stop_strings} are looked for in a completion's text, got no "
-                "decode; give the tokenizer's"
+                f"stop_strings = {self.stop_strings} are searched in a completion's text, got no "
+                "decode function; pass the tokenizer's"
             )
         if "" in self.stop_strings:
-            raise ValueError("a stop string must have a character, got ''; take it out")
+            raise ValueError("a stop string must have at least one character, got ''; take it out")
         rules = {
-            # In fp32 logits divided by less are no numbers.
+            # Dividing fp32 logits by less overflows.
             "temperature": (
                 self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
                 "0, which takes the likeliest token, or at least 1e-20 and finite",
@@ -70,23 +70,23 @@ class SamplingConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """True if some tokens can never be drawn."""
         return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
 
     @property
     def may_stop(self) -> bool:
-        """Whether a completion can end before max_tokens."""
+        """True if a completion can end before max_tokens."""
         return bool(self.stop_token_ids or self.stop_strings)
 
     def stops_at(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a completion's tokens ends it."""
+        """Return True if the last token of these ends the completion."""
         if token_ids[-1] in self.stop_token_ids:
             return True
         if not self.stop_strings:
             return False
         assert self.decode is not None
-        # Every token that has text has a byte of it, so the end of the completion is enough. Four
-        # more tokens, as the first ones may be a part of a character.
+        # A token with text has at least one byte, so the last `longest` tokens hold the string. Four
+        # more tokens, because the first of them may begin in the middle of a character.
         longest = max(len(string.encode()) for string in self.stop_strings)
         text = self.decode(list(token_ids[-(longest + 4) :]))
         return any(string in text for string in self.stop_strings)
@@ -94,15 +94,15 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a generator drew after one prompt.
+    """The tokens that a generator drew after one prompt.
 
     token_ids: the new tokens, a stop token included.
-    token_logprobs: under the distribution that each was drawn from: with temperature and, if top_p
-        or top_k left tokens out, renormalised over the others.
-    finish_reason: "stop" after a stop token, "length" after max_tokens.
-    policy_version: the oldest weights that drew one of them.
+    token_logprobs: under the distribution that each token was drawn from: after the temperature and,
+        if top_p or top_k left tokens out, renormalised over the kept tokens.
+    finish_reason: "stop" after a stop token or string, "length" after max_tokens.
+    policy_version: version of the oldest weights that drew a token.
     token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
-    token_versions: the weights that drew each; None if those of `policy_version` drew all.
+    token_versions: version of the weights that drew each token; None if all are `policy_version`.
     """
 
     token_ids: tuple[int, ...]
@@ -117,14 +117,15 @@ class Completion:
 class Episode:
     """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
-    text: what was graded: the completion, or the last turn of a dialogue.
-    token_ids: all after the prompt. token_log_probs: 0 for tokens that were not sampled.
-    loss_mask: 1 for tokens that were sampled, 0 for those of replies; None if all were sampled.
-    turns: of a dialogue, what policy and environment wrote in turn, the policy first and last.
-    policy_version: the oldest weights that drew one of the tokens.
-    token_versions: the weights that drew each, -1 for tokens of replies; None if it was one version.
+    text: the graded text: the completion, or the last turn of a dialogue.
+    token_ids: all tokens after the prompt. token_log_probs: 0 for tokens that were not sampled.
+    loss_mask: 1 for sampled tokens, 0 for tokens of replies; None if all tokens were sampled.
+    turns: the texts of a dialogue; policy and environment alternate, the policy is first and last.
+    policy_version: version of the oldest weights that drew a token.
+    token_versions: version of the weights that drew each token, -1 for tokens of replies; None if
+        one version drew all tokens.
     group_id: equal for the completions of one prompt.
-    scores: what else the task measured, such as {"exact": 1.0}.
+    scores: further measurements of the task, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
     """
 
@@ -147,17 +148,17 @@ class Episode:
 
     @property
     def num_versions(self) -> int:
-        """How many versions of the weights drew its tokens."""
+        """The number of different weights that drew its tokens."""
         return len(set(self.token_versions or (self.policy_version,)) - {-1})
 
     @property
     def turn_lengths(self) -> list[int]:
-        """How many tokens were sampled in each turn."""
+        """The number of tokens sampled in each turn."""
         mask = self.loss_mask or (1,) * len(self.token_ids)
         return [sum(run) for is_sampled, run in groupby(mask) if is_sampled]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and `from_dict`."""
+        """Return plain values, for JSON and `from_dict`."""
         return asdict(self)
 
     @classmethod
@@ -173,16 +174,17 @@ class TrainingSample:
     """One sequence to learn from; 1-D tensors of n slots, see the module's docstring.
 
     labels: the token that each slot should predict.
-    loss_mask: 1 where the label was sampled and the loss counts; else 0.
-    logprobs: of the labels, from the generator; any number where the mask is 0.
-    ref_logprobs: of the labels, from a reference model; None if the loss has no KL term.
-    old_logprobs: of the labels, by the trainer's policy when the step began; None takes that of each
-        forward pass. For losses with a correction, where a batch serves several updates.
-    old_values, returns: of the state before each sampled label, by a critic when the step began, and
-        what its value should have been; None without a critic.
+    loss_mask: 1 where the label was sampled and is in the loss; else 0.
+    logprobs: the generator's log-probs of the labels; any number where the mask is 0.
+    ref_logprobs: a reference model's; None if the loss has no KL term.
+    old_logprobs: the trainer's, by the weights with which the step began; None takes the log-probs
+        of each forward pass. For losses with a correction, if a batch serves several updates.
+    old_values: a critic's values of the state before each sampled label when the step began.
+        returns: the targets of these values. Both None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
-    group_id: equal for samples of one prompt. policy_version: the oldest weights that drew a token of it.
+    group_id: equal for samples of one prompt.
+    policy_version: version of the oldest weights that drew a token.
     """
 
     token_ids: Tensor
@@ -204,7 +206,7 @@ class TrainingSample:
             if isinstance(value, Tensor) and value.shape != self.token_ids.shape:
                 raise ValueError(
                     f"{item.name} of a sample must have one entry per input token, "
-                    f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are pre-shifted: "
+                    f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
                     f"leave out the last input token and the first label"
                 )
         if self.token_ids.dim() != 1 or len(self.token_ids) == 0:
@@ -212,16 +214,16 @@ class TrainingSample:
                 f"token_ids of a sample must be 1-D and not empty, got shape "
                 f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
             )
-        counts = self.loss_mask == 1
-        if not (counts | (self.loss_mask == 0)).all():
+        in_loss = self.loss_mask == 1
+        if not (in_loss | (self.loss_mask == 0)).all():
             raise ValueError(
                 f"loss_mask of a sample must be 0 or 1, got {self.loss_mask.unique().tolist()[:8]}; "
                 "put factors of the tokens' losses into weights"
             )
-        if (counts & (self.labels == IGNORE_INDEX)).any():
+        if (in_loss & (self.labels == IGNORE_INDEX)).any():
             raise ValueError(
-                f"labels of a sample must be ids where loss_mask is 1, got {IGNORE_INDEX} there; set "
-                "loss_mask to 0 for tokens that are in no loss"
+                f"labels of a sample must be token ids where loss_mask is 1, got {IGNORE_INDEX} there; "
+                "set loss_mask to 0 for tokens that are not in the loss"
             )
 
     def __len__(self) -> int:
@@ -240,9 +242,9 @@ class TrainingSample:
         group_id: int = 0,
         policy_version: int = 0,
     ) -> "TrainingSample":
-        """A prompt and the tokens sampled after it; only these count in the loss.
+        """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
-        loss_mask: 0 for those of the tokens that were not sampled, such as an environment's reply.
+        loss_mask: of `token_ids`; 0 for tokens that were not sampled, such as an environment's reply.
         Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
@@ -254,7 +256,7 @@ class TrainingSample:
         if len(token_logprobs) != n_new:
             raise ValueError(
                 f"a sample needs one log-prob per sampled token, got {len(token_logprobs)} for "
-                f"{n_new}; leave out those of the prompt"
+                f"{n_new}; leave out the log-probs of the prompt"
             )
 
         def after_prompt(values: Sequence[float]) -> Tensor:
@@ -274,7 +276,7 @@ class TrainingSample:
 
     @classmethod
     def of_episode(cls, episode: Episode) -> "TrainingSample":
-        """The sample of an episode; raises ValueError if its advantage is not known."""
+        """Return the sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
                 f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
@@ -293,9 +295,9 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """A sample's place in a microbatch: `row`, columns `start` to `start + length`.
+    """Where a sample is in a microbatch: `row`, columns `start` to `start + length`.
 
-    sample: its index in the list that was batched.
+    sample: its index in the list of samples that was batched.
     """
 
     sample: int
@@ -306,16 +308,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainingMicrobatch:
-    """What one rank computes at once; tensors [B, T].
+    """The rows of one rank in one forward pass; tensors [B, T].
 
     token_ids: 0 in padding. labels: IGNORE_INDEX in padding and where a sample's loss_mask is 0.
     positions: from 0 in each sequence, -1 in padding.
-    loss_mask: 1 where the loss counts. loss_weights: factors of the per-token losses, 0
-        elsewhere; the loss is the sum of weight * loss.
+    loss_mask: 1 for tokens in the loss, else 0. loss_weights: factors of the per-token losses, 0
+        for tokens not in the loss; the loss is the sum of weight * loss.
     generator_logprobs, advantages, and the optional ref_logprobs, old_logprobs, old_values and
-        returns: 0 where the loss does not count.
+        returns: 0 for tokens not in the loss.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
-    slots: the places of the samples; empty if the microbatch is all padding.
+    slots: where the samples are; empty if the microbatch is all padding.
     """
 
     token_ids: Tensor
@@ -333,12 +335,12 @@ class TrainingMicrobatch:
     slots: tuple[Slot, ...] = ()
 
     def engine_batch(self) -> dict[str, Tensor]:
-        """The batch for `TrainingEngine`: `input`, `positions`, and the rest for the loss."""
+        """Return the batch for `TrainingEngine`: `input`, `positions`, and the loss's entries."""
         entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
         return {"input" if name == "token_ids" else name: value for name, value in entries}
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
-        """[B, T] values of each sample, 1-D, by the sample's index."""
+        """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
         return {s.sample: values[s.row, s.start : s.start + s.length] for s in self.slots}
 
 
@@ -346,15 +348,16 @@ class TrainingMicrobatch:
 class TrainingBatch:
     """All samples of one call, for all ranks.
 
-    microbatches: [microbatch][data-parallel rank]; all ranks have equally many.
-    num_global_valid_tokens, num_global_sequences: that are in the loss. num_measured_tokens: of the
-        tokens, those in rows, over which metrics are means: without skipped samples.
-    denominator: these samples' share of what the optimizer step divides gradients by, see
-        `aggregation_weights`; None if the weights are final.
-    min_policy_version: of the samples; None if there are none.
-    num_samples: how many were given. oversize: indices of those that did not fit a row.
-    num_dropped_tokens: left out of the loss because of a log-prob that is not finite.
-    num_skipped: samples left out of the rows because they teach nothing; they count otherwise.
+    microbatches: [microbatch][data-parallel rank]; every rank has the same number.
+    num_global_valid_tokens, num_global_sequences: how many are in the loss.
+    num_measured_tokens: tokens in the loss without those of skipped samples; metrics are means over
+        them.
+    denominator: these samples' share of the number by which the optimizer step divides gradients,
+        see `aggregation_weights`; None if the weights are final.
+    min_policy_version: of the samples; None without samples.
+    num_samples: how many were given. oversize: indices of the samples that did not fit a row.
+    num_dropped_tokens: tokens left out of the loss because a log-prob is not finite.
+    num_skipped: samples left out of the rows because their advantage is 0; denominators count them.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
@@ -370,19 +373,19 @@ class TrainingBatch:
 
     @property
     def slots_per_token(self) -> float:
-        """Slots of all rows, padding included, for each that holds a token; 1 wastes nothing."""
+        """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
         cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
         n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
         return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
 
     def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
-        """The microbatches of one data-parallel rank, in order."""
+        """Return the microbatches of one data-parallel rank, in order."""
         return [of_ranks[dp_rank] for of_ranks in self.microbatches]
 
 
 @dataclass(frozen=True)
 class OptimParams:
-    """Optimizer settings for one step; None keeps what the config says.
+    """Optimizer settings for one step; None keeps the config's.
 
     Raises ValueError for numbers that would make the weights useless.
     """
@@ -415,7 +418,7 @@ class ForwardBackwardOutput:
 
     loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
     logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample that
-        did not fit a row. The list is None if log-probs were not asked for.
+        did not fit a row. The list is None unless the call set `return_logprobs`.
     """
 
     loss: float
@@ -425,9 +428,9 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
-    policy_version: of the weights after it. grad_norm: before clipping.
+    policy_version: of the weights after the step. grad_norm: before clipping.
     skipped: True if the norm was not finite and nothing was updated.
     """
 

@@ -1,8 +1,8 @@
-"""Giving the policy's weights to generators, and finding stale or damaged ones.
+"""Sending the policy's weights to generators, and detecting stale or damaged weights.
 
-A generator says which weights it takes: whole tensors, or shards, which nothing has to gather. Every
-update carries a version, and a digest that the receiver's memory has to match. Weights for
-our models are sent under our names, since some buffers have no Hugging Face name.
+A generator declares whether it takes whole tensors, or shards, which need no gathering. Every update
+has a version, and a digest that the receiver's weights have to match. Weights for our models are
+sent under our names, because some buffers have no Hugging Face name.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 class StaleWeightsError(RuntimeError):
-    """The generator's weights are not of the version that they should be."""
+    """The generator's weights are not of the expected version."""
 
 
 class NoWeightsError(RuntimeError):
@@ -33,13 +33,13 @@ class NoWeightsError(RuntimeError):
 
 
 class WeightMismatchError(RuntimeError):
-    """The generator's weights are not those that were sent."""
+    """The generator's weights differ from the weights that were sent."""
 
 
 class PolicyWeights(Protocol):
     """Iterates over (name, tensor) of all weights. Copy the tensors: their memory may change later.
 
-    version: how many optimizer steps made them. digest: known after the last one.
+    version: the engine's `weights_version`. digest: known after the last tensor.
     """
 
     version: int
@@ -49,9 +49,9 @@ class PolicyWeights(Protocol):
 
 
 class TakesWeights(Protocol):
-    """What weights are given to, such as a `rl.generator.Generator`; see there.
+    """A receiver of weights, such as `rl.generator.Generator`, which explains these attributes.
 
-    `takes_shards` may be missing, which is False.
+    A missing `takes_shards` means False.
     """
 
     policy_version: int
@@ -62,10 +62,10 @@ class TakesWeights(Protocol):
 
 
 class StagedWeights:
-    """A copy of weights that waits to be taken over; its memory is given free as it is read.
+    """A copy of weights that can be read once, later; reading frees its memory.
 
-    It can be read once. version, digest: as of `PolicyWeights`; the digest is known after that.
-    failure: what reading them has raised.
+    version, digest: as in `PolicyWeights`. failure: the exception that taking the weights over
+    raised.
     """
 
     @torch.no_grad()
@@ -82,14 +82,14 @@ class StagedWeights:
 
 
 class LiveWeights:
-    """What each rank holds, as it is, for a receiver that takes shards: nothing is gathered.
+    """The weights of each rank's own pipeline stage, not gathered, for a receiver that takes shards.
 
-    `state_dict()`, or iterating over its items, has our names and DTensors where weights are
-    sharded, of the rank's own pipeline stage. They are the live parameters, unless they need a
-    cast: read or copy them before `update_weights` returns.
+    `state_dict()`, or iterating over its items, returns tensors under our names, sharded weights as
+    DTensors. They are the live parameters, unless they need a cast: read or copy them before
+    `update_weights` returns.
 
-    version: as of `PolicyWeights`. digest: `digest_of` this rank's `local_shard`s, which are read
-        when it is asked for; ranks of another layout have others.
+    version: as in `PolicyWeights`. digest: `digest_of` this rank's `local_shard`s, computed on
+        access; it differs between layouts.
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
@@ -109,7 +109,7 @@ class LiveWeights:
 
 
 class OurNames(BaseStateDictAdapter):
-    """Leaves every name and tensor as it is, for any model."""
+    """Keeps every name and tensor of any model."""
 
     def __init__(self) -> None: ...
 
@@ -129,8 +129,8 @@ class OurNames(BaseStateDictAdapter):
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
     """Overwrite the model's parameters and saved buffers with weights under our names.
 
-    check_digest: compare what the model then holds with what was sent, bit for bit.
-    Raises WeightMismatchError if it differs, or names are missing or unknown.
+    check_digest: afterwards compare the model's weights with the sent weights, bit for bit.
+    Raises WeightMismatchError if they differ, or names are missing or unknown.
     """
     targets = model.state_dict()
     received = []
@@ -140,12 +140,12 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             there = "nothing" if target is None else f"{target.dtype} of {list(target.shape)}"
             raise WeightMismatchError(
                 f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's "
-                f"model has {there} there; give both the same model.flavor, and send weights in "
-                "the generator's dtype"
+                f"model has {there} of this name; give both the same model.flavor, and send weights "
+                "in the generator's dtype"
             )
         target.copy_(tensor)
         received.append(name)
-    # Tied weights may come once.
+    # Tied weights may be sent once, under one of their names.
     filled = {targets[name].data_ptr() for name in received}
     missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
     if missing:
@@ -157,35 +157,35 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
         digest = digest_of((name, targets[name]) for name in received)
         if digest != weights.digest:
             raise WeightMismatchError(
-                f"the generator holds weights of digest {digest[:16]}, and those of version "
-                f"{weights.version} that were sent have {str(weights.digest)[:16]}; something "
-                "overwrote them on the way"
+                f"the generator's weights have the digest {digest[:16]}, and the sent weights of "
+                f"version {weights.version} have {str(weights.digest)[:16]}; something overwrote "
+                "them on the way"
             )
 
 
 def hand_over(
     weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
 ) -> Exception | None:
-    """Let `take` read weights, and read the rest after it: gathering them is collective.
+    """Let `take` read weights, then read the rest of them, because gathering them is collective.
 
-    Returns what `take` raised, so that the other ranks need not wait for this one. What the weights
-    themselves raise, they raise on every rank, and here.
+    Returns an exception that `take` raised, so that the caller can tell the other ranks. An
+    exception of the weights themselves, which every rank has, is raised.
     """
-    pairs, broken = iter(weights), False
+    pairs, weights_failed = iter(weights), False
 
     def watched() -> Iterator[tuple[str, Tensor]]:
-        nonlocal broken
+        nonlocal weights_failed
         try:
             yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
         except Exception:
-            broken = True
+            weights_failed = True
             raise
 
     failure = None
     try:
         take(watched())
-    except Exception as error:  # whatever a file system, a server or an engine may raise
-        if broken:
+    except Exception as error:  # of a file system, a server or an engine
+        if weights_failed:
             raise
         failure = error
     for _ in pairs:
@@ -198,9 +198,9 @@ def hand_over(
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Gives a generator the engine's weights.
+    """Sends the engine's weights to a generator.
 
-    generator: what takes them. check_digest: see `copy_weights`; reads all weights twice.
+    check_digest: see `copy_weights`; costs a second read of all weights.
     """
 
     engine: TrainingEngine
@@ -208,10 +208,10 @@ class WeightSync:
     check_digest: bool = True
 
     def update(self) -> int:
-        """Give the generator the weights as they are now; return their version. Collective.
+        """Send the current weights to the generator; return their version. Collective.
 
-        Raises WeightMismatchError on all ranks if any rank got others, StaleWeightsError if the
-        generator has another version afterwards.
+        Raises WeightMismatchError on all ranks if any rank received different weights,
+        StaleWeightsError if the generator has another version afterwards.
         """
         engine, dtype = self.engine, self.generator.weight_dtype
         names = self.generator.weight_names
@@ -234,8 +234,8 @@ class WeightSync:
         version = engine.weights_version
         if self.generator.policy_version != version:
             raise StaleWeightsError(
-                f"the generator says that it has version {self.generator.policy_version} after an "
-                f"update to {version}"
+                f"the generator has version {self.generator.policy_version} after an update to "
+                f"version {version}; its update_weights must set policy_version"
             )
         return version
 
@@ -243,10 +243,18 @@ class WeightSync:
 # ---- to a generator on other ranks ----
 
 
-def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source: int) -> None:
+def send_weights(
+    weights: PolicyWeights,
+    group: dist.ProcessGroup | None,
+    source: int,
+    *,
+    pairs: Iterator[tuple[str, Tensor]] | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
 
-    source: this rank's number in the group.
+    source: this rank's number in the group. pairs: an iteration over `weights`; None begins one.
+    device: of the sent tensors; None keeps theirs.
     """
     bucket: list[tuple[str, Tensor]] = []
 
@@ -257,9 +265,9 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
             dist.broadcast(tensor.contiguous(), group=group, group_src=source)
         bucket.clear()
 
-    for name, tensor in weights:
-        # The stream may reuse the memory for the next tensor.
-        bucket.append((name, tensor.detach().clone()))
+    for name, tensor in weights if pairs is None else pairs:
+        # A copy, because the iterator may reuse the memory for the next tensor.
+        bucket.append((name, tensor.detach().to(device or tensor.device, copy=True)))
         if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
             send_bucket()
     send_bucket()
@@ -270,7 +278,7 @@ def send_weights(weights: PolicyWeights, group: dist.ProcessGroup | None, source
 class ReceivedWeights:
     """The weights that another rank sends with `send_weights`, as `PolicyWeights`.
 
-    version: -1 until the last one.
+    version: -1 until the last tensor was read.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, source: int, device: torch.device):

@@ -7,8 +7,8 @@ Writes
       one JSON object per line with GSM8K's keys: `question`, and `answer`, whose lines are the
       worked steps and then "#### n"; no question is in both files or twice in one
   tokenizer/
-      a byte-level BPE of 512 entries in Hugging Face's files; as Qwen's, it takes numbers digit by
-      digit, and "<|im_end|>" ends a text
+      a byte-level BPE of 512 entries in Hugging Face's files; like Qwen's, it splits numbers into
+      digits, and "<|im_end|>" ends a text
 
 The same seed gives the same problems.
 """
@@ -53,7 +53,7 @@ def problem(rng: random.Random) -> dict[str, str]:
 
 
 def problems(seed: int) -> Iterator[dict[str, str]]:
-    """Problems without end, no question twice."""
+    """Yield problems without end, no question twice."""
     rng, seen = random.Random(seed), set()
     while True:
         row = problem(rng)

@@ -126,8 +126,8 @@ FAULTS = [
     ),
     rl_fault(
         "reward function that is none",
-        "config error: rl.task.reward_fn must be called, got "
-        f"'{REWARDS}:not_a_function', which is a int; name a function",
+        "config error: rl.task.reward_fn must name a function, got "
+        f"'{REWARDS}:not_a_function', which is a int; correct the name",
         "The name is that of something else.",
         "Name a function.",
         reward=f"{REWARDS}:not_a_function",
@@ -156,9 +156,9 @@ FAULTS = [
     ),
     rl_fault(
         "new weights within a completion, without steps ahead",
-        "config error: rl.generator.in_flight gives new weights to a generator of our own while it "
-        "draws, beside training, got rl.generator.backend = 'local' and rl.async_steps = 0; set them "
-        "to 'local' and at least 1, or turn in_flight off",
+        "config error: rl.generator.in_flight updates the weights of a local generator while it draws "
+        "beside training, got rl.generator.backend = 'local' and rl.async_steps = 0; set them to "
+        "'local' and at least 1, or turn in_flight off",
         "Without steps ahead nothing is drawn while the weights change.",
         "Let generation run ahead, or leave in_flight out.",
         "--rl.generator.in_flight",

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def no_actor_libraries():
-    """None of these tests may import a library that RL does not need; None makes that fail."""
+    """Make imports of libraries that RL does not need fail: None in sys.modules raises ImportError."""
     blocked = ["ray", "monarch", "torchstore", "vllm"]
     before = {name: sys.modules.get(name) for name in blocked}
     sys.modules.update(dict.fromkeys(blocked))

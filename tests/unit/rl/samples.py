@@ -16,7 +16,7 @@ VOCAB, LONGEST = 7, 12
 
 
 class TinyPolicy(nn.Module):
-    """Logits from a token and its position alone: whatever lies beside it in a row is no matter."""
+    """Logits that depend only on a token and its position, not on its neighbours in the row."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class TinyPolicy(nn.Module):
         self.of_position = nn.Parameter(torch.randn(LONGEST, VOCAB, **options))
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs of the labels, entropy), both of the shape of `tokens`."""
+        """Return (log-probs of the labels, entropy), both in the shape of `tokens`."""
         logits = self.of_token[tokens] + self.of_position[positions.clamp(min=0)]
         all_logprobs = logits.log_softmax(-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0], entropy
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """All of it as one vector; afterwards there is none."""
+        """Return the whole gradient as one vector, and clear it."""
         for parameter in self.parameters():
             parameter.grad = None
         if loss.requires_grad:
@@ -97,7 +97,7 @@ def make_episodes(
     completions: Sequence[Completion],
     stop_strings: Sequence[str] = (),
 ) -> list[Episode]:
-    """Graded episodes of completions, all of the first prompt, then all of the second, and so on."""
+    """Return graded episodes of completions, which are in the order of the prompts."""
     per_prompt = len(completions) // len(prompts)
     dialogues = [
         rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i, [completion])

@@ -205,7 +205,7 @@ def test_buckets_give_all_ranks_equally_many_microbatches_whose_shape_is_the_sam
 
 
 def log_normal_sequences(n=256):
-    """Of 2 to 4,000 tokens, half of them above 200; the longest has 11 times the mean."""
+    """Lengths of 2 to 4,000 tokens, half of them above 200; the longest is 11 times the mean."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(n, generator=generator) * 0.8 + math.log(200)).exp()
     return sequences_of(*lengths.clamp(2, 4000).int().tolist())
@@ -220,7 +220,7 @@ def test_buckets_hold_at_most_a_quarter_more_slots_than_tokens(dp_size, budget):
     batch = make_batcher(bucketing=True, **settings_of_rows).batch(samples)
     assert wasteful.slots_per_token > 10
     assert batch.slots_per_token < 1.25
-    # Few of them are small: a microbatch has a cost of its own.
+    # Few microbatches are small, because each has a fixed cost.
     assert len(batch.microbatches) <= len(wasteful.microbatches) + 20
 
 
@@ -263,7 +263,7 @@ def test_packed_rows_hold_whole_samples_whose_positions_restart():
     batch = make_batcher(packing=True, rows=4).batch(samples)
     assert sum(len(cell[0].token_ids) for cell in batch.microbatches) < len(samples)
     for (cell,) in batch.microbatches:
-        # What the model reads off the positions is how the samples lie.
+        # The positions tell the model where samples begin.
         assert torch.equal(document_ids_from_positions(cell.positions).long(), cell.sequence_ids)
         for index, tokens in cell.per_sample(cell.token_ids).items():
             assert torch.equal(tokens, samples[index].token_ids)
@@ -359,7 +359,7 @@ def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing(
 
 
 def sequences_of(*lengths):
-    """Samples of so many slots, all of which count."""
+    """Samples of these lengths, with all slots in the loss."""
     return [
         TrainingSample.of_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
     ]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import gradients, toy_config
+from torchtitan.experiments.rl_toy.tasks import CharTokenizer
 from torchtitan.rl.client import (
     AdamParams,
     Datum,
@@ -12,7 +13,6 @@ from torchtitan.rl.client import (
     ModelInput,
     SamplingParams,
 )
-from torchtitan.rl.tasks import CharTokenizer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 

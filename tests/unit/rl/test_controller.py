@@ -9,8 +9,7 @@ from tests.unit.rl.toy import toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.reference import ReferencePolicy
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 
@@ -87,7 +86,7 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
 
 
 def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
-    """The third step's draw does not end before two steps are trained and given to the generator."""
+    """The third step's draw ends only after two steps are trained and their weights sent."""
     controller = Controller(toy_config(tmp_path, "--training.steps=6", "--rl.async_steps=2"))
     may_draw, waited_too_long, drawn_with = threading.Event(), [], []
     inner = controller.generator._generator
@@ -107,7 +106,7 @@ def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
     assert len(drawn_with) == 2 and not waited_too_long
     may_draw.set()
     lags = [controller.train_step()["rl/lag"] for _ in range(4)]
-    # Updates came meanwhile, and each draw had the version of when it was asked for.
+    # Updates came meanwhile, and each draw used the version at the time of its request.
     assert lags == [2, 2, 2, 2] and drawn_with == [0, 0, 0, 1, 2, 3]
     controller.close()
 
@@ -294,5 +293,5 @@ def test_failure_while_building_closes_the_engine(tmp_path, monkeypatch):
 
 def test_settings_without_meaning_here_are_named(tmp_path, caplog):
     controller = Controller(toy_config(tmp_path, "--validation.enable", "--validation.seq_len=24"))
-    assert "validation.enable has no meaning in RL" in caplog.text
+    assert "validation.enable is ignored in RL" in caplog.text
     controller.close()

@@ -20,7 +20,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 
 NUMBERS = st.floats(-3, 3)
 GAE_RUN = ["--rl.advantage.name=gae", "--training.steps=8"]
@@ -133,12 +133,12 @@ def graded(critic, n=9):
 
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(critic):
     samples, _ = graded(critic)
-    # As after an update, or no value would be clipped.
+    # As after an update; otherwise no value would be clipped.
     samples = [dataclasses.replace(s, old_values=s.old_values - 0.3) for s in samples]
     found = []
     for settings in ({"rows": 100}, {"rows": 1}, {"rows": 4}, {"rows": 4, "bucketing": True}):
         critic.zero_grad()
-        output = critic._accumulate(Batcher(seq_len=24, **settings).batch(samples), critic.loss)
+        output = critic.forward_backward(Batcher(seq_len=24, **settings).batch(samples))
         found.append((output, gradients(critic)))
     critic.zero_grad()
     (whole, expected), *others = found
@@ -182,7 +182,7 @@ def test_values_are_those_of_the_model_before_each_sampled_token(critic):
 
 
 def test_tokens_that_were_not_sampled_are_skipped(critic, monkeypatch):
-    """A tool's answer in the middle: the turn after it follows on the turn before it."""
+    """A tool's answer is skipped: the turn after it follows the turn before it."""
     whole = toy_samples(2)[1]
     gap = (torch.arange(len(whole)) % 3 != 1).float()
     with_gaps = dataclasses.replace(whole, loss_mask=gap)
@@ -212,7 +212,7 @@ def test_sample_that_fits_no_row_leaves_the_others_as_they_are(critic):
 def test_batch_without_values_is_refused(critic):
     batch = Batcher(seq_len=24).batch(toy_samples(2))
     with pytest.raises(ValueError, match="got no old_values and no returns"):
-        critic._accumulate(batch, critic.loss)
+        critic.forward_backward(batch)
 
 
 def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, tmp_path):
@@ -360,7 +360,7 @@ def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
 
 
 def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.rl.trainer.TrainingEngine", None)
+    monkeypatch.setattr("torchtitan.rl.policy.TrainingEngine", None)
     monkeypatch.setattr(
         "torchtitan.config.checks.model.value_head",
         lambda job, *_: ["it has no place for one"] if job.model.value_head else [],
@@ -388,7 +388,7 @@ def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_pa
 
 @pytest.mark.slow
 def test_policy_with_a_critic_learns_to_copy(tmp_path):
-    """From 0 % of exact answers; without whitening the preset's entropy bonus has its size."""
+    """Starts at 0 % exact answers; without whitening, so that the preset's entropy bonus fits."""
     flags = [f"--job.config_file={CONFIGS / 'copy_cpu.toml'}", f"--job.dump_folder={tmp_path}"]
     flags += ["--rl.advantage.name=gae", "--rl.advantage.no_whiten"]
     controller = Controller(ConfigManager(JobConfig).parse_args(flags))

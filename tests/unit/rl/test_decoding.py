@@ -1,4 +1,4 @@
-"""Continuing many prompts at once: what is drawn, its log-probs, and where it ends."""
+"""Continuing many prompts at once: the drawn tokens, their log-probs, and their ends."""
 
 from dataclasses import dataclass, field
 
@@ -133,7 +133,7 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once()
     sampling = SamplingConfig(max_tokens=12, stop_token_ids=(V - 1,))
     runner = LocalDecoder.of_model(tiny_model()).runner
     for max_rows, expected in {
-        # All at once: rows are dropped when half of them have ended.
+        # All rows at once: they are dropped when half of them have ended.
         0: [(2, 7)] + [(16, 1)] * 5 + [(2, 1)] * 3 + [(1, 1)] * 3,
         # Rows 4 to 7 get places of rows that have ended; then the other prompt is read. While any
         # waits, none is dropped.

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what is sampled, replied, trained on and counted."""
+"""Episodes of several turns: sampling, replies, training and scores."""
 
 import dataclasses
 import sys
@@ -10,10 +10,12 @@ import torch
 from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
+from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
+from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.rollout import Draws, Rollouts
-from torchtitan.rl.tasks import Grade, GuessTask, JsonlTask, Prompt, Turn
+from torchtitan.rl.tasks import Grade, Prompt, Turn
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 from torchtitan.rl.vllm_generator import VLLMGenerator
 
@@ -22,7 +24,7 @@ GUESS = ["--rl.task.name=guess", "--rl.task.max_turns=3"]
 
 
 class Scripted(Generator):
-    """Writes what `policy` says to the text so far; an "!" at its end is a cut-off turn."""
+    """Writes the text that `policy` returns for the text so far; a final "!" marks a cut-off turn."""
 
     weight_names = "ours"
 
@@ -105,14 +107,14 @@ def test_each_turn_has_draws_of_its_own_which_follow_from_the_step_and_the_row(t
     assert [rows for _, rows in generator.calls] == rows_of_turn
     assert len({seed for seed, _ in generator.calls}) == 3
     assert draw(task, again, tmp_path) == episodes and again.calls == generator.calls
-    # The first turn is that of a task without replies.
+    # The first turn is the same as in a task without replies.
     alone = Scripted(task.tokenizer, bisect)
     draw(task, alone, tmp_path, "--rl.task.max_turns=1")
     assert alone.calls == generator.calls[:1]
 
 
 class Updated(Scripted):
-    """Whose weights are replaced after each turn."""
+    """A generator whose weights are replaced after each turn."""
 
     def _draw(self, *arguments):
         completions = super()._draw(*arguments)
@@ -166,7 +168,7 @@ def test_episode_whose_next_turn_would_not_fit_ends_and_is_counted(tmp_path):
 
 
 class Pieces:
-    """A tokenizer that would write "ab" with one token, and says so when it is asked to."""
+    """A tokenizer that encodes "ab" as one token."""
 
     eos_id = 0
     words = {"ab": 1, "a": 2, "b": 3, "?": 4, "-": 5}
@@ -278,7 +280,7 @@ def test_task_that_never_replies_is_refused_with_several_turns(tmp_path):
 
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
 def test_trainer_scores_sampled_tokens_as_the_generator_did(mode, tmp_path):
-    """So tokens, positions and mask of dialogues are those that were drawn with."""
+    """The trainer scores dialogues with the tokens, positions and mask of the draw."""
     controller = Controller(toy_config(tmp_path, *GUESS, *STOPS, *mode))
     controller.setup()
     controller.task.reply = lambda prompt, turns: "<>"

@@ -134,7 +134,9 @@ def test_weights_that_changed_unannounced_are_refused(engine):
     generator = LocalGenerator(engine)
     before = engine.weights_version
     take_a_step(engine)
-    with pytest.raises(StaleWeightsError, match=f"was told of {before}; call update_weights"):
+    with pytest.raises(
+        StaleWeightsError, match=f"last update was version {before}; call update_weights"
+    ):
         generator.generate(PROMPTS, SAMPLING)
     assert WeightSync(engine, generator).update() == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
@@ -259,7 +261,7 @@ def test_wrappers_of_blocks_change_nothing(engine, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-# ---- vLLM, of which only our half can be run here ----
+# ---- vLLM, replaced by a fake: only our code runs here ----
 
 
 def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
@@ -270,7 +272,7 @@ def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
 
 
 class FakeVLLM(types.ModuleType):
-    """What `VLLMGenerator` calls of vLLM; continues every prompt with 7, 8 and the stop token."""
+    """Fakes the calls of vLLM; continues every prompt with 7, 8 and the stop token."""
 
     def __init__(self):
         super().__init__("vllm")
@@ -335,7 +337,7 @@ def test_vllm_is_not_told_of_an_fp32_head_and_the_log_says_so(engine, monkeypatc
         caplog.clear()
         with caplog.at_level("WARNING"):
             build_generator(config, engine)
-        assert caplog.text.count("model.fp32_head holds for the trainer") == n_warnings
+        assert caplog.text.count("model.fp32_head applies to the trainer") == n_warnings
 
 
 def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch):
@@ -369,7 +371,7 @@ def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch)
 def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.can_empty_cache = VLLMGenerator("assets"), False
-    # As all failures of an update, which `WeightSync` tells to the other ranks.
+    # As for all failures of an update, `WeightSync` raises it on the other ranks.
     with pytest.raises(WeightMismatchError, match="did not take version .* kept its prefix cache"):
         WeightSync(engine, generator).update()
     with pytest.raises(NoWeightsError):

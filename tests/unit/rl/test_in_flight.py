@@ -1,4 +1,4 @@
-"""New weights between two tokens of a completion: what is drawn, with which log-probs and versions."""
+"""New weights between two tokens of a completion: tokens, log-probs and versions."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ SAMPLING = SamplingConfig(
 
 
 def drawn_with_updates(family: str, at_forwards: dict[int, int], *, in_flight=True, max_rows=0):
-    """Completions of a generator of version 0 that is sent others: forward -> version."""
+    """Completions of a generator of version 0 that gets other versions: forward -> version."""
     generator = CopyGenerator(tiny(family, 100), max_rows=max_rows)
     buffered = BufferedGenerator(generator, in_flight=in_flight)
     buffered.update_weights(weights_of(tiny(family, 0), version=0))
@@ -48,7 +48,7 @@ def drawn_with_updates(family: str, at_forwards: dict[int, int], *, in_flight=Tr
 
 @torch.no_grad()
 def logprobs_with_versions(family: str, prompt: list[int], completion: Completion) -> torch.Tensor:
-    """Read a completion in one piece for each version, in a cache that keeps what is there."""
+    """Read a completion in one piece per version, with a cache that keeps earlier keys and values."""
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
     versions = completion.token_versions or [completion.policy_version] * len(completion.token_ids)
     model, pieces, start = tiny(family, 100), [], 0
@@ -147,7 +147,9 @@ def test_generator_that_cannot_take_weights_while_it_draws_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="while it draws.* = 'vllm' and rl.async_steps = 1; set"):
         check_rl_config(toy_config(tmp_path, *flags, "--rl.generator.backend=vllm"))
     check_rl_config(toy_config(tmp_path, *flags))
-    with pytest.raises(ConfigError, match="rl.generator.in_flight is for training by the config's"):
+    with pytest.raises(
+        ConfigError, match="rl.generator.in_flight is for the loop of torchtitan.rl.train"
+    ):
         check_server_config(toy_config(tmp_path, "--rl.generator.in_flight"))
 
 
@@ -160,6 +162,6 @@ def test_thread_beside_the_trainer_takes_over_weights_while_it_draws(tmp_path):
     assert {line["step"] for line in lines} == set(range(1, 7))
     for line in lines:
         versions = line["token_versions"] or [line["policy_version"]]
-        # Never older than it may be, and never newer than the weights that it trained.
+        # Never older than allowed, and never newer than the trained weights.
         assert line["step"] - 3 <= line["policy_version"] == min(versions)
         assert max(versions) <= line["step"] - 1

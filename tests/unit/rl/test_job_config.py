@@ -32,14 +32,14 @@ def test_defaults_are_on_policy_and_pass():
 BAD_VALUES = [
     ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
     ({"rl__async_steps": -1}, "rl.async_steps must be at least 0"),
-    ({"rl__minibatches": 17}, "not be more than rl.num_prompts_per_step = 16, got 17"),
+    ({"rl__minibatches": 17}, "at most rl.num_prompts_per_step = 16, .* got 17"),
     ({"rl__epochs": 0}, "rl.epochs must be at least 1"),
     ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
     (
         {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
-        "rl.redraws = 1 draws again where .*one completion always has",
+        "rl.redraws = 1 replaces prompts .* always so with one completion",
     ),
-    ({"rl__overlong_tokens": 17}, "last tokens of rl.sampling.max_tokens = 16, got 17"),
+    ({"rl__overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
     ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be a finite number"),
     ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
     ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
@@ -77,11 +77,11 @@ BAD_VALUES = [
     ({"rl__batch__max_tokens_per_microbatch": 100}, "must hold a row of 2048 tokens"),
     (
         {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
-        "take one of them out",
+        "take one of the keys out",
     ),
     (
         {"rl__batch__skip_zero_advantage": True, "rl__loss__entropy_coef": 0.01},
-        "rl.batch.skip_zero_advantage leaves out samples for which the loss is 0",
+        "rl.batch.skip_zero_advantage leaves out samples whose policy loss is 0",
     ),
     ({"rl__batch__packing": True}, "got model.attn_mask_type = None"),
     (
@@ -115,15 +115,15 @@ BAD_VALUES = [
             "rl__redraws": 1,
             "rl__async_steps": 1,
         },
-        "agree on what is drawn again",
+        "have to exchange redraws and replies",
     ),
     (
         {"rl__generator__ranks": 1, "rl__weight_sync__mode": "reference"},
-        "rl.generator.ranks = 1 generate on ranks of their own",
+        "rl.generator.ranks = 1 generates on separate ranks",
     ),
     (
         {"rl__generator__ranks": 1, "checkpoint__create_seed_checkpoint": True},
-        "checkpoint.create_seed_checkpoint has no such ranks",
+        "do not exist with checkpoint.create_seed_checkpoint",
     ),
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),

@@ -103,7 +103,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
     batch = make_batch([-1.0, -2.0, -0.5], [0.7] * 3)
     logprobs = torch.tensor([-1.0002, -1.9999, -0.5001], dtype=torch.float64, requires_grad=True)
     ratio = (logprobs - batch["generator_logprobs"][0]).mean().exp()
-    # Eq. 5: s A once per sequence; with weights 1 for each of 3 tokens it counts 3 times.
+    # Eq. 5: s A once per sequence; with weight 1 for each of 3 tokens, 3 times.
     (expected,) = torch.autograd.grad(-3 * ratio * 0.7, logprobs)
     _, gradient = value_and_gradient(GSPOLoss(), logprobs.tolist(), batch)
     assert gradient == pytest.approx(expected.tolist())

@@ -8,8 +8,8 @@ import torch
 
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.controller import Controller
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import with_advantages
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import TrainingSample
 
 TWICE_TWO = ["--rl.epochs=2", "--rl.minibatches=2"]
@@ -56,7 +56,7 @@ def test_lag_counts_updates_and_is_bounded_by_batches_ahead(tmp_path):
     controller = controller_of(tmp_path, *TWICE_TWO, "--training.steps=18", "--rl.async_steps=2")
     lags = [controller.train_step()["rl/lag"] for _ in range(5)]
     assert lags == [0, 4, 8, 8, 8]
-    # The last batch makes as many updates as steps are left.
+    # The last batch makes only as many updates as steps are left.
     assert (controller.step, controller.num_batches) == (18, 5)
     controller.close()
 

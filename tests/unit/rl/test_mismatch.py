@@ -18,7 +18,7 @@ from torchtitan.rl.losses import (
     ImportanceSamplingLoss,
     build_loss,
 )
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 
 NO_UPDATE = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
@@ -29,7 +29,7 @@ NO_UPDATE = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
 
 @pytest.fixture(scope="module")
 def largest_growth(tmp_path_factory):
-    """By how much one such token multiplies the gradient norm of a step, at most, for a loss."""
+    """The largest factor by which one such token multiplies the gradient norm of a step."""
     trainer = PolicyTrainer(toy_config(tmp_path_factory.mktemp("trainer")))
     batcher = Batcher(seq_len=24, rows=16)
     samples = toy_samples(8)
@@ -90,7 +90,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
     value, gradient = of_ratios(GRPOLoss(clip_eps=0.2), ratios, advantages)
     assert value == pytest.approx(2 * 2.9 + 2 * 3 - 2 * 1.2 + 0 + 2 * 0.8)
     assert gradient == pytest.approx([2 * 2.9, 0, 0, 0, 0])
-    # The same as without, bit for bit, where no ratio is beyond.
+    # The same bits as without a cap, if no ratio is above it.
     near = [1.0, 1.3, 0.5, 2.9], [1.0, -1.0, 0.3, -0.2]
     assert of_ratios(GRPOLoss(), *near) == of_ratios(GRPOLoss(dual_clip=0.0), *near)
 
@@ -100,7 +100,7 @@ SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 1]])
 
 
 def corrected(loss, old=True, moved=0.0):
-    """Value and gradient with advantages 1 to 6, where the policy has moved by so many nats."""
+    """Value and gradient with advantages 1 to 6, after the policy moved by these nats."""
     generator = [-2.0] * 6
     before = [g + m for g, m in zip(generator, MISMATCH, strict=True)]
     others = {"sequence_ids": SEQUENCES}

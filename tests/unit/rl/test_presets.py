@@ -1,4 +1,4 @@
-"""Every shipped TOML file is a job that the checks let through, and the examples fit together."""
+"""Every shipped TOML file is a job that passes the checks, and the examples fit together."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Prompts whose completions all have one reward are drawn again; long completions cost reward."""
+"""Redraws of prompts whose completions all have the same reward; the penalty of long completions."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, tmp
     n_graded = []
 
     def grade(prompt, text):
-        """Equal rewards except for some prompts, whose completions get different ones."""
+        """Equal rewards, except for some prompts whose completions get different rewards."""
         n_graded.append(prompt.text)
         return Grade(n_graded.count(prompt.text) % 2 if prompt.text in teaches else 0.5, {})
 

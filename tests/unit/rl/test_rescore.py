@@ -11,7 +11,7 @@ from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig, TrainingSample
 
 PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1], [4]]

@@ -8,10 +8,11 @@ import torch
 
 from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.toy import toy_config
+from torchtitan.experiments.rl_toy.tasks import SumDigitsTask
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.report import append_episodes, mean_scores, staleness
 from torchtitan.rl.rollout import Rollouts, with_advantages
-from torchtitan.rl.tasks import Grade, Prompt, SumDigitsTask
+from torchtitan.rl.tasks import Grade, Prompt
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 
 TASK = SumDigitsTask()
@@ -34,7 +35,7 @@ def test_completions_are_graded_without_their_stop_token():
     assert [e.text for e in episodes] == ["7", "8", "18", "18"]
     assert [e.reward for e in episodes] == [1, 0, 1, 1]
     assert [e.group_id for e in episodes] == [0, 0, 1, 1]
-    # The policy learns to stop, too: the token is in what was sampled.
+    # The policy also learns to stop: the stop token is one of the sampled tokens.
     assert episodes[0].token_ids[-1] == TASK.tokenizer.eos_id
     assert len(episodes[0].token_log_probs) == 2
     (cut,) = make_episodes(TASK, PROMPTS[:1], [completion("7", stops=False)])

@@ -2,17 +2,15 @@ import json
 
 import pytest
 
-from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.tasks import (
+from torchtitan.experiments.rl_toy.tasks import (
     CharTokenizer,
     CopyTask,
-    JsonlTask,
     SortTask,
     SumDigitsTask,
-    Task,
-    build_task,
-    register_task,
 )
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.jsonl_task import JsonlTask
+from torchtitan.rl.tasks import Task, build_task, register_task
 
 CHARACTER_TASKS = [SumDigitsTask, CopyTask, SortTask]
 
@@ -44,7 +42,7 @@ def test_sum_is_right_or_worth_nothing():
 
 def test_copy_and_sort_are_worth_the_share_of_positions_that_are_right():
     assert rewards(CopyTask(), "cab=", "cab", "cab", "cba", "", "ca") == [1, 1 / 3, 0, 2 / 3]
-    # Going on past the answer is no way to a full reward.
+    # Text after the answer lowers the reward.
     assert rewards(CopyTask(), "cab=", "cab", "cabcab") == [0.5]
     task = SortTask(length=5, num_letters=6)
     for prompt in task.sample(20):

@@ -1,4 +1,4 @@
-"""The policy calls tools: what it reads then, and what never stops a run."""
+"""The policy calls tools: it reads their results, and no failure of theirs stops a run."""
 
 import json
 
@@ -26,7 +26,7 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-# question -> (what the policy writes first, the results that it reads then)
+# question -> (the policy's first turn, the results that it reads after it)
 SCRIPT = {
     "right": (call("calculator", expression="(2+3)*4"), ["20"]),
     "two at once": (
@@ -89,7 +89,7 @@ def test_results_of_calls_are_read_in_the_next_turn_whatever_goes_wrong(folder, 
         assert episode.reward == (episode.text == "20")
         assert episode.scores["turns"] == 2 and episode.scores["tool_calls"] == len(results)
         assert episode.turns[0] == first
-        # The end of the turn was sampled; what follows it is the template's.
+        # The end of the turn was sampled; the text after it is the template's.
         reply = episode.turns[1]
         assert reply.startswith("\n<|im_start|>user\n<tool_response>\n")
         assert reply.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
@@ -136,7 +136,7 @@ def test_schema_is_that_of_the_signature():
     assert parameters["properties"]["words"] == {"type": "array", "items": {"type": "string"}}
     search.schema = {"type": "function", "function": {"name": "other"}}
     assert schema_of(search, "m:search") is search.schema
-    with pytest.raises(ValueError, match="the parameter 'x' of m:untyped must be one that"):
+    with pytest.raises(ValueError, match="the parameter 'x' of m:untyped must not be"):
         schema_of(tool_functions.untyped, "m:untyped")
     with pytest.raises(ValueError, match=r"must have different names, got \['divide', 'divide'\]"):
         Toolbox({"a:divide": tool_functions.divide, "b:divide": tool_functions.divide}, 1, 1.0)
@@ -212,7 +212,12 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
     forgetful.write_text(FORGETFUL)
     for rows, with_tokenizer, flags, message in [
         ([question("a")], plain, [], "has no chat template; set rl.task.chat_template"),
-        ([question("a"), {"prompt": "b"}], tokenizer, [], "line 2: with rl.task.tools prompts are"),
+        (
+            [question("a"), {"prompt": "b"}],
+            tokenizer,
+            [],
+            "line 2: with rl.task.tools prompts must be",
+        ),
         ([{"prompt": ["b"]}], tokenizer, [], "line 1: a message must be an object with a role"),
         ([{"prompt": [{"role": "king", "content": ""}]}], tokenizer, [], "no such role: king"),
         (
@@ -244,7 +249,7 @@ def test_chat_prompts_need_no_tools_and_take_variables(folder):
     ("values", "message"),
     [
         ({"tools": ["nowhere:f"], "max_turns": 2}, "rl.task.tools names a function to import"),
-        ({"tools": TOOLS}, "another turn, got rl.task.max_turns = 1; raise it"),
+        ({"tools": TOOLS}, "another turn to read them, got rl.task.max_turns = 1; raise it"),
         ({"tool_processes": 0}, "rl.task.tool_processes must be 1 to 1024, got 0"),
         ({"tool_timeout_seconds": 0.0}, "rl.task.tool_timeout_seconds must be above 0"),
         ({"chat_template": "none.jinja"}, "must be a file with a Jinja template, got 'none.jinja'"),

@@ -8,7 +8,7 @@ from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import CrossEntropyLoss
-from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import OptimParams
 
 # One sum in another order, fp32.

@@ -68,7 +68,9 @@ def test_sample_that_would_count_something_else_is_refused():
     with pytest.raises(ValueError, match=r"loss_mask .* must be 0 or 1, got \[0.5\]; put factors"):
         TrainingSample(tokens, tokens, ones / 2, ones, ones)
     labels = torch.tensor([1, -100])
-    with pytest.raises(ValueError, match="labels .* must be ids where loss_mask is 1, got -100"):
+    with pytest.raises(
+        ValueError, match="labels .* must be token ids where loss_mask is 1, got -100"
+    ):
         TrainingSample(tokens, labels, ones, ones, ones)
     TrainingSample(tokens, labels, torch.tensor([True, False]), ones, ones)
 

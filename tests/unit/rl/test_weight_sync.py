@@ -1,4 +1,4 @@
-"""Weights that go to a generator's own copy: complete, of the right version, bit for bit."""
+"""Weights of a generator's own copy: complete, of the right version, bit for bit."""
 
 import copy
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_tied_weights_may_come_once():
 
 
 class Altered:
-    """Weights of which something was changed on the way."""
+    """Weights that were damaged on the way."""
 
     version = 5
 
@@ -108,10 +108,10 @@ def rename(name, tensor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (flip_one_bit, "holds weights of digest .* those of version 5"),
+        (flip_one_bit, "have the digest .* sent weights of version 5"),
         (leave_out_a_norm, "version 5 came without norm.weight"),
         (cut, r"tok_embeddings.weight was sent as torch.float32 of \[1, 64\]"),
-        (rename, "the generator's model has nothing there"),
+        (rename, "the generator's model has nothing of this name"),
     ],
 )
 def test_other_weights_than_those_sent_are_refused_and_not_sampled_from(change, message):
@@ -133,5 +133,7 @@ def test_generator_that_has_other_weights_after_an_update_is_told(version):
     generator = SimpleNamespace(
         weight_dtype=None, weight_names="none", policy_version=version, update_weights=mock.Mock()
     )
-    with pytest.raises(StaleWeightsError, match=f"has version {version} after an update to 3"):
+    with pytest.raises(
+        StaleWeightsError, match=f"has version {version} after an update to version 3"
+    ):
         WeightSync(SimpleNamespace(weights_version=3), generator).update()

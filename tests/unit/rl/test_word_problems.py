@@ -76,7 +76,7 @@ def test_row_without_a_question_is_named(tmp_path):
 def test_config_for_gpus_is_a_job_that_can_start(
     n_ranks_apart, without_vllm, tmp_path, monkeypatch
 ):
-    comment = (RECIPE / "qwen3_0.6b.toml").read_text().split("need no vLLM:\n#")[1]
+    comment = (RECIPE / "qwen3_0.6b.toml").read_text().split("add these flags:\n#")[1]
     flags = comment.splitlines()[0].split() if without_vllm else []
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1+1?", "answer": "#### 2"}) + "\n")
@@ -100,7 +100,7 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
     for part in ("train", "test"):
         row = {"question": "1+1?", "answer": "#### 2"}
         (tmp_path / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
-    # Everything it writes is relative to the folder above its own.
+    # The script writes only relative to the folder above its own.
     for name in ("examples", "scripts"):
         (tmp_path / name).symlink_to(Path(name).resolve())
     script = tmp_path / RECIPE / "run_qwen3.sh"

@@ -26,7 +26,7 @@ def echo(x: list) -> str:
 
 
 def hide() -> str:
-    """Closes the pipe that its result would take."""
+    """Close the pipe of its result."""
     os.closerange(3, 256)
     time.sleep(60)
 

@@ -37,7 +37,7 @@ def toy_config(dump_folder: Path | str, *overrides: str) -> JobConfig:
 
 
 def toy_samples(n: int, seed: int = 0) -> list[TrainingSample]:
-    """Made-up samples of unlike lengths, in groups of two."""
+    """Made-up samples of different lengths, in groups of two."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Functions of the user in processes of their own, each call with a time limit: rewards, tools.
+"""The user's functions in separate processes, each call with a time limit: rewards and tools.
 
-One that hangs or dies is a verdict and a sentence, not the end of the run.
+A call that hangs or dies has a result that says so; it does not end the run.
 """
 
 import importlib
@@ -19,19 +19,20 @@ from typing import Any
 from torchtitan.tools.host import signal_at_parents_death
 
 Call = tuple[Sequence[Any], dict[str, Any]]
-"""Arguments of a function: by place, and by name."""
+"""Arguments of a function: by position, and by name."""
 
-_SECONDS_TO_START = 300  # a process, and the import of the user's module
+_SECONDS_TO_START = 300  # a process, with the import of the user's module
 _SECONDS_TO_END = 5  # a process that has closed its pipe
-# A process that died is told by the end of its pipe, unless one that it forked holds it open.
-_SECONDS_BETWEEN_LOOKS = 0.5
+# A dead process is usually noticed at once, because its pipe ends. But a process that it forked may
+# hold the pipe open.
+_SECONDS_BETWEEN_CHECKS = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a function did: `value` is what it returned.
+class Result:
+    """The result of a call: `value` is what the function returned.
 
-    error: what it raised, as a text. failure: why there is neither, as a sentence.
+    error: its exception as text. failure: a sentence on why there is neither a value nor an error.
     """
 
     value: Any = None
@@ -43,19 +44,19 @@ class Verdict:
 class _Worker:
     process: Any
     pipe: Connection
-    call: int | None = None  # the index of what it works on
+    call: int | None = None  # index of its current call
     deadline: float = 0.0
-    refused: Verdict | None = None  # on a call that could not be sent
+    unsent: Result | None = None  # the result of a call that could not be sent
 
 
-class VerifierPool:
-    """Calls functions in `n_processes` others.
+class FunctionPool:
+    """Calls functions in `n_processes` other processes.
 
-    functions: module:function of one, or of several; found anew in each process.
-    timeout_seconds: of one call; its process is then killed with all that it started, but for what has
-        made a session of its own, and another one is started.
-    convert: what a function returned becomes this there, which has to travel back.
-    what: the functions' name in sentences. keys: of the config that name them and the limit.
+    functions: module:function of one function, or of several; imported again in each process.
+    timeout_seconds: of one call. After it the process is killed with all processes that it started,
+        except those with a session of their own, and a new process is started.
+    convert: applied to a function's return value in its process, before it is sent back.
+    what: the functions' name in messages. keys: config keys of the functions and of the time limit.
     """
 
     def __init__(
@@ -72,24 +73,22 @@ class VerifierPool:
         self._n_processes, self._timeout_seconds = n_processes, timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
         self._workers: list[_Worker] = []  # always this list, which is cleared at exit
-        # As of multiprocessing's own pools: not in a fork, and before processes get a SIGTERM.
+        # As multiprocessing's own pools do: not in a fork, and before processes get a SIGTERM.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
-    def call_all(
-        self, calls: Sequence[Call], numbers: Sequence[int] | None = None
-    ) -> list[Verdict]:
-        """A verdict for each call, in their order. numbers: of their functions, 0 by default."""
-        waiting, verdicts = deque(range(len(calls))), [Verdict()] * len(calls)
+    def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
+        """Return the result of each call, in order. numbers: of the calls' functions, 0 by default."""
+        waiting, results = deque(range(len(calls))), [Result()] * len(calls)
         n_open = len(calls)
         while n_open:
             self._hand_out(calls, numbers, waiting)
             for worker in [w for w in self._workers if w.call is not None]:
-                verdict = self._verdict(worker)
-                if verdict is not None:
+                result = self._result(worker)
+                if result is not None:
                     assert worker.call is not None
-                    verdicts[worker.call], worker.call = verdict, None
+                    results[worker.call], worker.call = result, None
                     n_open -= 1
-            # One that dies in a call is kept until `_verdict` has found it.
+            # A worker that died during a call is kept until `_result` has noticed.
             for worker in [w for w in self._workers if w.call is None]:
                 if not worker.process.is_alive():
                     self._workers.remove(worker)
@@ -97,9 +96,9 @@ class VerifierPool:
             busy = [w for w in self._workers if w.call is not None]
             if busy:
                 until = min(worker.deadline for worker in busy)
-                seconds = min(until - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
+                seconds = min(until - time.monotonic(), _SECONDS_BETWEEN_CHECKS)
                 wait([w.pipe for w in busy], max(0.0, seconds))
-        return verdicts
+        return results
 
     def _hand_out(
         self, calls: Sequence[Call], numbers: Sequence[int] | None, waiting: deque[int]
@@ -112,31 +111,30 @@ class VerifierPool:
             for worker in started:
                 self._wait_until_ready(worker)
         except BaseException:
-            self.close()  # among them those that wait behind the one that failed
+            self.close()  # also the workers that were not waited for yet
             raise
         for worker in (idle + started)[: len(waiting)]:
             worker.call = waiting.popleft()
             worker.deadline = time.monotonic() + self._timeout_seconds
             number = 0 if numbers is None else numbers[worker.call]
             try:
-                # One that has ended since is found by `_verdict`.
-                with suppress(OSError):
+                with suppress(OSError):  # the worker has ended, which `_result` notices
                     worker.pipe.send((number, *calls[worker.call]))
-            except RecursionError as error:  # arguments too deep to travel: nothing was sent
-                worker.refused = Verdict(error=f"RecursionError: {error}")
+            except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
+                worker.unsent = Result(error=f"RecursionError: {error}")
 
-    def _verdict(self, worker: _Worker) -> Verdict | None:
-        """What came of a worker's call; None if it is still at it."""
-        if worker.refused is not None:
-            verdict, worker.refused = worker.refused, None
-            return verdict
-        has_ended = not worker.process.is_alive()  # asked first: it may have answered before
+    def _result(self, worker: _Worker) -> Result | None:
+        """Return the result of a worker's call; None if it is still running."""
+        if worker.unsent is not None:
+            result, worker.unsent = worker.unsent, None
+            return result
+        has_ended = not worker.process.is_alive()  # before `poll`: it may have answered and ended
         if worker.pipe.poll():
             try:
                 return worker.pipe.recv()
-            except (EOFError, OSError):  # OSError: in the middle of a verdict
+            except (EOFError, OSError):  # OSError: in the middle of a result
                 has_ended = True
-                # Not `join` with a limit: it has none where the process closed all its files.
+                # Not `join` with a time limit, which is ignored if the process closed all its files.
                 ends_by = time.monotonic() + _SECONDS_TO_END
                 while worker.process.is_alive() and time.monotonic() < ends_by:
                     time.sleep(0.01)
@@ -146,11 +144,11 @@ class VerifierPool:
             how = "it closed its pipe" if code is None else f"exit code {code}"
             if code is not None and code < 0:
                 how = f"signal {-code}"
-            return Verdict(failure=f"{self._what}'s process ended ({how})")
+            return Result(failure=f"{self._what}'s process ended ({how})")
         if time.monotonic() < worker.deadline:
             return None
         _kill(worker)
-        return Verdict(
+        return Result(
             failure=f"{self._what} took longer than {self._timeout_seconds:g} s ({self._keys[1]})"
         )
 
@@ -175,11 +173,11 @@ class VerifierPool:
             _kill(worker)
             raise ValueError(
                 f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
-                f"{ready}; its module is imported again there"
+                f"{ready}; the process imports the function's module again"
             )
 
     def close(self) -> None:
-        """End all processes, as does the end of this one. Safe to call twice."""
+        """End all processes; they also end with this process. Safe to call twice."""
         _kill_all(self._workers)
 
 
@@ -189,7 +187,7 @@ def _kill_all(workers: list[_Worker]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    # Its group has its number, once it has begun. Processes that a call has left stay in it.
+    # Once begun, the process leads a group of its own, with the processes that its calls left behind.
     with suppress(OSError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
@@ -198,13 +196,14 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
-    """Answer calls until the other side is gone."""
-    # A generating rank ignores it, which is inherited, and at exit waits for us to obey it.
+    """Answer calls until the pool is gone."""
+    # A generating rank ignores SIGTERM, which is inherited, but at exit it waits until SIGTERM ends us.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
-    # A pool that is killed closes nothing, and a call that hangs never looks at the pipe.
+    # A killed pool closes nothing, and a call that hangs never reads the pipe.
     signal_at_parents_death(signal.SIGKILL, whole_group=True)
-    # To the pool it is a daemon, which ends with it. A function may still use multiprocessing.
+    # The pool started it as a daemon, to end with it. But daemons must not start processes, and a
+    # function may.
     multiprocessing.current_process().daemon = False
     functions = []
     try:
@@ -221,7 +220,7 @@ def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any])
         except EOFError:
             return
         try:
-            verdict = Verdict(value=convert(functions[number](*arguments, **by_name)))
+            result = Result(value=convert(functions[number](*arguments, **by_name)))
         except Exception as error:
-            verdict = Verdict(error=f"{type(error).__name__}: {error}")
-        pipe.send(verdict)
+            result = Result(error=f"{type(error).__name__}: {error}")
+        pipe.send(result)

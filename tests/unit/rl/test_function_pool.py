@@ -11,11 +11,12 @@ from tests.unit.rl.reward_functions import fancy
 from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.test_job_config import config_with
 from torchtitan.config.checks import ConfigError
-from torchtitan.rl import verifiers
+from torchtitan.experiments.rl_toy.tasks import CharTokenizer
+from torchtitan.rl import function_pool
 from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.tasks import CharTokenizer, JsonlTask
+from torchtitan.rl.function_pool import FunctionPool, Result
+from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.types import Completion
-from torchtitan.rl.verifiers import Verdict, VerifierPool
 
 NAME = "tests.unit.rl.reward_functions:fancy"
 TOKENIZER = CharTokenizer("abcdehngiorstx=.")
@@ -23,7 +24,7 @@ TOKENIZER = CharTokenizer("abcdehngiorstx=.")
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = VerifierPool(NAME, 2, timeout_seconds=1.0)
+    pool = FunctionPool(NAME, 2, timeout_seconds=1.0)
     yield pool
     pool.close()
 
@@ -46,7 +47,7 @@ def test_reward_function_sees_prompt_and_row(lines):
 
 
 def test_hanging_and_dying_verifiers_cost_their_limit_and_not_the_run(pool, lines, caplog):
-    task = JsonlTask(lines, fancy, TOKENIZER, verifiers=pool)
+    task = JsonlTask(lines, fancy, TOKENIZER, reward_pool=pool)
     first, second = task.held_out(2)
     pool.call_all([(("a", "a"), {"prompt": "a=", "row": first.row})])  # processes start
     started = time.monotonic()
@@ -72,23 +73,23 @@ def test_hanging_and_dying_verifiers_cost_their_limit_and_not_the_run(pool, line
 
 def test_module_that_cannot_be_imported_is_named():
     before = set(multiprocessing.active_children())
-    pool = VerifierPool("tests.unit.rl.no_such_module:f", 2, 1.0)
+    pool = FunctionPool("tests.unit.rl.no_such_module:f", 2, 1.0)
     with pytest.raises(ValueError, match="cannot be started: ModuleNotFoundError"):
         pool.call_all([(("a", "a"), {})] * 2)
     assert set(multiprocessing.active_children()) == before  # none is left
 
 
 def test_process_that_dies_while_it_answers_or_closes_its_pipe_is_a_failure(monkeypatch):
-    monkeypatch.setattr(verifiers, "_SECONDS_TO_END", 0.1)
+    monkeypatch.setattr(function_pool, "_SECONDS_TO_END", 0.1)
     names = [f"tests.unit.rl.tool_functions:{name}" for name in ("die_while_answering", "hide")]
-    pool = VerifierPool(names, 1, 20.0, convert=str)
-    in_time = pool._verdict
+    pool = FunctionPool(names, 1, 20.0, convert=str)
+    in_time = pool._result
 
     def late(worker):
         time.sleep(1.0)  # the answer is larger than a pipe, and its process ends first
         return in_time(worker)
 
-    monkeypatch.setattr(pool, "_verdict", late)
+    monkeypatch.setattr(pool, "_result", late)
     dying, hiding = pool.call_all([((), {})] * 2, [0, 1])
     assert dying.failure == "the reward function's process ended (exit code 3)"
     assert hiding.failure == "the reward function's process ended (it closed its pipe)"
@@ -99,16 +100,16 @@ def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
     names = [
         f"tests.unit.rl.tool_functions:{name}" for name in ("die_and_leave_the_pipe_open", "die")
     ]
-    pool = VerifierPool(names, 1, 600.0, convert=str)
-    in_time = pool._verdict
+    pool = FunctionPool(names, 1, 600.0, convert=str)
+    in_time = pool._result
 
     def early(worker):
-        verdict = in_time(worker)
-        if verdict is None:
-            worker.process.join(1.0)  # it ends after it was looked at
-        return verdict
+        result = in_time(worker)
+        if result is None:
+            worker.process.join(1.0)  # it ends after `_result` has checked it
+        return result
 
-    pool._verdict = early
+    pool._result = early
     # A child of the first still holds the pipe.
     orphaning, dying = pool.call_all([((), {})] * 2, [0, 1])
     assert orphaning.failure == "the reward function's process ended (exit code 3)"
@@ -117,9 +118,9 @@ def test_process_that_dies_before_its_verdict_is_read_is_a_failure():
 
 
 def test_what_a_call_has_started_ends_with_its_time(tmp_path):
-    pool = VerifierPool("tests.unit.rl.tool_functions:leave_behind", 1, 2.0, convert=str)
-    (verdict,) = pool.call_all([((str(tmp_path / "number"),), {})])
-    assert "took longer than 2 s" in verdict.failure
+    pool = FunctionPool("tests.unit.rl.tool_functions:leave_behind", 1, 2.0, convert=str)
+    (result,) = pool.call_all([((str(tmp_path / "number"),), {})])
+    assert "took longer than 2 s" in result.failure
     pool.close()
     wait_for_end((tmp_path / "number").read_text())
 
@@ -139,7 +140,7 @@ def is_running(number: str) -> bool:
 
 
 def test_process_that_dies_between_calls_ends_with_what_it_left(tmp_path):
-    pool = VerifierPool("tests.unit.rl.tool_functions:leave_and_return", 1, 60.0, convert=str)
+    pool = FunctionPool("tests.unit.rl.tool_functions:leave_and_return", 1, 60.0, convert=str)
     pool.call_all([((str(tmp_path / "first"),), {})])
     pool._workers[0].process.kill()
     pool._workers[0].process.join()
@@ -154,9 +155,9 @@ def test_process_that_dies_between_calls_ends_with_what_it_left(tmp_path):
 def test_processes_end_with_one_that_does_not_close_its_pool(function, end, tmp_path):
     path = tmp_path / "number"
     code = f"""
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.function_pool import FunctionPool
 if __name__ == "__main__":
-    pool = VerifierPool("tests.unit.rl.tool_functions:{function}", 1, 300.0, convert=str)
+    pool = FunctionPool("tests.unit.rl.tool_functions:{function}", 1, 300.0, convert=str)
     pool.call_all([(({str(path)!r},), {{}})])
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
@@ -171,19 +172,19 @@ if __name__ == "__main__":
 
 
 def test_function_may_start_processes_of_its_own():
-    pool = VerifierPool("tests.unit.rl.tool_functions:ask_another_process", 1, 60.0, convert=str)
-    assert pool.call_all([((), {})]) == [Verdict(value="[3]")]
+    pool = FunctionPool("tests.unit.rl.tool_functions:ask_another_process", 1, 60.0, convert=str)
+    assert pool.call_all([((), {})]) == [Result(value="[3]")]
     pool.close()
 
 
 def test_process_of_a_rank_that_ignores_sigterm_ends_with_it():
-    # In a generating rank signals are left to the trainer's; a pool that is not closed must end, too.
+    # A generating rank ignores signals; the processes of a pool that is not closed must still end.
     code = f"""
 import signal
-from torchtitan.rl.verifiers import VerifierPool
+from torchtitan.rl.function_pool import FunctionPool
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pool = VerifierPool({NAME!r}, 1, 60.0)
+    pool = FunctionPool({NAME!r}, 1, 60.0)
     row = {{"prompt": "a=", "scale": 1}}
     print(pool.call_all([(("a", "a"), {{"prompt": "a=", "row": row}})]))
 """
@@ -204,7 +205,10 @@ def test_graded_text_ends_before_the_stop_string(lines):
     [
         ({"rl__task__reward_processes": -1}, "rl.task.reward_processes must be 0 to 1024"),
         ({"rl__task__reward_timeout_seconds": 0.0}, "rl.task.reward_timeout_seconds must be above"),
-        ({"rl__sampling__stop_strings": [""]}, "rl.sampling.stop_strings must have characters"),
+        (
+            {"rl__sampling__stop_strings": [""]},
+            "rl.sampling.stop_strings must not be empty strings",
+        ),
     ],
 )
 def test_settings_are_checked(values, message):

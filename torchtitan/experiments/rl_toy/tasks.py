@@ -1,0 +1,155 @@
+"""Toy tasks that are spelled in characters: sums, copying, sorting, guessing a number."""
+
+import random
+import string
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.rl.tasks import Grade, Prompt, Task, Turn
+
+
+class CharTokenizer(BaseTokenizer):
+    """One id per character, from 1 on; id 0 is the end-of-text token, which has no text."""
+
+    def __init__(self, characters: str) -> None:
+        super().__init__()
+        if len(set(characters)) < len(characters):
+            raise ValueError(f"characters must differ from each other, got {characters!r}")
+        self.characters = characters
+        self.eos_id = 0
+        self._ids = {character: i for i, character in enumerate(characters, start=1)}
+
+    def encode(self, text: str, *, add_eos: bool = False, **_: Any) -> list[int]:
+        """Return the ids of a text; raises ValueError for unknown characters."""
+        unknown = sorted(set(text) - set(self._ids))
+        if unknown:
+            raise ValueError(
+                f"this tokenizer knows the characters {self.characters!r}, got {unknown} in {text!r}"
+            )
+        return [self._ids[character] for character in text] + [self.eos_id] * add_eos
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """Return the text of ids; ids beyond the vocabulary, which a larger model may draw, are U+FFFD."""
+        known = len(self.characters)
+        return "".join(
+            self.characters[i - 1] if i <= known else "\ufffd" for i in token_ids if i > 0
+        )
+
+    def get_vocab_size(self) -> int:
+        return len(self.characters) + 1
+
+
+class CharTask(Task):
+    """A task with random problems that are spelled in a few characters. The reward is 1 for the
+    answer and 0 for any other text.
+
+    Held-out prompts are drawn independently of training prompts, but may equal some of them if there
+    are few problems.
+    """
+
+    def __init__(self, characters: str, seed: int) -> None:
+        super().__init__(CharTokenizer(characters))
+        self.seed = seed
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        """Return a random problem: its text and its answer."""
+
+    def prompt(self, index: int) -> Prompt:
+        return self.make_prompt(*self.draw(random.Random(f"{self.seed} training {index}")))
+
+    def held_out(self, n: int) -> list[Prompt]:
+        rngs = (random.Random(f"{self.seed} held out {index}") for index in range(n))
+        return [self.make_prompt(*self.draw(rng)) for rng in rngs]
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        exact = float(text == prompt.answer)
+        return Grade(exact, {"exact": exact})
+
+
+class SumDigitsTask(CharTask):
+    """Add numbers: "3+4=" expects "7". The reward is 1 for the sum and 0 for any other text.
+
+    num_min, num_max: the fewest and the most numbers. value_max: the largest number; the smallest is 0.
+    """
+
+    def __init__(self, num_min: int = 2, num_max: int = 2, value_max: int = 9, seed: int = 0):
+        super().__init__("0123456789+=", seed)
+        self.num_min, self.num_max, self.value_max = num_min, num_max, value_max
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        n = rng.randint(self.num_min, self.num_max)
+        numbers = [rng.randint(0, self.value_max) for _ in range(n)]
+        return "+".join(map(str, numbers)) + "=", str(sum(numbers))
+
+
+class CopyTask(CharTask):
+    """Repeat letters: "cab=" expects "cab". The reward is the share of correct positions.
+
+    length: letters in a prompt. num_letters: size of the alphabet, which begins at a.
+    """
+
+    def __init__(self, length: int = 3, num_letters: int = 8, seed: int = 0):
+        self.length, self.letters = length, string.ascii_lowercase[:num_letters]
+        super().__init__(self.letters + "=", seed)
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        letters = "".join(rng.choices(self.letters, k=self.length))
+        return letters + "=", self.answer(letters)
+
+    def answer(self, letters: str) -> str:
+        return letters
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        hits = sum(a == b for a, b in zip(text, prompt.answer, strict=False))
+        share = hits / max(len(text), len(prompt.answer))
+        return Grade(share, {"exact": float(text == prompt.answer)})
+
+
+class SortTask(CopyTask):
+    """Put letters in order: "cab=" expects "abc". The reward is as in `CopyTask`."""
+
+    def answer(self, letters: str) -> str:
+        return "".join(sorted(letters))
+
+
+class GuessTask(CharTask):
+    """Find a number in several turns: the reply to a wrong guess is "<" or ">", if the number is less
+    or greater. The reward is 1 if the last guess is right. All prompts are "?".
+
+    value_max: the largest number; the smallest is 0.
+    """
+
+    def __init__(self, value_max: int = 9, seed: int = 0):
+        super().__init__("0123456789<>?", seed)
+        self.value_max = value_max
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        return "?", str(rng.randint(0, self.value_max))
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        guess, number = turns[-1].text, prompt.answer
+        if guess == number or not guess.isdecimal():
+            return None
+        return "<" if int(number) < int(guess) else ">"
+
+
+# ---- builders, by their names in `rl.task.name` ----
+
+
+def sum_digits(rl: Any, *_: Any) -> Task:
+    return SumDigitsTask(rl.task.num_min, rl.task.num_max, rl.task.value_max, rl.seed)
+
+
+def copy(rl: Any, *_: Any) -> Task:
+    return CopyTask(rl.task.length, rl.task.num_letters, rl.seed)
+
+
+def sort(rl: Any, *_: Any) -> Task:
+    return SortTask(rl.task.length, rl.task.num_letters, rl.seed)
+
+
+def guess(rl: Any, *_: Any) -> Task:
+    return GuessTask(rl.task.value_max, rl.seed)

@@ -1,0 +1,296 @@
+"""A task with prompts from a file, graded by the user's function: `rl.task.name = "jsonl"`."""
+
+import inspect
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.rl.advantages import LARGEST_REWARD
+from torchtitan.rl.function_pool import Call, FunctionPool
+from torchtitan.rl.tasks import Grade, Prompt, Task, Turn, explained, find_function
+from torchtitan.rl.tools import Toolbox, tool_calls
+from torchtitan.tools.logging import logger
+
+
+class JsonlTask(Task):
+    """Prompts from a file with one JSON object per line, graded by the user's function.
+
+    Each pass over the file has another order.
+
+    path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
+        lines of `path`.
+    reward_fn: (completion text, expected answer) -> reward. If it has parameters of these names, it
+        also gets `prompt`, the prompt's text, `row`, its JSON object, and `turns`, a list of (text,
+        reply) of all turns; the last reply is None. The score `exact` is 1 for the exact answer.
+    reward_pool: processes that call the function in place of `reward_fn`. A call that hangs or dies
+        has a reward of 0, a score `verifier_failed` and a warning.
+    chat: renders prompts that are lists of messages; None refuses such lines.
+    tools: functions that the policy may call. Then all prompts are lists of messages, results of
+        calls are replies, and a turn without a call ends the episode. The score `tool_calls` is the
+        number of calls.
+    max_prompt_tokens: longer prompts are left out, with a warning; None keeps all.
+    Raises ValueError for other lines, for a chat template that would change earlier turns, and if no
+    prompt is left.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reward_fn: Callable[..., float],
+        tokenizer: BaseTokenizer,
+        *,
+        reward_pool: FunctionPool | None = None,
+        chat: ChatTemplate | None = None,
+        tools: Toolbox | None = None,
+        eval_path: str = "",
+        prompt_key: str = "prompt",
+        answer_key: str = "answer",
+        max_prompt_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.reward_fn, self.seed, self.reward_pool = reward_fn, seed, reward_pool
+        self._reward_parameters: set[str] = set()
+        with suppress(ValueError):  # some functions written in C have no signature
+            self._reward_parameters = set(list(inspect.signature(reward_fn).parameters)[2:])
+        self._prompt_key, self._answer_key = prompt_key, answer_key
+        self.chat, self.tools = chat, tools
+        self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
+        self._prompts = self._read(path)
+        self._held_out = self._read(eval_path) if eval_path else self._prompts
+        self._order: tuple[int, list[int]] = (-1, [])  # (number of the pass, its order)
+        if tools is not None:
+            assert chat is not None
+            result = {"role": "tool", "name": "", "content": "what the tool returned"}
+            chat.check_turns(self.messages(self._prompts[0]), result, tools=tools.schemas)
+
+    # ---- prompts ----
+
+    def _read(self, path: str) -> list[Prompt]:
+        prompts = []
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    prompts.append(self._prompt_of(line))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
+        if len(kept) < len(prompts):
+            logger.warning(
+                "%d of %d prompts in %s have more than %d tokens and are left out; raise "
+                "rl.batch.seq_len, or lower rl.sampling.max_tokens",
+                len(prompts) - len(kept),
+                len(prompts),
+                path,
+                self._longest,
+            )
+        if not kept:
+            raise ValueError(
+                f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
+                f"{len(prompts)} in {path!r}"
+            )
+        return kept
+
+    def _prompt_of(self, line: bytes) -> Prompt:
+        """Return the prompt of a line; raises ValueError for a bad line."""
+        try:
+            values = json.loads(line)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+        text = values.get(self._prompt_key) if isinstance(values, dict) else None
+        is_chat = isinstance(text, list)
+        if not text or not (is_chat or isinstance(text, str)):
+            raise ValueError(
+                f"rl.task.prompt_key = {self._prompt_key!r} must name a text or a list of messages "
+                f"in every line, got {text!r}; correct the line or the key"
+            )
+        if self.tools is not None and not is_chat:
+            raise ValueError(
+                f"with rl.task.tools prompts must be lists of messages, got {text!r}; write "
+                '[{"role": "user", "content": ...}]'
+            )
+        answer = values.get(self._answer_key, "")
+        if isinstance(answer, dict | list | None):
+            raise ValueError(
+                f"rl.task.answer_key = {self._answer_key!r} must name a text or a number, got "
+                f"{json.dumps(answer)}; correct the line or the key"
+            )
+        answer = answer if isinstance(answer, str) else json.dumps(answer)
+        if not is_chat:
+            return replace(self.make_prompt(text, answer), row=values)
+        if self.chat is None:
+            raise ValueError(
+                "the prompt is a list of messages, and the tokenizer in model.hf_assets_path has no "
+                "chat template; set rl.task.chat_template to a file with a template"
+            )
+        for message in text:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f"a message must be an object with a role and a content, got {message!r}"
+                )
+        rendered = self.chat.render(text, tools=self.tools and self.tools.schemas)
+        token_ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        return Prompt(rendered, tuple(token_ids), answer, values)
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, place = divmod(index, len(self._prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            random.Random(f"{self.seed} pass {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._prompts[self._order[1][place]]
+
+    def held_out(self, n: int) -> list[Prompt]:
+        return self._held_out[:n]
+
+    # ---- replies ----
+
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return the messages of a chat's prompt."""
+        assert prompt.row is not None
+        return prompt.row[self._prompt_key]
+
+    def chat_reply(
+        self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
+    ) -> str:
+        """Return the text of messages that answer the last turn, for a `reply` in a chat."""
+        assert self.chat is not None
+        schemas = self.tools and self.tools.schemas
+        return self.chat.continuation(
+            self.messages(prompt), messages, stop=turns[-1].stop, tools=schemas
+        )
+
+    @property
+    def replies(self) -> bool:
+        own = type(self)
+        replies = own.reply is not Task.reply or own.reply_all is not JsonlTask.reply_all
+        return replies or self.tools is not None
+
+    def reply_all(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[str | None]:
+        if self.tools is None:
+            return super().reply_all(episodes)
+        calls = [tool_calls(turns[-1].text) for _, turns in episodes]
+        results = iter(self.tools.results([call for of_turn in calls for call in of_turn]))
+        replies: list[str | None] = []
+        for (prompt, turns), of_turn in zip(episodes, calls, strict=True):
+            messages = [
+                {"role": "tool", "name": call.name, "content": next(results)} for call in of_turn
+            ]
+            replies.append(self.chat_reply(prompt, turns, messages) if messages else None)
+        return replies
+
+    # ---- grades ----
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        return self.grade_all([(prompt, text)])[0]
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
+        return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
+
+    def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
+        results = None
+        if self.reward_pool is not None:
+            results = self.reward_pool.call_all([self._arguments(*e) for e in episodes])
+        grades = []
+        for i, (prompt, turns) in enumerate(episodes):
+            text = turns[-1].text
+            scores = {"exact": float(text == prompt.answer)}
+            if results is None:
+                arguments, by_name = self._arguments(prompt, turns)
+                with explained("grading", "reward function", prompt, text):
+                    returned: Any = self.reward_fn(*arguments, **by_name)
+            else:
+                about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
+                if results[i].error is not None:
+                    raise ValueError(
+                        f"grading failed: {results[i].error}; {about}; correct the reward function"
+                    )
+                returned, has_failed = results[i].value, results[i].failure is not None
+                if has_failed:
+                    logger.warning("%s: reward 0; %s", results[i].failure, about)
+                    returned, scores["exact"] = 0.0, 0.0
+                scores["verifier_failed"] = float(has_failed)
+            try:
+                reward = float(returned)
+            except (TypeError, ValueError, OverflowError):
+                reward = math.nan
+            if not abs(reward) <= LARGEST_REWARD:
+                raise ValueError(
+                    f"the function rl.task.reward_fn must return a finite number, at most "
+                    f"{LARGEST_REWARD:g} in size, got {returned!r} for the completion {text!r} and "
+                    f"the answer {prompt.answer!r}; correct it"
+                )
+            if self.tools is not None:
+                scores["tool_calls"] = sum(len(tool_calls(t.text)) for t in turns if t.reply)
+            grades.append(Grade(reward, scores))
+        return grades
+
+    def _arguments(self, prompt: Prompt, turns: Sequence[Turn]) -> Call:
+        """Return the arguments of the reward function."""
+        texts = [(turn.text, turn.reply) for turn in turns]
+        known = {"prompt": prompt.text, "row": prompt.row, "turns": texts}
+        by_name = {name: known[name] for name in self._reward_parameters & known.keys()}
+        return (turns[-1].text, prompt.answer), by_name
+
+    def close(self) -> None:
+        for pool in (self.reward_pool, self.tools):
+            if pool is not None:
+                pool.close()
+
+
+def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | None) -> Task:
+    """Build the task that `[rl.task]` describes; a `tasks.TaskBuilder`."""
+    if tokenizer is None:
+        raise ValueError(
+            "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set model.hf_assets_path "
+            "to a folder with a tokenizer, with a model that builds it"
+        )
+    task, chat, reward_pool, tools = rl.task, None, None, None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        chat = ChatTemplate.of_tokenizer(
+            tokenizer, chat_variables(task), path=task.chat_template, tools=bool(task.tools)
+        )
+    reward_fn = find_function(task.reward_fn)
+    if task.reward_processes:
+        reward_pool = FunctionPool(
+            task.reward_fn, task.reward_processes, task.reward_timeout_seconds
+        )
+    if task.tools:
+        functions = {name: find_function(name, "rl.task.tools") for name in task.tools}
+        tools = Toolbox(functions, task.tool_processes, task.tool_timeout_seconds)
+    return JsonlTask(
+        task.path,
+        reward_fn,
+        tokenizer,
+        reward_pool=reward_pool,
+        chat=chat,
+        tools=tools,
+        eval_path=task.eval_path,
+        prompt_key=task.prompt_key,
+        answer_key=task.answer_key,
+        max_prompt_tokens=max_prompt_tokens,
+        seed=rl.seed,
+    )
+
+
+def chat_variables(task: Any) -> dict[str, Any]:
+    """Return the chat template's variables in the section `[rl.task]`; ValueError if they are not JSON."""
+    try:
+        variables = json.loads(task.chat_variables or "{}")
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"rl.task.chat_variables must be a JSON object, got {task.chat_variables!r}; write it "
+            "like '{\"enable_thinking\": false}'"
+        )
+    return variables

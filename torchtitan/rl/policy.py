@@ -1,0 +1,185 @@
+"""The trained policy, and the policy as it was before RL, for losses that keep the former near it.
+
+There is no loop here: `torchtitan.rl.controller` has it. The engine has the layouts (FSDP, TP, PP, CP
+and their products), the checkpoints and the schedule.
+"""
+
+import dataclasses
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.engine import TrainingEngine
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.learner import Learner
+from torchtitan.rl.losses import PolicyLoss, loss_from_config
+from torchtitan.rl.snapshots import exchange, own_weights
+from torchtitan.rl.types import TrainingBatch
+from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.tools.logging import init_logger, logger
+
+
+class PolicyTrainer(Learner):
+    """A policy that learns from batches of samples, in steps that the caller decides on.
+
+    `forward_backward` and `optim_step` are those of `Learner`, by default with the loss `[rl.loss]`.
+    engine: an existing engine; None builds it from the config.
+    Raises ConfigError for a config that cannot run.
+    """
+
+    def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
+        if not logger.handlers:
+            init_logger()  # a process of an actor library has no log handlers
+        self.job_config = job_config
+        loss = loss_from_config(job_config.rl.loss)
+        check_trainer_config(job_config)
+        if engine is None:
+            check_not_divided(job_config)
+            engine = TrainingEngine(job_config)
+        else:
+            check_gradients_add_up(engine.job_config)
+        super().__init__(engine, loss)
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps and of loads of weights alone; a resumed run keeps counting."""
+        return self.engine.weights_version
+
+    def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
+        # Generators divide logits by this temperature before they draw.
+        entropy = loss_fn is not None and loss_fn.needs_entropy
+        return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
+
+    def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
+        return outputs
+
+    # ---- log-probs of a batch by the current weights ----
+
+    def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
+        """Replace the generator's log-probs; also returns the largest change over all ranks.
+
+        The forward sees the same microbatches as training: until the weights change, a training
+        forward has the same bits, and every ratio is exactly 1. Cached decoding sums in another order
+        and differs by 1e-6 in fp32. Raises ValueError as `forward_backward` does.
+
+        Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
+        last stage, where the loss is computed.
+        """
+        rescored = self._with_scores(batch, "generator_logprobs")
+        largest = torch.zeros((), device=self.engine.device)
+        dp_rank = self.engine.dp_rank
+        for old, new in zip(batch.of_rank(dp_rank), rescored.of_rank(dp_rank), strict=True):
+            change = (new.generator_logprobs - old.generator_logprobs).abs().max()
+            largest = torch.maximum(largest, change.to(largest.device))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return rescored, largest.item()
+
+    def with_old_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
+        """Add `old_logprobs` to the batch, for several updates on it.
+
+        As `rescore`: collective, it changes the same ranks, and raises the same errors.
+        """
+        return self._with_scores(batch, "old_logprobs")
+
+    def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
+        """Return the batch with log-probs as the tensors of this name, on this rank."""
+        self._check_on_all_ranks(batch)
+        dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
+        for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
+            mask = row[dp_rank].loss_mask
+            new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
+            row[dp_rank] = dataclasses.replace(row[dp_rank], **{name: new})
+        return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
+
+    # ---- state ----
+
+    def skip_step(self) -> None:
+        """Advance the step and the schedule without an update of the policy."""
+        self.engine.step += 1
+        with warnings.catch_warnings():  # torch expects the optimizer to have stepped before
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.engine.lr_schedulers.step()
+
+    def save_checkpoint(self, path: str | None = None) -> None:
+        """Save everything that a run needs to continue.
+
+        path: the folder to write; None is a step folder below `checkpoint.folder`.
+        """
+        self.engine.save(path)
+
+    def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
+        """Load a checkpoint of `save_checkpoint` and zero the gradients; False if there is none.
+
+        path: None is the run's newest checkpoint, or the initial one that the config names.
+        model_only: take only the weights; the optimizer starts with no state.
+        """
+        if not self.engine.load(path, model_only=model_only):
+            return False
+        if model_only:
+            self._restart_optimizer()
+        self.zero_grad()
+        return True
+
+    def replace_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take these weights (`snapshots.host_copy`); the optimizer starts with no state."""
+        exchange(self.engine, weights)
+        self.engine.weights_version += 1
+        self._restart_optimizer()
+        self.zero_grad()
+
+    def _restart_optimizer(self) -> None:
+        for optimizer in self.engine.optimizers:
+            optimizer.state.clear()
+
+    def push_model_state_dict(self, generator: TakesWeights) -> int:
+        """Send a generator the weights; returns their version. Raises as `WeightSync.update`."""
+        check_digest = self.job_config.rl.weight_sync.digest
+        return WeightSync(self.engine, generator, check_digest=check_digest).update()
+
+
+class ReferencePolicy:
+    """A copy of this rank's part of the policy's weights, and their log-probs.
+
+    There is no second model: for a forward, the copy is swapped with the weights (and with the
+    biases that balance experts).
+    is_loaded: True if the copy came from a checkpoint.
+    """
+
+    def __init__(self, trainer: PolicyTrainer):
+        self._trainer = trainer
+        self.is_loaded = False
+        self.take()
+
+    def take(self) -> None:
+        """Make the current weights the reference."""
+        self._weights = {name: w.detach().clone() for name, w in own_weights(self._trainer.engine)}
+
+    def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
+        """Return what `PolicyTrainer.forward` returns, under the reference. Collective."""
+        exchange(self._trainer.engine, self._weights)
+        try:
+            return self._trainer.forward(batch)
+        finally:
+            exchange(self._trainer.engine, self._weights)
+
+    def _name_in_whole_model(self, name: str) -> str:
+        for part in self._trainer.engine.model_parts:
+            name = name_in_whole_model(part, name)
+        return name
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Take the weights of a checkpoint; the loader usually filled our tensors in place already."""
+        self.is_loaded = True
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                tensor = state_dict[self._name_in_whole_model(name)]
+                if tensor is not weight:
+                    weight.copy_(tensor)
