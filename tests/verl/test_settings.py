@@ -160,7 +160,7 @@ WRONG = {
     "two truths": (dict(data_parallel_size=4, world_size=2), "engine.data_parallel_size must be 1"),
     "size 0": (dict(context_parallel_size=0), "engine.context_parallel_size must be at least 1"),
     "kernel": (dict(attn_type="flex_flash"), "engine.attn_type must be 'flex' or 'varlen'"),
-    "kernel that verl refuses": (dict(attn_type="sdpa"), "'flex' or 'varlen' here, got 'sdpa'"),
+    "kernel that verl refuses": (dict(attn_type="sdpa"), "'flex' or 'varlen', got 'sdpa'"),
     "checkpointing": (
         dict(activation_checkpoint="selectiv"),
         "engine.activation_checkpoint must be 'selective', 'full' or 'none', got 'selectiv'",
@@ -168,7 +168,7 @@ WRONG = {
     "dtype": (dict(dtype="float16"), "got 'float16'"),
     "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
     "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
-    "LoRA": (dict(model=dict(lora_rank=8)), "LoRA is not available here"),
+    "LoRA": (dict(model=dict(lora_rank=8)), "torchtitan's engine has no LoRA"),
     "LoRA of Megatron's kind": (dict(model=dict(lora={"rank": 8})), "model.lora.rank = 8"),
     "adapter": (dict(model=dict(lora_adapter_path="/a")), "model.lora_adapter_path = '/a'"),
     "contents": (
@@ -177,7 +177,7 @@ WRONG = {
     ),
     "contents without model": (
         dict(checkpoint=dict(save_contents=["optimizer"])),
-        "must have 'model'",
+        "must include 'model'",
     ),
 }
 
@@ -207,7 +207,7 @@ def test_other_engines_configs_are_refused(folder):
         job_config_of(FSDPEngineConfig(), cases.optimizer_config(), model, None, "", 1)
     with pytest.raises(ConfigError, match="got FSDPOptimizerConfig without .*optim=torchtitan"):
         job_config_of(ours, FSDPOptimizerConfig(), model, None, "", 1)
-    with pytest.raises(ConfigError, match="got None; give one, or set engine.forward_only"):
+    with pytest.raises(ConfigError, match="got None; give a config, or set engine.forward_only"):
         job_config_of(ours, None, model, None, "", 1)
     job_config_of(cases.engine_config(forward_only=True), None, model, None, "language_model", 1)
 
@@ -309,5 +309,5 @@ importlib.metadata.entry_points = entry_points_of
 import verl
 """
     result = in_new_process(code)
-    assert "torchtitan is no backend of verl here" in result.stderr
+    assert "verl cannot use torchtitan" in result.stderr
     assert "made for verl 0.9.1" in result.stderr and "VERL_USE_EXTERNAL_PLUGINS" in result.stderr

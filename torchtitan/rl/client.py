@@ -6,8 +6,8 @@
     sampler = client.save_weights_and_get_sampling_client().result()
     sampler.sample(ModelInput.from_ints(prompt), 8, SamplingParams(max_tokens=16)).result()
 
-Calls return futures and run in order on one thread. Losses are sums over tokens; the caller's
-weights or advantages decide how they are averaged. Under torchrun every rank runs the same program
+Calls return futures and run in order on one thread. Losses are sums over tokens: the caller
+averages them through its weights or advantages. Under torchrun every rank runs the same program
 with the same data.
 """
 
@@ -54,39 +54,39 @@ _T = TypeVar("_T")
 
 
 class _Thread:
-    """Runs calls in the order they were made, on one thread; equal ones in a row at once."""
+    """Runs calls one by one in their order, on one thread; joins calls that share a key."""
 
     def __init__(self, device: torch.device):
         self._pool = ThreadPoolExecutor(
             1, "training client", initializer=use_device, initargs=(device,)
         )
         self._lock = threading.Lock()
-        # The last call, if more may join it: its key, and each item with its future.
-        self._open: tuple[Any, list[tuple[Any, Future]]] | None = None
+        # The key and the (item, future) pairs of the last call, while more items may join it.
+        self._joinable: tuple[Any, list[tuple[Any, Future]]] | None = None
 
     def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
         with self._lock:
-            self._open = None
+            self._joinable = None
             return self._pool.submit(call, *args, **kwargs)
 
     def submit_item(self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any) -> Future[_T]:
-        """Have `call` get this item together with others of the same key, made one after the other.
+        """Pass items that were submitted in a row with the same key to one `call`.
 
-        They wait while the thread is busy. Under torchrun ranks may be busy for unlike times, and
-        have to call alike: there each item has a call of its own.
+        Items join while the thread is busy with an earlier call. Under torchrun each item gets its
+        own call, because the ranks, which have to make the same calls, are not busy equally long.
         """
         future: Future[_T] = Future()
         with self._lock:
-            if self._open is None or self._open[0] != key or num_ranks() > 1:
-                self._open = key, []
-                self._pool.submit(self._run, call, self._open[1])
-            self._open[1].append((item, future))
+            if self._joinable is None or self._joinable[0] != key or num_ranks() > 1:
+                self._joinable = key, []
+                self._pool.submit(self._run, call, self._joinable[1])
+            self._joinable[1].append((item, future))
         return future
 
     def _run(self, call: Callable[[list[Any]], list[_T]], items: list[tuple[Any, Future]]) -> None:
         with self._lock:
-            if self._open is not None and self._open[1] is items:
-                self._open = None
+            if self._joinable is not None and self._joinable[1] is items:
+                self._joinable = None
         items = [entry for entry in items if entry[1].set_running_or_notify_cancel()]
         try:
             results = call([item for item, _ in items]) if items else []
@@ -102,7 +102,7 @@ class _Thread:
 
 
 def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
-    """Run the method on the client's thread, after all earlier calls; calls return futures."""
+    """Make a method run on the client's thread, after all earlier calls, and return a future."""
 
     @functools.wraps(method)
     def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
@@ -114,35 +114,35 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
 class LocalTrainingClient:
     """A policy in this process.
 
-    Raises ConfigError for a config that cannot run; a call's own errors are raised by its future.
-    After a forward_backward that failed, `optim_step` fails too: it never updates with the
-    gradients of part of a step. The next step starts from zero gradients.
+    Raises ConfigError for a config that cannot run. The future of a call raises the call's errors.
+    After a failed forward_backward, `optim_step` fails too, because the gradients are incomplete.
+    The next step starts from zero gradients.
     """
 
     def __init__(self, job_config: JobConfig):
         self._trainer = PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            # Callers get log-probs of every Datum.
+            # Callers get log-probs of every Datum, so none is skipped.
             batcher = Batcher.from_config(job_config, engine.dp_size)
             self._batcher = replace(batcher, skip_zero_advantage=False)
             self._generator = build_generator(job_config, engine)
-        # Unseeded sampling continues from its state.
+        # Checkpoints hold the generator's state, from which unseeded sampling continues.
         engine.checkpointer.states["rl_generator"] = self._generator
         self.checkpointer = engine.checkpointer
         self.vocab_size = engine.model_args.vocab_size
         self.states_folder = os.path.join(job_config.job.dump_folder, "states")
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
-        self._pushed: WeightsKey | None = None  # the weights that the generator has
+        self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = _Thread(engine.device)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> Future[ForwardBackwardOutput]:
-        """Log-probs of the targets, without gradients.
+        """Return log-probs of the targets, without gradients.
 
-        loss_fn: as for forward_backward; it makes no difference.
+        loss_fn: a name as for forward_backward; it does not change the result.
         """
         _loss(loss_fn, {})
         data = list(data)
@@ -154,13 +154,13 @@ class LocalTrainingClient:
         loss_fn: str,
         loss_fn_config: dict[str, float] | None = None,
     ) -> Future[ForwardBackwardOutput]:
-        """Add the gradients of a loss to those that are there.
+        """Add the gradients of a loss to the gradients of this step.
 
-        loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo.
+        loss_fn: cross_entropy, importance_sampling, ppo, cispo or gspo.
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
 
-        Raises ValueError for data that are not finite numbers, one for each token, and if the loss
-        is not finite: nothing else bounds a ratio.
+        Raises ValueError unless every input has one finite number per token, and if the loss is not
+        finite, which can happen because ratios are not bounded.
         """
         loss = _loss(loss_fn, loss_fn_config or {})
         return self._add_gradients(self._forward_backward, list(data), loss)
@@ -168,22 +168,22 @@ class LocalTrainingClient:
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> Future[ForwardBackwardOutput]:
-        """Add the gradients of any function of the targets' log-probs.
+        """Add the gradients of any function of the targets' log-probs; costs one more forward.
 
-        Costs one more forward. Under torchrun `loss_fn` runs on every rank and must not differ.
+        Under torchrun `loss_fn` runs on every rank, and must return the same loss on each.
         """
         return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
     @_on_thread
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
-        """Update the weights with the gradients of this step, and zero them."""
+        """Update the weights with the gradients of this step, then zero the gradients."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self._trainer.zero_grad()
             raise RuntimeError(
-                f"a forward_backward of this step failed ({failure}), so its gradients are not "
-                "whole; they were zeroed and the weights not changed: correct the call and make "
-                "all calls of the step again"
+                f"a forward_backward of this step failed ({failure}), so the gradients are "
+                "incomplete; they were zeroed and the weights not changed: correct the call and "
+                "repeat all calls of the step"
             ) from failure
         params = OptimParams(
             lr=adam_params.learning_rate,
@@ -203,38 +203,38 @@ class LocalTrainingClient:
 
     @_on_thread
     def save_state(self, name: str) -> SaveWeightsResponse:
-        """Save weights and optimizer as this name below `states_folder`.
+        """Save weights and optimizer in the folder `name` below `states_folder`.
 
-        Raises ValueError for a name that leads out of it.
+        Raises ValueError for a name that leads out of `states_folder`.
         """
         path = os.path.join(self.states_folder, name)
         folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
         if target == folder or os.path.commonpath([folder, target]) != folder:
             raise ValueError(
                 f"save_state takes the name of a folder in {self.states_folder}, got {name!r}, which "
-                "is outside of it; leave out '..' and what comes before the name"
+                "is outside of it; give a name without '..' or a leading path"
             )
         self._trainer.save_checkpoint(path)
         return SaveWeightsResponse(path)
 
     @_on_thread
     def load_state(self, path: str) -> None:
-        """Load the weights of a saved state; the optimizer starts from nothing."""
+        """Load the weights of a saved state, and reset the optimizer."""
         self._load(path, model_only=True)
 
     @_on_thread
     def load_state_with_optimizer(self, path: str) -> None:
-        """Load what `save_state` saved, to continue exactly from there."""
+        """Load weights and optimizer of a saved state, to continue exactly from there."""
         self._load(path, model_only=False)
 
     @_on_thread
     def load_initial_state(self) -> bool:
-        """Load what the config starts from: its newest checkpoint, or the initial one, if any."""
+        """Load the config's newest checkpoint, else its initial one; False if there is none."""
         return self._load(None, model_only=False)
 
     @_on_thread
     def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
-        """Take over the weights that a sampling client has; the optimizer starts from nothing."""
+        """Copy a sampling client's weights into the policy, and reset the optimizer."""
         with sampler.weights():
             weights = host_copy(self._trainer.engine)
         self._failure = None
@@ -243,30 +243,30 @@ class LocalTrainingClient:
 
     @_on_thread
     def fail_step(self, error: Exception) -> None:
-        """Have `optim_step` fail as if a forward_backward of this step had raised the error."""
+        """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
         self._failure = self._failure or error
 
     @_on_thread
     def save_weights_and_get_sampling_client(
         self, name: str = "", *, pinned: bool = False
     ) -> "LocalSamplingClient":
-        """A client that samples from the weights as they are now, whatever happens to them later.
+        """Return a client that keeps sampling from today's weights when the policy's change.
 
-        name: ignored, since nothing is written.
-        pinned: its weights stay, however many later ones sampling clients are made for.
+        name: ignored, because nothing is written.
+        pinned: exempt these weights from `rl.generator.max_snapshots`.
         """
         return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
 
     @_on_thread
     def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
-        """A client that samples from a saved state; the policy's weights stay as they are."""
+        """Return a client that samples from a saved state; the policy keeps its weights."""
         sampler = LocalSamplingClient(self, None, model_path)
-        with sampler.weights():  # raises where there are none
+        with sampler.weights():  # raises if the state cannot be loaded
             return sampler
 
     @functools.cached_property
     def tokenizer(self) -> BaseTokenizer | None:
-        """The model's tokenizer; None for a model that has none."""
+        """The model's tokenizer, or None for a model without one."""
         build = self._trainer.engine.train_spec.build_tokenizer_fn
         return None if build is None else build(self._trainer.job_config)
 
@@ -308,8 +308,8 @@ class LocalTrainingClient:
         _check_finite(output.logprobs)
         if not math.isfinite(output.loss):
             raise ValueError(
-                f"the loss is {output.loss}: the data's logprobs, advantages or weights are too far "
-                "from what the policy gives; leave such tokens out with mask"
+                f"the loss is {output.loss}: logprobs of the data are too far from the policy's, or "
+                "advantages or weights too large; leave such tokens out with mask"
             )
         return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
 
@@ -318,17 +318,17 @@ class LocalTrainingClient:
     ) -> ForwardBackwardOutput:
         if not data:
             raise ValueError(
-                "forward_backward_custom needs the sequences that its loss is about, got no Datum; "
+                "forward_backward_custom needs at least one Datum for its loss, got no Datum; "
                 "leave the call out"
             )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
         loss = scalar_loss(loss)
-        # The sum of gradient * log-prob has this loss's gradients, on any layout and split.
+        # sum(gradient * log-prob) has the gradients of this loss, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
             raise ValueError(
-                f"the function's loss is {loss.item()}, and it or its gradient is not finite; "
+                f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
                 "correct the function"
             )
         surrogate = [
@@ -340,7 +340,7 @@ class LocalTrainingClient:
         return _output([values.detach() for values in logprobs], metrics)
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
-        """Of all targets [n], whether they count or not."""
+        """The log-probs [n] of each datum's targets, including masked ones."""
         logprobs = self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
         _check_finite(logprobs)
         return logprobs
@@ -362,7 +362,7 @@ class LocalTrainingClient:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Inside, the weights change: copies are made of those that are still asked for."""
+        """Change the weights inside: sampling clients that still need them get a copy first."""
         self._pushed = None
         with self._snapshots.changing():
             yield
@@ -371,9 +371,9 @@ class LocalTrainingClient:
 class LocalSamplingClient:
     """Samples from the weights that the policy had when this client was made, or from saved ones.
 
-    When the policy's weights change, these are copied to host memory. Its calls raise ValueError
-    once sampling clients were made for `rl.generator.max_snapshots` later ones; saved ones are
-    loaded again instead.
+    When the policy's weights change, the client's are copied to host memory. The copy is dropped
+    once sampling clients were made for `rl.generator.max_snapshots` later versions: from then on
+    calls raise ValueError, or load the weights again if they were saved.
     """
 
     def __init__(self, client: LocalTrainingClient, key: WeightsKey | None, path: str = ""):
@@ -385,10 +385,10 @@ class LocalSamplingClient:
     ) -> Future[SampleResponse]:
         """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
 
-        Calls in a row with the same settings and without a seed are drawn at once: ask for all
-        futures before the first result.
+        Calls in a row with the same settings and without a seed are drawn together: make all
+        calls before you wait for the first result.
         """
-        if sampling_params.seed is not None:  # draws depend on what else is drawn
+        if sampling_params.seed is not None:  # joined prompts would change what the seed draws
             return self._thread.submit(
                 lambda: self._sample([prompt], num_samples, sampling_params)[0]
             )
@@ -403,7 +403,7 @@ class LocalSamplingClient:
     def sample_all(
         self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
     ) -> list[SampleResponse]:
-        """As `sample` for each prompt, all drawn at once."""
+        """Return the response to each prompt, as from `sample`, all drawn together."""
         return self._sample(prompts, num_samples, sampling_params)
 
     def _sample(
@@ -428,16 +428,16 @@ class LocalSamplingClient:
         ]
 
     def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
-        """Log-prob of each token after those before it; None for the first."""
+        """Return the log-prob of each token given the tokens before it; None for the first."""
         return self._thread.submit(lambda: self._compute_logprobs([prompt])[0])
 
     @_on_thread
     def compute_all_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
-        """As `compute_logprobs` for each prompt, in one forward."""
+        """Return `compute_logprobs` of each prompt, from one forward."""
         return self._compute_logprobs(prompts)
 
     def _compute_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
-        # Nothing comes before the first token.
+        # The first token has no context, so it is only an input.
         data = [
             Datum(ModelInput(prompt.tokens[:-1]), {"target_tokens": prompt.tokens[1:]})
             for prompt in prompts
@@ -452,7 +452,7 @@ class LocalSamplingClient:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Inside, the policy has this client's weights. Collective, and on the client's thread."""
+        """Give the policy this client's weights inside. Collective; call on the client's thread."""
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
             client._pushed = None
@@ -473,15 +473,15 @@ _LOSSES = {
     "cispo": "cispo",
     "gspo": "gspo",
 }
-_LOG_OF_LARGEST = 88.0  # exp of it is near the largest float32
+_LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
 def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     if name not in _LOSSES:
         raise ValueError(
-            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; any other function of "
-            "log-probs goes through forward_backward_custom"
+            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
+            "log-probs call forward_backward_custom"
         )
     unknown = sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"})
     if unknown:
@@ -491,23 +491,23 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
     for key, value in config.items():
         if math.isnan(value):
             raise ValueError(f"{key} of loss_fn_config must be a number, got nan; correct it")
-    # Thresholds are ratios; ours are distances from 1. Tinker's defaults.
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
     bounds = {}
     if name != "cross_entropy":
-        # Tinker bounds no ratio. Where a clip makes the loss finite, exp has to be finite, too.
-        bounds["max_log_ratio"] = math.inf if name == "importance_sampling" else _LOG_OF_LARGEST
+        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
+        bounds["max_log_ratio"] = math.inf if name == "importance_sampling" else _LARGEST_LOG_RATIO
     if name not in ("cross_entropy", "importance_sampling"):
         bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
         bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
     if name in ("ppo", "gspo"):
-        bounds["dual_clip"] = 0.0  # Tinker has none
+        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
     return build_loss(_LOSSES[name], **bounds)
 
 
-def _targets_of(datum: Datum, **others: Tensor) -> Datum:
-    """The datum with its targets, and `others` in place of its other inputs."""
+def _targets_of(datum: Datum, **inputs: Tensor) -> Datum:
+    """The datum with only its targets and `inputs` as inputs of the loss."""
     targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
-    return Datum(datum.model_input, targets | others)
+    return Datum(datum.model_input, targets | inputs)
 
 
 def _sample(datum: Datum) -> TrainingSample:
@@ -515,7 +515,7 @@ def _sample(datum: Datum) -> TrainingSample:
     if unknown:
         raise ValueError(
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
-            "take it out, or correct its name"
+            "remove it, or correct its name"
         )
     n, inputs = datum.model_input.length, {}
     for name, values in datum.loss_fn_inputs.items():
@@ -527,26 +527,26 @@ def _sample(datum: Datum) -> TrainingSample:
             ) from error
         if (shape := list(inputs[name].shape)) != [n]:
             raise ValueError(
-                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; all "
-                "are moved by one: leave out the last input token and the first target"
+                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; for a "
+                "sequence of n + 1 tokens give its first n as input and its last n as targets"
             )
         if not (finite := inputs[name].isfinite()).all():
             place = int(finite.logical_not().nonzero()[0])
             raise ValueError(
                 f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
-                f"{place}; take the Datum out, or correct it"
+                f"{place}; remove or correct the Datum"
             )
     if "target_tokens" not in inputs:
         raise ValueError(
-            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; they are the "
-            "input tokens moved by one"
+            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; give the token "
+            "that follows each input token"
         )
     targets = inputs["target_tokens"]
     labels = targets.long()
     if not torch.equal(labels.to(targets.dtype), targets):
         raise ValueError(
             f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
-            "whole numbers"
+            "integers"
         )
     mask = inputs.get("mask", torch.ones(n)).float()
     return TrainingSample(

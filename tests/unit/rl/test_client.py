@@ -198,13 +198,13 @@ def test_loaded_state_is_the_saved_one(client):
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: (x[0].sum() * math.nan, {})
             ).result(),
-            "the function's loss is nan",
+            "got loss nan; correct the function",
         ),
         (
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})
             ).result(),
-            "it or its gradient is not finite",
+            "must have a finite loss and finite gradients",
         ),
         (
             lambda c: c.forward_backward(

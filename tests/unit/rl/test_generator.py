@@ -352,7 +352,7 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
     assert fake.options["max_model_len"] == 48
     config.rl.generator.tensor_parallel_degree = 2
     with pytest.raises(
-        ConfigError, match="must divide the ranks that generate, got 2 with 1 ranks"
+        ConfigError, match="must divide the number of ranks that generate, got 2 with 1 ranks"
     ):
         build_generator(config, engine)
 

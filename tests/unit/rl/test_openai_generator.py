@@ -269,7 +269,7 @@ def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp
     read = []
     pairs = ((read.append(name), (name, torch.zeros(1)))[1] for name in "abc")
     monkeypatch.setattr(openai_generator, "save_file", lambda *_: 1 / 0)
-    monkeypatch.setattr(openai_generator, "_LARGEST_FILE", 4)
+    monkeypatch.setattr(openai_generator, "_MAX_FILE_BYTES", 4)
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
     assert read == ["a", "b", "c"]

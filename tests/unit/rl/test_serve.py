@@ -313,7 +313,7 @@ def test_wrong_requests_are_named(url, path, values, status, message):
         (b"[" * 100_000, {}, 400, "not valid JSON"),
         (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
         (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
-        (b"{}", {"Content-Encoding": "zstd"}, 415, "are not compressed"),
+        (b"{}", {"Content-Encoding": "zstd"}, 415, "must not be compressed"),
         (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
         (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
         (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
@@ -388,7 +388,7 @@ def listening(*access):
 
 
 def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(http, "_MOST_UNREAD", 4)
+    monkeypatch.setattr(http, "_MAX_UNREAD", 4)
     monkeypatch.setattr(http, "_SECONDS_UNREAD", 0.05)
     with listening() as server, contextlib.ExitStack() as stack:
         before = threading.active_count()

@@ -1,4 +1,4 @@
-"""Results that clients come back for: by request id, or by the sampler that they asked."""
+"""Results that clients fetch later: by request id, or all that a sampler has finished."""
 
 import threading
 import time
@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-# A result that was fetched is kept for a client whose connection broke; one that nobody fetches
-# does not stay for ever.
+# A fetched result stays for a while, because the client's connection may have broken. A result that
+# nobody fetches is dropped, too, but later.
 _SECONDS_AFTER_FETCHING = 120
 _SECONDS_UNFETCHED = 3600
 _SECONDS_BETWEEN_DROPS = 10
@@ -15,10 +15,10 @@ _SECONDS_BETWEEN_DROPS = 10
 
 @dataclass
 class Pending:
-    """A request that was accepted. result: what to send, or the exception; None until it is known.
+    """An accepted request. result: the value to send, or the exception; None while it runs.
 
-    channel: who is told that it is done, besides those who ask for it.
-    extra: what the acceptance said besides the id.
+    channel: key under which `wait_for_channel` finds the request once it is done.
+    extra: entries of the accepting answer besides the id.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class Pending:
 class Futures:
     """The requests of all clients. Safe to call from any thread.
 
-    limit: how many may wait for their results at the same time.
+    limit: the most requests without a result at the same time.
     """
 
     def __init__(self, limit: int):
@@ -41,14 +41,14 @@ class Futures:
         self._n_open = 0
         self._is_closed = False
         self._next_drop_at = 0.0
-        # channel -> the ids that are done, and how many of its first ones were dropped
+        # channel -> (cursor, request) of finished requests; channel -> the last cursor
         self._done: defaultdict[Any, list[tuple[int, Pending]]] = defaultdict(list)
         self._n_done: defaultdict[Any, int] = defaultdict(int)
 
     def accept(self, pending: Pending) -> Pending | None:
-        """Note a new request; the one that is there if a client sends it again, None if too many.
+        """Add a request and return it; None if too many wait.
 
-        Compare what comes back with `pending`.
+        If the client has sent the request before, return the earlier `Pending`.
         """
         now = time.monotonic()
         with self._changed:
@@ -79,7 +79,7 @@ class Futures:
             self._changed.notify_all()
 
     def wait(self, request_id: str, seconds: float) -> Pending | None:
-        """The request, with its result if that comes in time; None if it is not known."""
+        """Return the request, finished or not, after at most `seconds`; None for an unknown id."""
         with self._changed:
             pending = self._all.get(request_id)
             if pending is not None:
@@ -93,7 +93,7 @@ class Futures:
     def wait_for_channel(
         self, channel: Any, after: int, seconds: float
     ) -> tuple[list[Pending], int]:
-        """Requests of a channel that are done, after a cursor, and the next cursor."""
+        """Return the channel's requests that finished after a cursor, and the next cursor."""
         with self._changed:
             self._done[channel] = [entry for entry in self._done[channel] if entry[0] > after]
             self._changed.wait_for(lambda: self._done[channel] or self._is_closed, seconds)
@@ -101,7 +101,7 @@ class Futures:
             return [pending for _, pending in found], found[-1][0] if found else after
 
     def close(self, error: Exception) -> None:
-        """Answer all that wait with an error."""
+        """Finish all waiting requests with an error."""
         with self._changed:
             waiting = [pending for pending in self._all.values() if pending.result is None]
         for pending in waiting:

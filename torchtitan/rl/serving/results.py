@@ -1,4 +1,4 @@
-"""From requests to results: what was accepted, who waits for it, and how it is written."""
+"""Accept requests, answer with their results later, and encode results."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from torchtitan.rl.serving.requests import Refused, take
 if TYPE_CHECKING:
     from torchtitan.rl.serving.policy import Command
 
-_SECONDS_TO_HOLD = 20  # a request for a result that is not there yet
-_MOST_WAITING = 8192
+_SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
+_MAX_WAITING = 8192
 
 
 @dataclass(frozen=True)
 class Answer:
-    """values: sent as JSON; body: sent as it is, in place of them."""
+    """An HTTP answer. values: sent as JSON. body: protobuf to send in their place."""
 
     values: Any = None
     status: int = 200
@@ -31,35 +31,35 @@ class Answer:
 
 @dataclass
 class Result:
-    """values: as JSON. body: as protobuf, where the client reads that."""
+    """A result as JSON values, and, for some types, as protobuf for clients that accept it."""
 
     values: dict[str, Any]
     body: bytes | None = None
 
 
 class Results:
-    """Requests that are carried out later. `put` hands on commands for the policy."""
+    """Requests whose results clients fetch later. put: queues a command for the policy."""
 
     def __init__(self, put: "Callable[[Command], None]"):
         self._put = put
-        self.futures = Futures(_MOST_WAITING)
+        self.futures = Futures(_MAX_WAITING)
 
     def known(self, request_id: str) -> Answer | None:
-        """The answer to a request that was accepted before; None for a new one."""
+        """Return the answer to a request that was accepted before; None for a new request."""
         pending = self.futures.wait(request_id, 0)
         return None if pending is None else accepted(pending)
 
     def accept(self, pending: Pending) -> Answer | None:
-        """Note a new request, and return None; the answer to one that was accepted before."""
+        """Add a new request and return None; for a repeated request return its first answer."""
         found = self.futures.accept(pending)
         if found is None:
-            raise Refused(f"{_MOST_WAITING} requests wait already; send this one again later", 429)
+            raise Refused(f"{_MAX_WAITING} requests wait already; send this one again later", 429)
         return None if found is pending else accepted(found)
 
     def submit(
         self, request_id: str, command: "Command", write: Callable[[Any], Result], **extra: Any
     ) -> Answer:
-        """Have a command carried out; `write` makes what is sent of its result."""
+        """Queue a command; `write` encodes its result for the client."""
         pending = Pending(request_id, extra=extra)
         if (answer := self.accept(pending)) is not None:
             return answer
@@ -72,7 +72,7 @@ class Results:
         return accepted(pending)
 
     def retrieve(self, values: dict[str, Any], accepts_protobuf: bool) -> Answer:
-        """The result of one request, or 408 if it takes longer."""
+        """Return a request's result, or status 408 if it is not there in time."""
         request_id = take(values, "request_id", str)
         pending = self.futures.wait(request_id, _SECONDS_TO_HOLD)
         if pending is None:
@@ -83,14 +83,14 @@ class Results:
             return Answer(waiting, status=408)
         if isinstance(result, Exception):
             is_users = isinstance(result, ValueError)
-            said = str(result) if is_users else f"{type(result).__name__}: {result}"
-            return Answer({"error": said, "category": "user" if is_users else "server"})
+            message = str(result) if is_users else f"{type(result).__name__}: {result}"
+            return Answer({"error": message, "category": "user" if is_users else "server"})
         if result.body is not None and accepts_protobuf:
             return Answer(body=result.body)
         return Answer(result.values)
 
     def retrieve_many(self, values: dict[str, Any], channel: Any) -> Answer:
-        """Which requests of a channel are done."""
+        """Return the ids of a channel's finished requests."""
         seconds = take(values, "timeout", float, float(_SECONDS_TO_HOLD))
         done, cursor = self.futures.wait_for_channel(
             channel,
@@ -112,13 +112,13 @@ def accepted(pending: Pending) -> Answer:
 
 
 def write_output(output: ForwardBackwardOutput) -> Result:
-    # Clients reduce metrics of several requests by what stands after the colon.
+    # The word behind the colon tells clients how to reduce a metric over several requests.
     metrics = {
         name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
         for name, value in output.metrics.items()
-        if math.isfinite(value)  # JSON has no other numbers
+        if math.isfinite(value)  # JSON has no NaN or infinity
     }
-    logprobs = [np.asarray(found["logprobs"].cpu()) for found in output.loss_fn_outputs]
+    logprobs = [np.asarray(outputs["logprobs"].cpu()) for outputs in output.loss_fn_outputs]
     values = {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [{"logprobs": _tensor(array)} for array in logprobs],

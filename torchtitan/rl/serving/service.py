@@ -1,7 +1,7 @@
-"""What the server answers: Tinker's endpoints over a policy's commands.
+"""Tinker's endpoints, which check requests and turn them into commands for the policy.
 
-One policy is trained at a time, in full. A session is a client program; a model is its training
-run; a sampling session is a sampler of one moment's weights.
+The server trains one policy at a time, with all its weights. A session is a client program, a model
+is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ from torchtitan.rl.serving.results import (
 )
 from torchtitan.tools.logging import logger
 
-_SECONDS_UNTIL_GONE = 60  # a session without a heartbeat, which clients send every 10 s
-_MOST_SESSIONS = _MOST_SAMPLERS = 4096
-_MOST_SAMPLES = 4096  # of one request
+_SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s
+_MAX_SESSIONS = _MAX_SAMPLERS = 4096
+_MAX_SAMPLES = 4096  # of one request
 
-# Of a sample request, with what stands for "not asked for".
-_NOT_OFFERED = {
+# Options of a sample request that are refused -> the value that leaves them off.
+_NOT_SUPPORTED = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
@@ -64,7 +64,7 @@ class _Session:
 
 
 class Service:
-    """Answers requests, from any thread; `put` hands on commands for the policy."""
+    """Answers requests, from any thread. put: queues a command for the policy."""
 
     def __init__(
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
@@ -74,14 +74,14 @@ class Service:
         self._states = client.states_folder
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
-        self._longest = batch_seq_len(job_config)
+        self._max_len = batch_seq_len(job_config)
         self._results = Results(put)
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
-        self._runs: dict[str, Any] = {}  # model -> what its client said about it
-        self._model_id = ""  # of the training run that has the policy
+        self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
+        self._model_id = ""  # of the training run that owns the policy
         self._base_model = self._name
-        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler, or a path
+        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
         self._n_clones = 0
         post, get = "POST", "GET"
         self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
@@ -114,26 +114,26 @@ class Service:
         ]
 
     def answer(self, method: str, path: str, body: bytes, accepts_protobuf: bool) -> Answer:
-        """The answer to a request. Raises Refused, or ValueError for what is not valid."""
+        """Return the answer to a request. Raises Refused or another ValueError for a wrong request."""
         for verb, pattern, handler in self._routes:
-            found = pattern.fullmatch(path)
-            if found and verb == method:
+            match = pattern.fullmatch(path)
+            if match and verb == method:
                 if handler == self._forward_backward:
                     return handler(body)
                 values = read_json(body)
                 if handler == self._results.retrieve:
                     return self._results.retrieve(values, accepts_protobuf)
-                return handler(values, *found.groups())
-        raise Refused(f"{method} {path} is not offered by this server", 404)
+                return handler(values, *match.groups())
+        raise Refused(f"{method} {path} is not supported by this server", 404)
 
     def close(self) -> None:
-        """Answer all that wait."""
+        """Answer all waiting requests with an error."""
         self._results.futures.close(Refused("the server was shut down before this was done", 503))
 
     # ---- sessions and models ----
 
     def _capabilities(self, _: Any) -> Answer:
-        model = {"model_name": self._name, "max_context_length": self._longest}
+        model = {"model_name": self._name, "max_context_length": self._max_len}
         return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
 
     def _client_config(self, _: Any) -> Answer:
@@ -155,8 +155,8 @@ class Service:
         with self._lock:
             for name in [name for name, s in self._sessions.items() if not s.is_alive]:
                 del self._sessions[name]
-            if len(self._sessions) >= _MOST_SESSIONS:
-                raise Refused(f"{_MOST_SESSIONS} sessions are alive; finish some of them", 429)
+            if len(self._sessions) >= _MAX_SESSIONS:
+                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
             self._sessions[session_id] = _Session(time.monotonic())
         model = self._config.model
         return Answer(
@@ -164,7 +164,7 @@ class Service:
                 "type": "create_session",
                 "session_id": session_id,
                 "info_message": f"this server trains all weights of {model.name} {model.flavor}: "
-                "a LoRA rank is accepted and means nothing",
+                "a LoRA rank is accepted and ignored",
             }
         )
 
@@ -173,7 +173,7 @@ class Service:
             session = self._sessions.get(session_id)
             if session is None or session.is_finished:
                 raise Refused(
-                    f"session {session_id} is not known, or finished; make a new ServiceClient", 410
+                    f"session {session_id} is unknown or finished; make a new ServiceClient", 410
                 )
             session.seen_at = time.monotonic()
             return session
@@ -187,7 +187,7 @@ class Service:
         return Answer({})
 
     def _claim_policy(self, values: dict[str, Any]) -> str:
-        """The id of a session's new model, which takes the policy over."""
+        """Give the policy to a session's new model; return the model's id."""
         session_id = take(values, "session_id", str)
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -195,7 +195,7 @@ class Service:
         metadata = take(values, "user_metadata", dict, None)
         if self._config.rl.serve.only_base_model and base_model != self._name:
             raise Refused(
-                f"base_model must be {self._name!r}, which is what this server trains, got "
+                f"base_model must be {self._name!r}, the model that this server trains, got "
                 f"{base_model!r}"
             )
         model_id = f"{session_id}:train:{take(values, 'model_seq_id', int)}"
@@ -205,21 +205,21 @@ class Service:
             is_taken = owner not in ("", session_id) and owner in self._sessions
             if is_taken and self._sessions[owner].is_alive:
                 raise Refused(
-                    f"model {self._model_id} of another session has this server's only policy; "
+                    f"model {self._model_id} of another session owns this server's only policy; "
                     f"close that ServiceClient (or end its program, and wait "
                     f"{_SECONDS_UNTIL_GONE} s), or start another server"
                 )
             self._model_id, self._base_model = model_id, base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[:-_MOST_SESSIONS]:
+            for old in list(self._runs)[:-_MAX_SESSIONS]:
                 del self._runs[old]
-        logger.info("model %s trains the policy, as %r", model_id, base_model)
+        logger.info("model %s trains the policy under the name %r", model_id, base_model)
         return model_id
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
         take(values, "lora_config", dict, None)
         seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
-        if (answer := self._results.known(seq_id)) is not None:  # sent twice
+        if (answer := self._results.known(seq_id)) is not None:  # a repeated request
             return answer
         model_id = self._claim_policy(values)
         result = {"type": "create_model", "model_id": model_id}
@@ -234,7 +234,7 @@ class Service:
         with self._lock:
             if model_id != self._model_id or not model_id:
                 raise Refused(
-                    f"model {model_id} does not have the policy: "
+                    f"model {model_id} does not own the policy: "
                     + (f"{self._model_id} does" if self._model_id else "no model does")
                     + "; create a training client",
                     404,
@@ -248,20 +248,20 @@ class Service:
         data = {"arch": f"{model.name} {model.flavor}", "model_name": self._base_model}
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
-        found = {"type": "get_info", "model_id": model_id, "model_data": data}
-        return Answer(found | {"is_lora": False, "model_name": self._base_model})
+        info = {"type": "get_info", "model_id": model_id, "model_data": data}
+        return Answer(info | {"is_lora": False, "model_name": self._base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
         self._existing(take(values, "tinker_path", str))
         return Answer({"base_model": self._base_model, "is_lora": False})
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
-        """About a run of the past, too; it is no sign that its session lives."""
+        """Describe a run, past or present; the request does not keep the run's session alive."""
         with self._lock:
             known, metadata = model_id in self._runs, self._runs.get(model_id)
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
         if not known and not os.path.isdir(os.path.join(self._states, saved)):
-            raise Refused(f"model {model_id} is not known, and has no saved states", 404)
+            raise Refused(f"model {model_id} is unknown and has no saved states", 404)
         return Answer(
             {
                 "training_run_id": model_id,
@@ -278,7 +278,7 @@ class Service:
     def _forward_backward(self, body: bytes) -> Answer:
         request = wire.read_forward_backward(body, self._checked_model)
         if request.loss_fn == "gspo":
-            # Tinker's takes its ratio over `sequence_ratio_mask`, ours over the mask.
+            # Tinker's gspo takes its ratio over `sequence_ratio_mask`, ours over `mask`.
             data = []
             for datum in request.data:
                 inputs = dict(datum.loss_fn_inputs)
@@ -304,7 +304,7 @@ class Service:
         is_there = os.path.exists(os.path.join(self._states, folder))
         is_new = self._results.known(seq_id) is None
         if is_there and is_new and not take(values, "overwrite", bool, False):
-            raise Refused(f"{path} exists already; choose another name, or give overwrite")
+            raise Refused(f"{path} exists already; choose another name, or set overwrite")
         command = Command("save", {"path": folder})
         return self._results.submit(
             seq_id, command, lambda _: Result({"type": response, "path": path})
@@ -360,7 +360,7 @@ class Service:
     def _add_sampler(self, name: str, source: str) -> None:
         with self._lock:
             self._samplers[name] = source
-            old = list(self._samplers)[:-_MOST_SAMPLERS]
+            old = list(self._samplers)[:-_MAX_SAMPLERS]
             for sampler in old:
                 del self._samplers[sampler]
         if old:
@@ -370,7 +370,7 @@ class Service:
         with self._lock:
             if sampler not in self._samplers:
                 raise Refused(
-                    f"sampling session {sampler} is not known; make a new sampling client", 404
+                    f"sampling session {sampler} is unknown; make a new sampling client", 404
                 )
             if (session := self._sessions.get(sampler.partition(":")[0])) is not None:
                 session.seen_at = time.monotonic()
@@ -387,24 +387,24 @@ class Service:
         return Answer({"sampler_id": sampler, "base_model": self._base_model})
 
     def _sample(self, values: dict[str, Any]) -> Answer:
-        for name, nothing in _NOT_OFFERED.items():
-            if values.get(name) not in (None, nothing):
-                raise Refused(f"{name} is not offered by this server, got {values[name]!r}")
+        for name, off in _NOT_SUPPORTED.items():
+            if values.get(name) not in (None, off):
+                raise Refused(f"{name} is not supported by this server, got {values[name]!r}")
         session = take(values, "sampling_session_id", str)
         sampler, prompt = self._sampler(session), model_input(values, "prompt")
         number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        if not 1 <= n_samples <= _MOST_SAMPLES:
-            raise Refused(f"num_samples must be 1 to {_MOST_SAMPLES}, got {n_samples}")
+        if not 1 <= n_samples <= _MAX_SAMPLES:
+            raise Refused(f"num_samples must be 1 to {_MAX_SAMPLES}, got {n_samples}")
         if max(prompt.tokens) >= self._vocab_size:
             raise Refused(
-                f"prompt has the token {max(prompt.tokens)}, and the model has "
-                f"{self._vocab_size}; use its tokenizer"
+                f"token ids of the prompt must be below the model's vocabulary size "
+                f"{self._vocab_size}, got {max(prompt.tokens)}; use the model's tokenizer"
             )
-        room = self._longest + 1 - prompt.length
+        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
         if room < 1:
             raise Refused(
-                f"prompt has {prompt.length} tokens, and a row {self._longest}; shorten "
-                "it, or raise training.seq_len"
+                f"the prompt must have at most {self._max_len} tokens, a row's length, got "
+                f"{prompt.length}; shorten it, or raise training.seq_len"
             )
         eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
         params = sampling_params(values, room, eos_id, self._vocab_size)
@@ -430,7 +430,7 @@ class Service:
         params: Any,
         scored: int | None,
     ) -> Answer:
-        """scored: how many of the prompt's last tokens get log-probs; None for none."""
+        """Queue the draw. scored: number of the prompt's last tokens to score; None scores none."""
         if (answer := self._results.accept(pending)) is not None:
             return answer
         logprobs: list[float | None] | None = None
@@ -451,7 +451,7 @@ class Service:
         if scored is not None:
             key = ("logprobs", sampler)
             self._put(Command("logprobs", {"sampler": sampler}, take_logprobs, key, [prompt]))
-        # What a seed draws depends on what else is drawn.
+        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
         key = ("sample", sampler, n_samples, params) if params.seed is None else object()
         arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
         self._put(Command("sample", arguments, finish, key, [prompt]))

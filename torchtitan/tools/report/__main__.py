@@ -1,4 +1,4 @@
-"""Write one HTML page about a run, finished or not; it needs no network and no server.
+"""Write one HTML page about a run, finished or not. The page needs no network and no server.
 
     python -m torchtitan.tools.report outputs                # writes outputs/report.html
     python -m torchtitan.tools.report outputs -o page.html

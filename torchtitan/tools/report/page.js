@@ -1,6 +1,6 @@
 "use strict";
-// Draws the curves of one run. `data` is what page.py's _data() has made; all texts go in as text
-// nodes. Every panel has the same axis: steps, or seconds since the run began.
+// Draws the curves of one run from the data of page.py's _data(). Texts enter the page as text nodes.
+// All panels share one axis: steps, or seconds since the run began.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("charts");
@@ -125,8 +125,8 @@
     }
   };
 
-  // One path for the points in a row; a gap where a value is not finite. A restart is a gap in
-  // time, and on the axis of steps only where steps were done again.
+  // A curve has a gap at each value that is not finite, and at each restart unless it is `joined`.
+  // On the axis of steps, final steps are joined, because a restart continues them.
   const pathOf = (part, y, joined) => {
     const x = part[view.axis];
     let text = "", isDown = false;
@@ -226,9 +226,9 @@
   };
   const usedLanes = () => [...new Set(data.events.map((event) => LANES[event.group]))].sort();
 
-  const drawHead = () => {
+  const drawTimeline = () => {
     const lanes = usedLanes(), laneHeight = 17, height = lanes.length * laneHeight + 20;
-    const svg = head.svg;
+    const svg = timeline.svg;
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);
@@ -239,7 +239,7 @@
       shape(svg, "text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, LANE_NAMES[lane]);
     });
     for (const event of data.events) {
-      // The line "training starts" is where a start is on the axis of steps.
+      // On the axis of steps a start is drawn at its event "training", which knows the step.
       if (event.kind === (view.axis === "x" ? "start" : "training")) continue;
       const x = pixel(event[view.axis]), y = lanes.indexOf(LANES[event.group]) * laneHeight + laneHeight / 2;
       if (x < LEFT - 1 || x > width - RIGHT + 1) continue;
@@ -253,7 +253,7 @@
       shape(svg, "text", { x: pixel(value), y: height - 5, "text-anchor": "middle" }, text);
     }
     shape(svg, "text", { x: 0, y: height - 5 }, view.axis === "x" ? "step" : "time");
-    head.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: height - 18, visibility: "hidden" });
+    timeline.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: height - 18, visibility: "hidden" });
   };
 
   // ---- the cursor ----
@@ -280,7 +280,7 @@
   const showCursor = () => {
     const isOn = view.at !== null;
     const x = isOn ? pixel(view.at) : 0;
-    for (const panel of [head, ...data.panels]) {
+    for (const panel of [timeline, ...data.panels]) {
       if (!panel.cursor) continue;
       panel.cursor.setAttribute("visibility", isOn ? "visible" : "hidden");
       panel.cursor.setAttribute("x1", x);
@@ -294,22 +294,22 @@
         if (point && (!place || point.distance < place.distance)) place = point;
       });
     }
-    head.place.textContent = place
+    timeline.place.textContent = place
       ? `step ${place.x.toLocaleString("en")} · ${clock(place.t)} · ${duration(place.t)} after the start` : "";
     const [low, high] = range(), reach = (high - low) * (8 / width);
     const near = isOn
       ? data.events.filter((event) => Math.abs(event[view.axis] - view.at) <= reach &&
           event.kind !== (view.axis === "x" ? "start" : "training"))
       : [];
-    head.said.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
+    timeline.nearby.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
   };
 
   const drawAll = () => {
     width = Math.max(320, root.clientWidth);
-    drawHead();
+    drawTimeline();
     for (const panel of data.panels) if (!panel.fold || panel.fold.open) drawPanel(panel);
-    for (const [button, isOn] of head.buttons()) button.setAttribute("aria-pressed", isOn);
-    head.reset.disabled = view.range === null;
+    for (const [button, isOn] of timeline.buttons()) button.setAttribute("aria-pressed", isOn);
+    timeline.reset.disabled = view.range === null;
     showCursor();
   };
 
@@ -331,20 +331,20 @@
   const byTime = buttonFor("wall-clock", () => { view.axis = "t"; view.range = view.at = null; });
   const linear = buttonFor("linear", () => { view.log = false; });
   const logarithmic = buttonFor("log", () => { view.log = true; });
-  const head = {
+  const timeline = {
     svg: newSvg("starts, saves, warnings and faults"),
     place: element("span", { id: "place" }),
-    said: element("div", { id: "said" }),
+    nearby: element("div", { id: "nearby" }),
     reset: buttonFor("show all", () => { view.range = null; }),
     buttons: () => [[byStep, view.axis === "x"], [byTime, view.axis === "t"], [linear, !view.log], [logarithmic, view.log]],
   };
   root.setAttribute("tabindex", "0");
-  root.append(element("div", { id: "head" },
+  root.append(element("div", { id: "timeline" },
     element("div", { class: "bar" },
       element("span", { class: "switch", role: "group", "aria-label": "axis" }, byStep, byTime),
       element("span", { class: "switch", role: "group", "aria-label": "scale" }, linear, logarithmic),
-      head.reset, head.place),
-    head.said, head.svg));
+      timeline.reset, timeline.place),
+    timeline.nearby, timeline.svg));
 
   let fold = null;
   for (const panel of data.panels) {
