@@ -118,13 +118,13 @@ def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path)
 
 
 def test_old_paths_of_rl_lead_to_the_same_modules():
-    import torchtitan.experiments.rl.serving.http as http
+    import torchtitan.experiments.rl.losses as losses
     import torchtitan.experiments.rl.trainer as trainer
 
     from torchtitan.experiments.rl import types
 
     names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
-    assert {module.__name__ for module in (http, trainer, types)} <= set(names)
+    assert {module.__name__ for module in (losses, trainer, types)} <= set(names)
     for name in names:
         old = importlib.import_module(name.replace("torchtitan.rl", "torchtitan.experiments.rl"))
         assert old is sys.modules[name]

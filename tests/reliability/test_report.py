@@ -16,8 +16,8 @@ from tests.reliability import jobs
 from tests.reliability.browser import CHROMIUM, browser
 from tests.reliability.faults import SAVING
 from torchtitan.listeners.metrics import JsonlLogger, TensorBoardLogger
-from torchtitan.tools.report.page import page_of
-from torchtitan.tools.report.read import read_run, thin_out
+from torchtitan.report.page import page_of
+from torchtitan.report.read import read_run, thin_out
 
 LOSS = "loss_metrics/global_avg_loss"
 T0 = 1_700_000_000.0
@@ -69,7 +69,7 @@ def text_of(html: str) -> str:
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torchtitan.tools.report", *map(str, arguments)]
+    command = [sys.executable, "-m", "torchtitan.report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -14,7 +14,7 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.lazy_names import load_on_access
 
 # Slow to import, and not needed to report a mistake in the config.
-__getattr__ = load_on_access(__name__, {"Server": "torchtitan.rl.serving.server"})
+__getattr__ = load_on_access(__name__, {"Server": "torchtitan.integrations.tinker.server"})
 
 
 def main() -> None:

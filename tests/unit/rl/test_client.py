@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import gradients, toy_config
-from torchtitan.rl.client import (
+from torchtitan.integrations.tinker.client import (
     AdamParams,
     Datum,
     LocalTrainingClient,

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from tests.unit.test_engine import make_config, random_batch
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
+from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import job_config as rl_job_config
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, build_generator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
     StaleWeightsError,

@@ -17,11 +17,11 @@ from tests.unit.rl.test_job_config import config_with
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl import openai_generator
+from torchtitan.integrations import openai
+from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator
-from torchtitan.rl.openai_generator import OpenAIGenerator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
 from torchtitan.tools.errors import RunError
@@ -196,7 +196,7 @@ def test_greedy_tokens_have_a_probability_of_one(server):
 
 
 def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypatch):
-    monkeypatch.setattr(openai_generator, "_SECONDS_BETWEEN_TRIES", 0.01)
+    monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     expected = answers_of(server)
     server.fails = [(503, None), (429, None)]
     assert answers_of(server) == expected
@@ -221,7 +221,7 @@ def test_failure_is_told_before_slower_requests_end(server, monkeypatch):
         may_end.wait(60)
         return None
 
-    monkeypatch.setattr(openai_generator, "_post", post)
+    monkeypatch.setattr(openai, "_post", post)
     started = time.monotonic()
     with pytest.raises(RunError, match="it is gone"):
         generator_of(server, "unused").generate([[1], [2]], SamplingConfig(seed=1))
@@ -268,8 +268,8 @@ def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp
         generator.update_weights(Broken(version=2, digest=None))
     read = []
     pairs = ((read.append(name), (name, torch.zeros(1)))[1] for name in "abc")
-    monkeypatch.setattr(openai_generator, "save_file", lambda *_: 1 / 0)
-    monkeypatch.setattr(openai_generator, "_MAX_FILE_BYTES", 4)
+    monkeypatch.setattr(openai, "save_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(openai, "_MAX_FILE_BYTES", 4)
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
     assert read == ["a", "b", "c"]

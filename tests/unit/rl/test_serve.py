@@ -13,15 +13,15 @@ import time
 import pytest
 
 from tests.reliability import jobs
-from tests.unit.rl.serving import Http, forward_backward_message, part, serving
+from tests.unit.rl.tinker_server import Http, forward_backward_message, part, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
+from torchtitan.integrations.tinker import http, wire
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
-from torchtitan.rl.client import LocalTrainingClient
-from torchtitan.rl.client_types import AdamParams, Datum, ModelInput
-from torchtitan.rl.serving import http, wire
-from torchtitan.rl.serving.http import Access, HttpServer
-from torchtitan.rl.serving.results import Answer
 from torchtitan.testing.gloo import run_ranks
 
 DATA = [
@@ -94,7 +94,7 @@ def test_sampler_keeps_its_weights_after_an_update(run):
 
 def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
     sampler, asked = run.sampler(), []
-    from torchtitan.rl.client import LocalSamplingClient
+    from torchtitan.integrations.tinker.client import LocalSamplingClient
 
     sample = LocalSamplingClient._sample
     monkeypatch.setattr(
@@ -198,7 +198,7 @@ def test_second_session_waits_for_the_policy(run, url):
 
 
 def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.rl.serving.service._SECONDS_UNTIL_GONE", 0.2)
+    monkeypatch.setattr("torchtitan.integrations.tinker.service._SECONDS_UNTIL_GONE", 0.2)
     time.sleep(0.25)
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")

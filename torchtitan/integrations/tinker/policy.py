@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.rl.client import LocalSamplingClient, LocalTrainingClient
-from torchtitan.rl.client_types import ModelInput, SamplingParams
+from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
+from torchtitan.integrations.tinker.types import ModelInput, SamplingParams
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.errors import LostConnectionError
 from torchtitan.tools.failures import as_run_error

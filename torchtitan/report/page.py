@@ -18,8 +18,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torchtitan.report.read import Curve, Run, number, spread, thin_out
 from torchtitan.tools.events import flat_settings
-from torchtitan.tools.report.read import Curve, Run, number, spread, thin_out
 
 POINTS_PER_CURVE = 2_000
 POINTS_PER_PAGE = 50_000  # 24 bytes each

@@ -19,7 +19,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
-class Reporter:
+class MetricsWriter:
     """Writes a run's metrics and episodes, by the settings in `[metrics]` and `rl.log_samples`."""
 
     def __init__(self, job_config: JobConfig, engine: TrainingEngine):

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from torchtitan.rl.serving.requests import Refused
-from torchtitan.rl.serving.results import Answer
+from torchtitan.integrations.tinker.requests import Refused
+from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes, bool], Answer]

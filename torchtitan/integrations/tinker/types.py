@@ -1,4 +1,4 @@
-"""Arguments and results of `torchtitan.rl.client`, under Tinker's names."""
+"""Arguments and results of the clients, under Tinker's names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.rl.client import LocalTrainingClient
-from torchtitan.rl.client_types import Datum, ModelInput
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
-from torchtitan.rl.serving import wire
-from torchtitan.rl.serving.futures import Pending
-from torchtitan.rl.serving.policy import BASE, Command
-from torchtitan.rl.serving.requests import (
+from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.futures import Pending
+from torchtitan.integrations.tinker.policy import BASE, Command
+from torchtitan.integrations.tinker.requests import (
     Refused,
     adam_params,
     folder_of,
@@ -29,7 +27,7 @@ from torchtitan.rl.serving.requests import (
     sampling_params,
     take,
 )
-from torchtitan.rl.serving.results import (
+from torchtitan.integrations.tinker.results import (
     Answer,
     Result,
     Results,
@@ -37,6 +35,8 @@ from torchtitan.rl.serving.results import (
     write_output,
     write_samples,
 )
+from torchtitan.integrations.tinker.types import Datum, ModelInput
+from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
 _SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s

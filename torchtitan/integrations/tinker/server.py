@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.policy import CommandLoop, Policy
+from torchtitan.integrations.tinker.service import Service
 from torchtitan.rl.checks import api_key
-from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.serving.http import Access, HttpServer
-from torchtitan.rl.serving.policy import CommandLoop, Policy
-from torchtitan.rl.serving.service import Service
 from torchtitan.step.runner import on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger

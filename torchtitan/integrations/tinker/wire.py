@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.rl.client_types import Datum, ModelInput
+from torchtitan.integrations.tinker.types import Datum, ModelInput
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # DType in messages -> numpy's

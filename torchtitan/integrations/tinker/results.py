@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtitan.rl.client_types import ForwardBackwardOutput
-from torchtitan.rl.serving import wire
-from torchtitan.rl.serving.futures import Futures, Pending
-from torchtitan.rl.serving.requests import Refused, take
+from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker.futures import Futures, Pending
+from torchtitan.integrations.tinker.requests import Refused, take
+from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from torchtitan.rl.serving.policy import Command
+    from torchtitan.integrations.tinker.policy import Command
 
 _SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
 _MAX_WAITING = 8192

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-from torchtitan.rl.client_types import AdamParams, ModelInput, SamplingParams
+from torchtitan.integrations.tinker.types import AdamParams, ModelInput, SamplingParams
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
 _PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights)/({_NAME})")
