@@ -361,8 +361,8 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
 def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.n_read, fake.fault = VLLMGenerator("assets"), 3, fault
-    problem = "no such shape" if fault else "did not read them to the end"
-    with pytest.raises(WeightMismatchError, match=f"vLLM did not take version .*{problem}"):
+    problem = "no such shape" if fault else "did not read all weights"
+    with pytest.raises(WeightMismatchError, match=f"vLLM did not load version .*{problem}"):
         WeightSync(engine, generator).update()
 
 
@@ -370,7 +370,7 @@ def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.can_empty_cache = VLLMGenerator("assets"), False
     # As all failures of an update, which `WeightSync` tells to the other ranks.
-    with pytest.raises(WeightMismatchError, match="did not take version .* kept its prefix cache"):
+    with pytest.raises(WeightMismatchError, match="did not load version .* kept its prefix cache"):
         WeightSync(engine, generator).update()
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)

@@ -172,7 +172,7 @@ def test_tokens_may_be_spelled_as_ids(server):
 )
 def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server):
     with pytest.raises(
-        RunError, match=f"id and the log-prob of every new token, {numbers}; it must"
+        RunError, match=f"id and the log-prob of every new token, {numbers}; use"
     ):
         answers_of(server, lambda choice: choice | {missing: None})
 
@@ -233,11 +233,11 @@ def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path)
     generator = generator_of(server, tmp_path / "weights")
     server.fails = [(400, {"error": "cannot load"})]
     weights = Weights(pairs=[], version=2, digest=None)
-    with pytest.raises(WeightMismatchError, match="has not got version 2 .*cannot load"):
+    with pytest.raises(WeightMismatchError, match="did not load version 2 .*cannot load"):
         generator.update_weights(weights)
     assert generator.policy_version == -1
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightMismatchError, match="has not got version 2 .*Not a directory"):
+    with pytest.raises(WeightMismatchError, match="did not load version 2 .*Not a directory"):
         generator_of(server, tmp_path / "file").update_weights(weights)
 
 

@@ -185,7 +185,7 @@ def test_saved_states_are_loaded_and_sampled_from(run):
     status, answer = run.post(
         "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
     )
-    assert status == 404 and "does not have the policy" in answer["detail"]
+    assert status == 404 and "does not own the policy" in answer["detail"]
 
 
 def test_second_session_waits_for_the_policy(run, url):
@@ -194,7 +194,7 @@ def test_second_session_waits_for_the_policy(run, url):
     status, answer = other.post(
         "create_model", session_id=session, model_seq_id=0, base_model="any"
     )
-    assert status == 400 and "has this server's only policy; close that" in answer["detail"]
+    assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
 
 
 def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
@@ -272,8 +272,8 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
     ("path", "values", "status", "message"),
     [
         ("asample", {}, 400, "the request needs sampling_session_id, which must be a text"),
-        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is not known"),
-        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not offered"),
+        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is unknown"),
+        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not supported"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
         (
             "optim_step",
@@ -287,9 +287,9 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
             400,
             "learning_rate must be a finite number, got null, which stands for NaN",
         ),
-        ("get_info", {"model_id": "none"}, 404, "model none does not have the policy"),
+        ("get_info", {"model_id": "none"}, 404, "model none does not own the policy"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
-        ("retrieve_future", {"request_id": "never"}, 410, "request never is not known"),
+        ("retrieve_future", {"request_id": "never"}, 410, "request never is unknown"),
         (
             "weights_info",
             {"tinker_path": "tinker://../../etc/weights/passwd"},
@@ -297,7 +297,7 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
             "a saved state is tinker://",
         ),
         ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
-        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not offered"),
+        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not supported"),
     ],
 )
 def test_wrong_requests_are_named(url, path, values, status, message):
@@ -330,10 +330,10 @@ def test_broken_requests_are_refused(url, body, headers, status, message):
     [
         (b"\x0a\xff\xff\xff\xff\xff\x7fx", "ends"),
         (b"\xff" * 12, "does not end"),
-        (b"\x0b", "field of type 3"),
-        (b"\x1a\x02\x08\x01", "number where a message is due"),
-        (b"\x18\x01", "number where a message is due"),
-        (b"\x20\x80\x80\x80\x80\x80\x01", "number where a name is due"),
+        (b"\x0b", "unknown wire type 3"),
+        (b"\x1a\x02\x08\x01", "number in place of a message"),
+        (b"\x18\x01", "number in place of a message"),
+        (b"\x20\x80\x80\x80\x80\x80\x01", "number in place of a name"),
     ],
 )
 def test_bytes_that_are_no_message_are_refused(run, body, message):
@@ -361,7 +361,7 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
 def test_model_is_checked_before_its_data_are_read(url):
     body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # data that are no message
     status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
-    assert status == 404 and "model nobody does not have the policy" in json.loads(answer)["detail"]
+    assert status == 404 and "model nobody does not own the policy" in json.loads(answer)["detail"]
 
 
 @pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])

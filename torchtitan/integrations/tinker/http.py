@@ -23,8 +23,8 @@ from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.logging import logger
 
-Respond = Callable[[str, str, bytes, bool], Answer]
-"""(method, path, body, client accepts protobuf) -> answer; raises ValueError"""
+Respond = Callable[[str, str, bytes], Answer]
+"""(method, path, body) -> answer; raises ValueError"""
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _MAX_CONNECTIONS = 512
@@ -225,9 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body()
             self.server.note_read(self.connection)
-            accepts_protobuf = _PROTOBUF in self.headers.get("Accept", "")
-            path = self.path.partition("?")[0]
-            return self.server.respond(self.command, path, body, accepts_protobuf)
+            return self.server.respond(self.command, self.path.partition("?")[0], body)
         except ValueError as error:
             status = error.status if isinstance(error, Refused) else 400
             return Answer({"detail": str(error)}, status)
@@ -274,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _send(self, answer: Answer) -> None:
-        is_json = answer.body is None
-        text = json.dumps(answer.values, allow_nan=False)
-        body = text.encode() if is_json else answer.body or b""
+        body, kind = answer.protobuf, _PROTOBUF
+        if body is None or _PROTOBUF not in self.headers.get("Accept", ""):
+            body, kind = json.dumps(answer.values, allow_nan=False).encode(), _JSON
         try:
             self.connection.settimeout(_SECONDS_PER_REQUEST)
             self.send_response(answer.status)
-            self.send_header("Content-Type", _JSON if is_json else _PROTOBUF)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             if self.close_connection:
                 self.send_header("Connection", "close")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.integrations.tinker.types import Datum, ModelInput
+from torchtitan.integrations.tinker.types import Datum, ModelInput, SampledSequence
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # DType in messages -> numpy's
@@ -226,19 +226,15 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, fl
 
 
 def write_samples(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
-    prompt_logprobs: Sequence[float | None] | None,
+    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float | None] | None
 ) -> bytes:
-    """Return a SampleResponse message of (tokens, log-probs, stop reason) of each sequence.
-
-    In prompt_logprobs, None becomes NaN.
-    """
+    """Return a SampleResponse message. In prompt_logprobs, None becomes NaN."""
     out = b""
-    for tokens, logprobs, stop_reason in sequences:
-        sequence = _field(1, _STOP_REASONS[stop_reason])
-        sequence += _field(2, np.asarray(tokens, "<i4").tobytes())
-        sequence += _field(3, np.asarray(logprobs, "<f4").tobytes())
-        out += _field(1, sequence)
+    for sequence in sequences:
+        entry = _field(1, _STOP_REASONS[sequence.stop_reason])
+        entry += _field(2, np.asarray(sequence.tokens, "<i4").tobytes())
+        entry += _field(3, np.asarray(sequence.logprobs, "<f4").tobytes())
+        out += _field(1, entry)
     if prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in prompt_logprobs]
         out += _field(2, np.asarray(values, "<f4").tobytes())
