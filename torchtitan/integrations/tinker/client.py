@@ -388,16 +388,14 @@ class LocalSamplingClient:
         Calls in a row with the same settings and without a seed are drawn together: make all
         calls before you wait for the first result.
         """
-        if sampling_params.seed is not None:  # joined prompts would change what the seed draws
-            return self._thread.submit(
-                lambda: self._sample([prompt], num_samples, sampling_params)[0]
-            )
-        draw = functools.partial(
-            self._sample, num_samples=num_samples, sampling_params=sampling_params
+        key: Any = object()  # joined prompts would change what a seed draws
+        if sampling_params.seed is None:
+            stop = sampling_params.stop
+            params = replace(sampling_params, stop=stop if isinstance(stop, str) else tuple(stop))
+            key = self._key or self, num_samples, params
+        return self._thread.submit_item(
+            lambda prompts: self._sample(prompts, num_samples, sampling_params), prompt, key
         )
-        stop = sampling_params.stop
-        params = replace(sampling_params, stop=stop if isinstance(stop, str) else tuple(stop))
-        return self._thread.submit_item(draw, prompt, (self._key or self, num_samples, params))
 
     @_on_thread
     def sample_all(
@@ -483,8 +481,7 @@ def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
             "log-probs call forward_backward_custom"
         )
-    unknown = sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"})
-    if unknown:
+    if unknown := sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"}):
         raise ValueError(
             f"loss_fn_config takes clip_low_threshold and clip_high_threshold, got {unknown[0]!r}"
         )
@@ -511,8 +508,7 @@ def _targets_of(datum: Datum, **inputs: Tensor) -> Datum:
 
 
 def _sample(datum: Datum) -> TrainingSample:
-    unknown = sorted(set(datum.loss_fn_inputs) - set(_INPUTS))
-    if unknown:
+    if unknown := sorted(set(datum.loss_fn_inputs) - set(_INPUTS)):
         raise ValueError(
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
             "remove it, or correct its name"

@@ -142,10 +142,10 @@ class CommandLoop:
                     self._apply(*call)
             return
         while (batch := self._next()) is not None:
-            if not batch:
+            if batch:
+                self._carry_out(batch)
+            else:
                 self._broadcast(())  # a sign of life, before the other ranks' time-out
-                continue
-            self._carry_out(batch)
         self._broadcast(None)
 
     def _carry_out(self, batch: list[Command]) -> None:

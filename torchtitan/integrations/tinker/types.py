@@ -57,7 +57,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. top_k: -1 keeps all tokens.
+    """Settings of a draw. top_k: -1 keeps all tokens.
 
     stop: token ids, or strings in the completion's text, that end a completion.
     """

@@ -3,6 +3,7 @@
 S: samples of a microbatch, N: their tokens together, V: vocabulary entries.
 """
 
+import contextlib
 import copy
 import os
 import shutil
@@ -19,7 +20,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
 from torchtitan.batch.batch import Batch
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
@@ -30,6 +31,7 @@ from torchtitan.integrations.verl.config import (
 )
 from torchtitan.integrations.verl.deltas import WeightDeltas
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
 from torchtitan.step.runner import Head
 from torchtitan.tools.errors import ConfigError
@@ -65,7 +67,8 @@ class VerlEngine(BaseEngine):
         self.checkpoint_config = checkpoint_config
         self.mode: str | None = None  # set by verl's context managers
         self._checkpoints: list[str] = []  # that this run has saved, oldest first
-        self.layout = self._in_verls_words(RankLayout.join, *self._job())
+        with _errors_in_verls_words():
+            self.layout = RankLayout.join(*self._job())
 
     # ---- building ----
 
@@ -75,13 +78,13 @@ class VerlEngine(BaseEngine):
             self.engine.close()
             del self.engine
         job, spec = self._job()
-        self.engine = self._in_verls_words(
-            TrainingEngine,
-            job,
-            train_spec=spec,
-            layout=self.layout,
-            forward_only=self.engine_config.forward_only,
-        )
+        with _errors_in_verls_words():
+            self.engine = TrainingEngine(
+                job,
+                train_spec=spec,
+                layout=self.layout,
+                forward_only=self.engine_config.forward_only,
+            )
         self.engine.load(self.model_config.local_path, model_only=True)
         self.to(
             "cpu",
@@ -90,7 +93,7 @@ class VerlEngine(BaseEngine):
             grad=self.is_param_offload_enabled,
         )
 
-    def _job(self) -> tuple[Any, Any]:
+    def _job(self) -> tuple[JobConfig, TrainSpec]:
         """Return (job config, train spec) of verl's current settings.
 
         verl sets the number of steps after it has constructed the engine, so call this again
@@ -104,12 +107,6 @@ class VerlEngine(BaseEngine):
             self.model_type,
             num_ranks(),
         )
-
-    def _in_verls_words(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return build(*args, **kwargs)
-        except ConfigError as error:
-            raise ConfigError(in_verls_words(str(error))) from None
 
     # ---- this rank's place in the job ----
 
@@ -229,8 +226,7 @@ class VerlEngine(BaseEngine):
         A step with a norm that is not finite is skipped; more than ten such steps in a row raise
         FloatingPointError.
         """
-        result = self.engine.optim_step(advance_schedule=False)
-        return result.grad_norm.item()
+        return self.engine.optim_step(advance_schedule=False).grad_norm.item()
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; returns the learning rate of the next step."""
@@ -332,6 +328,14 @@ class VerlEngine(BaseEngine):
             "torchtitan's engine gives rollouts whole weights or their changes, not shards; call "
             "get_per_tensor_param or get_per_tensor_param_delta_shard"
         )
+
+
+@contextlib.contextmanager
+def _errors_in_verls_words() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_verls_words(str(error))) from None
 
 
 class EngineMode(BaseEngineCtx):

@@ -137,16 +137,13 @@ class Replica(RolloutReplica):
             self.model_config.path
         )
         name = server_name(self.replica_rank, self.name_suffix)
-        server = (
-            ray.remote(Server)
-            .options(
-                name=name,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-                runtime_env={"env_vars": environment},
-                max_concurrency=self.max_concurrency,
-            )
-            .remote(self.config, path, self.replica_rank)
+        actor = ray.remote(Server).options(
+            name=name,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            runtime_env={"env_vars": environment},
+            max_concurrency=self.max_concurrency,
         )
+        server = actor.remote(self.config, path, self.replica_rank)
         self.servers = [server]
         self._server_handle, self._server_address = server, name
 

@@ -198,20 +198,13 @@ class Sampler:
         ours = adapter.from_hf(received)
         targets = model.state_dict()
         filled = {targets[name].data_ptr() for name in ours.keys() & targets.keys()}
-        wrong = sorted(
-            [name for name in ours if name not in targets]
-            + [
-                name
-                for name, x in ours.items()
-                if name in targets and x.shape != targets[name].shape
-            ]
-            # Tied weights are sent once.
-            + [name for name, p in model.named_parameters() if p.data_ptr() not in filled]
-        )
+        wrong = [n for n, x in ours.items() if n not in targets or x.shape != targets[n].shape]
+        # Tied weights share memory and are sent once.
+        wrong += [n for n, p in model.named_parameters() if p.data_ptr() not in filled]
         if wrong:
             raise ValueError(
-                f"the weights that were sent are not those of the model in "
-                f"{self.engine.job_config.model.hf_assets_path}: {', '.join(wrong[:4])} are "
+                f"the weights that were sent do not fit the model in "
+                f"{self.engine.job_config.model.hf_assets_path}: {', '.join(sorted(wrong)[:4])} are "
                 "missing, unknown or of another shape; give trainer and rollout the same model"
             )
         for name, tensor in ours.items():
