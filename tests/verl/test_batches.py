@@ -199,7 +199,7 @@ def test_what_a_batch_asks_for_in_vain_is_refused_by_name(worker, key):
 def test_padded_samples_are_refused(worker):
     data = cases.batch_of("sft", 0)
     data["input_ids"] = data["input_ids"].to_padded_tensor(0)
-    with pytest.raises(ValueError, match="input_ids as a jagged tensor"):
+    with pytest.raises(ValueError, match="input_ids of text as a jagged tensor"):
         worker.engine.infer_batch(data)
 
 

@@ -113,7 +113,7 @@ def test_aborted_requests_are_answered_and_later_ones_wait(sampler):
 def test_what_cannot_be_drawn_is_refused_and_the_next_request_served(sampler):
     with pytest.raises(ValueError, match="repetition_penalty, got 1.2; set"):
         draw_all(sampler, repetition_penalty=1.2)
-    with pytest.raises(ValueError, match="draws by temperature, .*, got min_p; leave"):
+    with pytest.raises(ValueError, match="takes the settings temperature, .*, got min_p; leave"):
         draw_all(sampler, min_p=0.1)
     with pytest.raises(ValueError, match="has no token"):
         draw_all(sampler, prompts=[[]])

@@ -55,7 +55,12 @@ class Access:
         if headers.get("Origin") is not None:
             raise Refused("requests from web pages are not answered", 403)
         host = headers.get("Host", "")
-        if not self._is_ours(host):
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            is_ours = name in self.names or bool(ipaddress.ip_address(name))
+        except ValueError:  # neither one of the names nor an IP address
+            is_ours = False
+        if not is_ours:
             raise Refused(
                 f"requests must be for an IP address or one of {', '.join(self.names)}, got Host "
                 f"{host[:200]!r}; add the name to rl.serve.names if it is this server's",
@@ -68,13 +73,6 @@ class Access:
                 "server's rl.serve.api_key_file",
                 401,
             )
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-            return name in self.names or bool(ipaddress.ip_address(name))
-        except ValueError:
-            return False
 
 
 class HttpServer(ThreadingHTTPServer):

@@ -14,7 +14,14 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
-from torchtitan.integrations.tinker.types import ModelInput, SamplingParams
+from torchtitan.integrations.tinker.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
+from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.errors import LostConnectionError
 from torchtitan.tools.failures import as_run_error
@@ -23,7 +30,7 @@ from torchtitan.tools.logging import logger
 BASE = "base"
 """The sampler of the weights that the server started with."""
 
-# Time in which a sample waits for others, so that they are drawn together.
+# How long a sample waits for further samples, so that they are drawn together.
 _SECONDS_TO_GATHER = 0.01
 _SECONDS_TO_GATHER_AT_MOST = 0.1
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
@@ -65,8 +72,7 @@ class Policy:
     def save(self, path: str) -> None:
         self._client.save_state(path).result()
 
-    def forward_backward(self, request: Any) -> Any:
-        """Return the output of the client's `forward` or `forward_backward`."""
+    def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         client = self._client
         try:
             if request.problem is not None:
@@ -80,7 +86,7 @@ class Policy:
                 client.fail_step(error).result()
             raise
 
-    def optim_step(self, params: Any) -> dict[str, float]:
+    def optim_step(self, params: AdamParams) -> dict[str, float]:
         return self._client.optim_step(params).result().metrics
 
     def snapshot(self, sampler: str) -> None:
@@ -97,7 +103,7 @@ class Policy:
 
     def sample(
         self, items: list[ModelInput], sampler: str, num_samples: int, params: SamplingParams
-    ) -> list[Any]:
+    ) -> list[SampleResponse]:
         return self._sampler(sampler).sample_all(items, num_samples, params).result()
 
     def logprobs(self, items: list[ModelInput], sampler: str) -> list[list[float | None]]:
@@ -188,7 +194,13 @@ class CommandLoop:
         """Return the commands to run as one: [] if none came for a while, None after `stop`."""
         if not self._waiting and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
             return []
-        self._gather()
+        while self._take(0):
+            pass
+        # While all waiting commands can be joined, wait a moment for more of them.
+        until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
+        while all(command.joins for command in self._waiting) and not self._is_stopping:
+            if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
+                break
         if self._is_stopping:
             return None
         first, *others = self._waiting
@@ -200,15 +212,6 @@ class CommandLoop:
             (batch if command.joins == first.joins else rest).append(command)
         self._waiting = rest
         return batch
-
-    def _gather(self) -> None:
-        """Take all queued commands; if all can be joined, wait a moment for more of them."""
-        until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
-        while self._take(0):
-            pass
-        while all(command.joins for command in self._waiting) and not self._is_stopping:
-            if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
-                return
 
     def _take(self, seconds: float) -> bool:
         """Take one entry of the queue; return False if none comes in this time."""

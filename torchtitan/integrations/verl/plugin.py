@@ -23,12 +23,9 @@ def register_engines(workers_engine: ModuleType) -> None:
     # Imported here because it needs `workers_engine`, which has just been loaded.
     from torchtitan.integrations.verl.engine import LanguageModelEngine, ValueModelEngine
 
-    for model_type, engine in (
-        ("language_model", LanguageModelEngine),
-        ("value_model", ValueModelEngine),
-    ):
+    for engine in (LanguageModelEngine, ValueModelEngine):
         register = workers_engine.EngineRegistry.register
-        register(model_type, "torchtitan", device=["cpu", "cuda"])(engine)
+        register(engine.model_type, "torchtitan", device=["cpu", "cuda"])(engine)
 
 
 def register_replica(rollout_replica: ModuleType) -> None:

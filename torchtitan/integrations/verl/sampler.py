@@ -170,7 +170,7 @@ class Sampler:
         sampling = dataclasses.replace(batch[0].sampling, max_tokens=longest)
         completions = self.generator.generate([request.prompt for request in batch], sampling)
         return [
-            _cut(completion, request.max_tokens)
+            _shorten(completion, request.max_tokens)
             for completion, request in zip(completions, batch, strict=True)
         ]
 
@@ -236,7 +236,7 @@ class Sampler:
         self.engine.close()
 
 
-def _cut(completion: Completion, max_tokens: int) -> Completion:
+def _shorten(completion: Completion, max_tokens: int) -> Completion:
     if len(completion.token_ids) <= max_tokens:
         return completion
     masses = completion.token_kept_mass
