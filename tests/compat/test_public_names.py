@@ -130,6 +130,22 @@ def test_old_paths_of_rl_lead_to_the_same_modules():
         assert old is sys.modules[name]
 
 
+def test_public_paths_of_edges_lead_to_the_same_objects():
+    import torchtitan.rl.client as client
+    import torchtitan.rl.serve as serve
+    import torchtitan.tools.report as report
+    from torchtitan.integrations.tinker import client as own_client
+    from torchtitan.integrations.tinker import server, types
+    from torchtitan.report.__main__ import main
+
+    names = "AdamParams CustomLoss Datum ForwardBackwardOutput ModelInput SamplingParams".split()
+    assert [getattr(client, name) for name in names] == [getattr(types, name) for name in names]
+    for name in ("LocalTrainingClient", "LocalSamplingClient"):
+        assert getattr(client, name) is getattr(own_client, name)
+    assert serve.Server is server.Server
+    assert report.main is main
+
+
 def uses_of_what_is_not_available():
     from torchtitan.distributed import deepep, dual_pipe_v
     from torchtitan.distributed.context_parallel import apply_cp_to_attention_module

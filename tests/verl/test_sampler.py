@@ -81,7 +81,7 @@ def test_new_weights_take_effect_whole_or_not_at_all(tied, tmp_path):
         await sampler.load_weights(pairs[:3], is_last=False)
         await sampler.load_weights(pairs[3:])
 
-    with pytest.raises(ValueError, match="not those of the model in .*/model: .*missing, unknown"):
+    with pytest.raises(ValueError, match="do not fit the model in .*/model: .*missing, unknown"):
         asyncio.run(load(weights[:-1]))
     assert draw_all(sampler, temperature=0) == before
     asyncio.run(load(weights))

@@ -49,8 +49,10 @@ class _Reader:
     def __init__(self) -> None:
         self._n_left = MOST_FIELDS
 
-    def fields(self, data: memoryview) -> Iterator[tuple[int, Any]]:
+    def fields(self, data: memoryview | int) -> Iterator[tuple[int, Any]]:
         """Yield (field number, value) of a message: an int for varints, else the bytes."""
+        if isinstance(data, int):
+            raise WireError("the message has a number in place of a message")
         at = 0
         while at < len(data):
             self._n_left -= 1
@@ -79,14 +81,10 @@ class _Reader:
 
     def message(self, data: Any, *numbers: int) -> list[Any]:
         """Return the last value of each of these fields; None for a missing field."""
-        if isinstance(data, int):
-            raise WireError("the message has a number in place of a message")
         values = dict(self.fields(data))
         return [values.get(number) for number in numbers]
 
     def datum(self, message: Any) -> Datum:
-        if isinstance(message, int):
-            raise WireError("the message has a number in place of a message")
         tokens: list[int] = []
         inputs = {}
         for number, value in self.fields(message):
