@@ -66,9 +66,10 @@ class VerlEngine(BaseEngine):
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.mode: str | None = None  # set by verl's context managers
-        self._checkpoints: list[str] = []  # that this run has saved, oldest first
+        self._checkpoints: list[str] = []  # folders that this run has saved, oldest first
+        job, spec = self._job()
         with _errors_in_verls_words():
-            self.layout = RankLayout.join(*self._job())
+            self.layout = RankLayout.join(job, spec)
 
     # ---- building ----
 
