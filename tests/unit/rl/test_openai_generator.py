@@ -171,9 +171,7 @@ def test_tokens_may_be_spelled_as_ids(server):
     [("token_ids", "got 0 ids and 4 log-probs"), ("logprobs", "got 4 ids and 0 log-probs")],
 )
 def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server):
-    with pytest.raises(
-        RunError, match=f"id and the log-prob of every new token, {numbers}; use"
-    ):
+    with pytest.raises(RunError, match=f"id and the log-prob of every new token, {numbers}; use"):
         answers_of(server, lambda choice: choice | {missing: None})
 
 
