@@ -1,4 +1,4 @@
-"""verl's settings as ours, the plug-in that verl loads, and what a wrong setting gets."""
+"""verl's settings as a `JobConfig`, the plug-in, and the errors for wrong settings."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def job_of(folder, *, optim=None, checkpoint=None, model=None, world_size=1, **e
     )[0]
 
 
-# ---- what they become ----
+# ---- the job ----
 
 
 def test_settings_reach_the_job(folder):
@@ -83,7 +83,7 @@ def test_schedule_of_unknown_length_stays_at_its_peak(folder):
 
 
 def verls_factors(schedule, steps, **options):
-    """The factor on the peak rate in each step, by a scheduler of verl's."""
+    """The factor on the peak learning rate in each step, from verl's scheduler."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler, seen = schedule(optimizer, **options), []
     for _ in range(steps):
@@ -94,7 +94,7 @@ def verls_factors(schedule, steps, **options):
 
 
 def our_factors(config, steps, first=0):
-    """The same by ours; first: steps that the schedule is ahead."""
+    """The same from our scheduler. first: number of steps by which the schedule is ahead."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedulers, seen = build_lr_schedulers([optimizer], config, steps), []
     for step in range(first, steps):
@@ -197,7 +197,9 @@ def test_wrong_choice_of_verls_own_class_is_the_same_sentence():
         TorchtitanEngineConfig(attn_type="sdpa")
     with pytest.raises(ConfigError, match="engine.activation_checkpoint must be .* got 'memory'"):
         TorchtitanEngineConfig(activation_checkpoint="memory")
-    with pytest.raises(AssertionError, match="spmd_backend"):  # there is no such setting of ours
+    with pytest.raises(
+        AssertionError, match="spmd_backend"
+    ):  # we have no such setting, so verl's error stays
         TorchtitanEngineConfig(spmd_backend="none")
 
 
@@ -234,7 +236,7 @@ def test_critic_is_no_language_model(tmp_path):
         job_of(folder)
 
 
-def test_our_messages_are_told_in_verls_words():
+def test_our_messages_name_verls_fields():
     ours = "parallelism.tensor_parallel_degree must divide n_heads, got 3 with training.max_norm"
     assert in_verls_words(ours) == (
         "engine.tensor_parallel_size must divide n_heads, got 3 with optim.clip_grad"

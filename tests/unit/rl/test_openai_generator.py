@@ -63,7 +63,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         return {"choices": [self.change(choice)]}
 
     def collective_rpc(self, message):
-        """vLLM's."""
+        """Answer vLLM's development endpoints."""
         assert message["method"] == "reload_weights"
         self.reload({"path": message["kwargs"]["weights_path"], "version": 1})
         return {"results": [None]}
@@ -124,7 +124,7 @@ SHORT = ["--rl.num_prompts_per_step=2", "--rl.eval_samples=2", "--rl.sampling.te
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several turns"])
 def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
-    """So it drew with the weights that it was given, and its tokens are those that are trained on."""
+    """The server has the trainer's weights, and training uses exactly the tokens that it drew."""
     controller = Controller(toy_config(tmp_path, *SHORT, *extra, *flags_of(server)))
     controller.setup()
     if extra:
@@ -176,7 +176,7 @@ def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server
 
 
 @pytest.mark.parametrize("wrong", [32, -1, "5", 5.0, None])
-def test_answer_with_ids_that_the_model_has_not_is_one_sentence(wrong, server):
+def test_answer_with_ids_outside_the_vocabulary_is_one_sentence(wrong, server):
     def changed(choice):
         return choice | {"token_ids": [*choice["token_ids"][:-1], wrong]}
 
@@ -188,12 +188,12 @@ def test_answer_with_ids_that_the_model_has_not_is_one_sentence(wrong, server):
 def test_greedy_tokens_have_a_probability_of_one(server):
     for completion in answers_of(server, temperature=0.0):
         assert completion.token_logprobs == (0.0,) * 4
-        assert completion.token_kept_mass == (1.0,) * 4  # our stand-in's, of what it kept
+        assert completion.token_kept_mass == (1.0,) * 4  # of the test's server
     with pytest.raises(ValueError, match="no log-probs of a truncated distribution"):
         answers_of(server, top_k=2)
 
 
-def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypatch):
+def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     expected = answers_of(server)
     server.fails = [(503, None), (429, None)]
@@ -210,7 +210,7 @@ def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypa
         generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
 
 
-def test_failure_is_told_before_slower_requests_end(server, monkeypatch):
+def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
     may_end = threading.Event()
 
     def post(url, request, timeout_seconds):
@@ -253,8 +253,10 @@ def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tm
     assert generator.policy_version == -1
 
 
-def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp_path, monkeypatch):
-    """So no rank waits in a gather, or in an exchange of failures, for one that has left it."""
+def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
+    server, tmp_path, monkeypatch
+):
+    """Otherwise a rank could wait in a collective for a rank that has raised."""
 
     class Broken(Weights):
         def __iter__(self):
@@ -292,7 +294,9 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
 def test_settings_are_checked(values, message):
     good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
     check_rl_config(config_with(**good))
-    check_rl_config(config_with(**good | {"rl__generator__reload_url": ""}))  # of vLLM
+    check_rl_config(
+        config_with(**good | {"rl__generator__reload_url": ""})
+    )  # allowed: the server may be vLLM
     with pytest.raises(ConfigError, match=message):
         check_rl_config(
             config_with(**good | {f"rl__generator__{key}": v for key, v in values.items()})

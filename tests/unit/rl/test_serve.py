@@ -1,4 +1,4 @@
-"""The HTTP server by raw requests; test_serve_tinker.py has the published client talk to it."""
+"""The HTTP server, tested with raw requests; test_serve_tinker.py uses the published client."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def url(tmp_path_factory):
 
 @pytest.fixture
 def run(url):
-    """A training run of its own, which leaves the policy to the next one."""
+    """A new training run, which gives up the policy at its end."""
     client = Http(url).start()
     yield client
     client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
@@ -197,7 +197,7 @@ def test_second_session_waits_for_the_policy(run, url):
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
 
 
-def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
+def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
     monkeypatch.setattr("torchtitan.integrations.tinker.service._SECONDS_UNTIL_GONE", 0.2)
     time.sleep(0.25)
     other = Http(url)
@@ -231,7 +231,7 @@ def test_failed_call_fails_the_step(run):
         ("importance_sampling", "a policy loss needs logprobs"),
     ],
 )
-def test_loss_that_cannot_be_is_refused_in_the_future(run, loss_fn, message):
+def test_unknown_loss_is_an_error_of_the_future(run, loss_fn, message):
     import re
 
     assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
@@ -336,7 +336,7 @@ def test_broken_requests_are_refused(url, body, headers, status, message):
         (b"\x20\x80\x80\x80\x80\x80\x01", "number in place of a name"),
     ],
 )
-def test_bytes_that_are_no_message_are_refused(run, body, message):
+def test_bytes_that_are_not_a_message_are_refused(run, body, message):
     body = part(1, run.model) + body
     found, answer = run.send("POST", "/api/v1/forward_backward", body)
     assert found == 400 and message in json.loads(answer)["detail"]
@@ -359,7 +359,7 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
 
 
 def test_model_is_checked_before_its_data_are_read(url):
-    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # data that are no message
+    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # the data are not a message
     status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
     assert status == 404 and "model nobody does not own the policy" in json.loads(answer)["detail"]
 
@@ -367,7 +367,7 @@ def test_model_is_checked_before_its_data_are_read(url):
 @pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
 def test_entries_of_a_request_are_bounded(monkeypatch, entry):
     monkeypatch.setattr(wire, "MOST_FIELDS", 2**12)
-    body = part(1, "m") + entry * (2**23 // len(entry))  # all of them took 86 s
+    body = part(1, "m") + entry * (2**23 // len(entry))  # without a limit, reading them took 86 s
     began = time.process_time()
     with pytest.raises(wire.WireError, match="may have 4096 fields in all its data"):
         wire.read_forward_backward(body, lambda _: None)
